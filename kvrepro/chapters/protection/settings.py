@@ -1,4 +1,4 @@
-"""What one may set in the protection chapter beside its notebook's parameters."""
+"""What a reader may set in the protection chapter beside its notebook's parameters."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,6 +1,4 @@
-"""The chapter's own drawings: the frontiers of score against cost, and score against evidence kept."""
-
-from collections.abc import Mapping
+"""The chapter's own drawings: score against cost with its frontier, and score against evidence kept."""
 
 import numpy as np
 import pandas as pd
@@ -18,40 +16,41 @@ PUBLISHED = "published"
 
 def frontiers(table: pd.DataFrame) -> Figure:
     """Score against each of `frontier.COSTS`, a row each, a panel per model: cells of the grid by scorer, published
-    methods as open diamonds, named where nothing beats them and there is room; the line is the frontier.
+    methods as open diamonds. The line is the frontier; published methods on it are named where there is room.
 
     table: rows of `frontier.conditions`.
     """
     table = table[table.kind != "full"]
-    each = pd.concat([table.assign(cost=name, at=table[name]) for name in frontier.COSTS])
-    grid_of = _scatter(each, "at", row="cost", height=2.6)
-    for (i, _, _), _ in grid_of.facet_data():
-        for axes in grid_of.axes[i]:
-            axes.set(xlabel=frontier.COSTS[grid_of.row_names[i]])
-    grid_of.figure.draw_without_rendering()  # panels get their sizes, and names can be placed
-    for (i, j, _), part in grid_of.facet_data():
-        axes = grid_of.facet_axis(i, j)
-        best = frontier.frontier(part, grid_of.row_names[i])
+    by_cost = pd.concat([table.assign(cost=name, at=table[name]) for name in frontier.COSTS])
+    facets = _scatter(by_cost, "at", row="cost", height=2.6)
+    for cost, row in zip(facets.row_names, facets.axes, strict=True):
+        for axes in row:
+            axes.set(xlabel=frontier.COSTS[cost])
+    facets.figure.draw_without_rendering()  # gives panels their sizes, so that names can be placed
+    for (i, j, _), part in facets.facet_data():
+        axes = facets.facet_axis(i, j)
+        best = frontier.frontier(part, facets.row_names[i])
         steps = np.repeat(best[["at", "value"]].to_numpy(float), 2, axis=0)
         steps = np.stack([steps[1:, 0], steps[:-1, 1]], 1)  # to the right, then up
         axes.step(best["at"], best.value, where="post", color="black", lw=1, zorder=1)
         covered = np.concatenate([part[["at", "value"]], Path(steps).interpolated(20).vertices])
         _named(axes, best[best.kind == PUBLISHED], covered)
-    return figure.done(grid_of.figure)
+    return figure.done(facets.figure)
 
 
 def _named(axes: Axes, rows: pd.DataFrame, covered: np.ndarray) -> None:
-    """The name of each row above its point, the best first, if there is room. covered: places [n, 2] that stay free."""
-    there, names = axes.transData.transform(covered), list[BboxBase]()
-    for one in rows.iloc[::-1].itertuples():
+    """Write the name of each row above its point, the best first, if there is room. covered: places [n, 2], in data
+    coordinates, that no name may cover."""
+    covered_pixels, names = axes.transData.transform(covered), list[BboxBase]()
+    for row in rows.iloc[::-1].itertuples():
         for ha, across in (("right", -4), ("left", 4), ("center", 0)):
             text = axes.annotate(
-                str(one.name), (one.at, one.value), xytext=(across, 4), textcoords="offset points", ha=ha, fontsize=6.5
+                str(row.name), (row.at, row.value), xytext=(across, 4), textcoords="offset points", ha=ha, fontsize=6.5
             )
             text.set_in_layout(False)
             box = text.get_window_extent().padded(3)
             inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1
-            if inside and not box.count_contains(there) and not any(box.overlaps(name) for name in names):
+            if inside and not box.count_contains(covered_pixels) and not any(box.overlaps(name) for name in names):
                 names.append(box)
                 break
             text.remove()
@@ -62,43 +61,40 @@ def evidence(table: pd.DataFrame) -> Figure:
 
     table: rows of `frontier.conditions`.
     """
-    grid_of = _scatter(table[table.kind == "grid"], "evidence_heads", height=3)
-    grid_of.set_axis_labels("evidence held by a head")
-    return figure.done(grid_of.figure)
+    facets = _scatter(table[table.kind == "grid"], "evidence_heads")
+    facets.set_axis_labels("evidence held by a head")
+    return figure.done(facets.figure)
 
 
 def _scatter(table: pd.DataFrame, x: str, row: str | None = None, height: float = 3) -> sns.FacetGrid:
     """A panel per model: grid cells by scorer, published methods as open diamonds; the legend below."""
-    shown = figure.looks(grid.FACTORS["scorer"])
-    table = table.assign(by=table.scorer.where(table.kind == "grid", PUBLISHED))
     with figure.style():
-        facets = {"row": row} if row else {}
         columns = table.model.nunique()
-        found = sns.FacetGrid(
-            table, col="model", **facets, height=height, aspect=figure.WIDTH / columns / height,
+        facets = sns.FacetGrid(
+            table, col="model", row=row, height=height, aspect=figure.WIDTH / columns / height,
             sharex="row" if row else True, ylim=(-0.03, 1.08),
         )  # fmt: skip
-        found.figure.set_layout_engine("constrained")
-        for (i, j, _), part in found.facet_data():
-            axes = found.facet_axis(i, j)
-            _points(axes, part, x, shown)
-            axes.set_title(found.col_names[j] if i == 0 else "")
-        for axes in found.axes[:, 0]:
+        facets.figure.set_layout_engine("constrained")
+        for (i, j, _), part in facets.facet_data():
+            axes = facets.facet_axis(i, j)
+            _points(axes, part, x)
+            axes.set_title(facets.col_names[j] if i == 0 else "")
+        for axes in facets.axes[:, 0]:
             axes.set_ylabel("score")
-        handles = {label: one for axes in found.axes.flat
-                   for one, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
-        found.figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, columnspacing=1.2)
-    return found
+        handles = {label: handle for axes in facets.axes.flat
+                   for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
+        facets.figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, columnspacing=1.2)
+    return facets
 
 
-def _points(axes: Axes, part: pd.DataFrame, x: str, shown: Mapping[object, figure.Look]) -> None:
-    """Cells by their scorer, then published methods."""
-    for scorer, look in shown.items():
-        mine = part[part.by == scorer]
-        axes.plot(mine[x], mine.value, look.marker, color=look.colour, ms=3.5, ls="none", alpha=0.7, label=look.name)
-    known = part[part.by == PUBLISHED]
-    if len(known):
-        axes.plot(known[x], known.value, "D", mfc="none", mec="black", ms=4.5, ls="none", label="published method")
+def _points(axes: Axes, part: pd.DataFrame, x: str) -> None:
+    """Draw cells by their scorer, then published methods."""
+    for scorer, look in figure.looks(grid.FACTORS["scorer"]).items():
+        cells = part[(part.kind == "grid") & (part.scorer == scorer)]
+        axes.plot(cells[x], cells.value, look.marker, color=look.colour, ms=3.5, ls="none", alpha=0.7, label=look.name)
+    methods = part[part.kind == PUBLISHED]
+    if len(methods):
+        axes.plot(methods[x], methods.value, "D", mfc="none", mec="black", ms=4.5, ls="none", label="published method")
     axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-    told = [f"{figure.said(one, [one['name']], '.2f')}, at {one[x]:.0%}" for one in part.to_dict("records")]
-    figure.tell(axes, part[x], part.value, told)
+    texts = [f"{figure.said(row, [row['name']], '.2f')}, at {row[x]:.0%}" for row in part.to_dict("records")]
+    figure.tell(axes, part[x], part.value, texts)

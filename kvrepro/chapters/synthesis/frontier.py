@@ -11,23 +11,22 @@ from kvrepro.experiment.claims import KEPT
 from kvrepro.paths import GPU
 
 COSTS = {"held": "keys and values held", "unfreed": "blocks not freed"}  # shares; less is better
-OFTEN = 0.5  # blocks that are freed as they stand, from which on memory counts as given back
+OFTEN = 0.5  # share of blocks freed without compaction, from which on memory counts as given back
 
 
 def conditions(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
-    """A row per model and condition: its `name`, factors, mean score with its interval, and the means of what it costs
-    (`held`, `unfreed`: shares of bytes and of blocks) and of the evidence that it keeps."""
-    told = ["model", "kind", "method", *grid.factors(())]
+    """A row per model and condition: its `name`, factors, mean score with its interval, and means of its costs (`held`,
+    `unfreed`: shares of bytes and of blocks) and of the evidence that it keeps."""
+    keys = ["model", "name"]
     frame = rows.assign(name=names(rows), unfreed=1 - rows.freed)
-    found = stats.means(frame, ["model", "name"], score)
     costs = ["held", "bytes_kept", "unfreed", "freed_compacted", "evidence_coverage", "evidence_heads", "evidence_best"]
-    means = frame.groupby(["model", "name"], sort=False)[[c for c in costs if c in frame]].mean().reset_index()
-    first = frame.drop_duplicates(["model", "name"])[[*told, "name"]]
-    return found.merge(means, on=["model", "name"]).merge(first, on=["model", "name"])
+    means = frame.groupby(keys, sort=False)[[c for c in costs if c in frame]].mean().reset_index()
+    first = frame.drop_duplicates(keys)[["model", "kind", "method", *grid.factors(()), "name"]]
+    return stats.means(frame, keys, score).merge(means, on=keys).merge(first, on=keys)
 
 
 def names(rows: pd.DataFrame) -> pd.Series:
-    """What a condition is called: a published method with its share, or the levels of a cell."""
+    """Each row's condition as text: a published method with its share, or the levels of a cell."""
     cell = [_cell(row) for row in rows[list(grid.FACTORS)].to_dict("records")]
     method = rows.method.map(lambda name: figure.look(name).name, na_action="ignore")
     cell = pd.Series(cell, index=rows.index).mask(rows.kind == "published", method)
@@ -36,7 +35,7 @@ def names(rows: pd.DataFrame) -> pd.Series:
 
 
 def _cell(levels: Mapping[str, object]) -> str:
-    """The levels of a cell as words, those left out that say nothing."""
+    """The levels of a cell as words, without those that mean "none"."""
     of_window = f" ({levels['aggregator']}, pooled: {levels['pooling']})" if levels["aggregator"] else ""
     guard = f"guard: {levels['guard']}" if levels["guard"] != "none" else ""
     quota = "quota" if levels["quota"] == "parts" else ""
@@ -45,8 +44,7 @@ def _cell(levels: Mapping[str, object]) -> str:
 
 
 def frontier(table: pd.DataFrame, cost: str) -> pd.DataFrame:
-    """The rows that no other row beats: none costs as little or less and scores more, or costs less and scores as much.
-    In the order of their cost."""
+    """The rows that no other row beats, by cost: no other is at least as good in score and cost and better in one."""
     ordered = table.sort_values([cost, "value"], ascending=[True, False], kind="stable")
     return ordered[ordered.value > ordered.value.cummax().shift(fill_value=-np.inf)]
 
@@ -55,43 +53,43 @@ def frontier(table: pd.DataFrame, cost: str) -> pd.DataFrame:
 
 
 def advice(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
-    """The best condition, of the grid or published, for each regime, share kept and demand on memory: any, or that half
-    of the blocks at least come free without compaction. Published methods evict after the prompt, the question seen.
+    """The best condition, of the grid or published, for each regime, share kept and memory: "any", or "blocks", where
+    at least half of the blocks become free without compaction. Published methods evict after the prompt, with the
+    question seen.
 
-    use: the best by its mean over all items. value, low, high: what a choice made on the other items scores on each
-    item, so that the luck of the best of many is not counted. fails_at: the task at which `use` loses most against the
-    full cache, and that loss. Columns freed and evidence_heads are those of `use`.
+    use: the best by its mean over all items. value, low, high: the score of an item under the condition that is best on
+    the other items, so that the luck of the best of many does not count. fails_at, loss: the task at which `use` loses
+    most against the full cache, and how much. freed: of `use`. of: conditions to choose from.
     """
     evicting = rows[rows.kind != "full"]
     regime = evicting.regime.mask(evicting.kind == "published", "question seen")
     evicting = evicting.assign(name=names(evicting), regime=regime)
     full = rows[rows.kind == "full"].set_index("item")[score]
-    found = []
+    choices = []
     for (regime, kept), part in evicting.groupby(["regime", "kept"]):
         freed = part.groupby("name").freed.mean()
-        for memory, able in (("any", freed.index), ("blocks", freed.index[freed >= OFTEN])):
-            table = part[part["name"].isin(able)].pivot_table(score, "item", "name", aggfunc="first").dropna(axis=1)
+        for memory, candidates in (("any", freed.index), ("blocks", freed.index[freed >= OFTEN])):
+            rows_of_these = part[part["name"].isin(candidates)]
+            table = rows_of_these.pivot_table(score, "item", "name", aggfunc="first").dropna(axis=1)
             if table.empty or len(table) < 2:
                 continue
             best = part[part["name"] == table.mean().idxmax()]
             loss = (full.reindex(best["item"]).to_numpy() - best[score]).groupby(best.task).mean()
             held_out = [table.loc[item, table.drop(index=item).mean().idxmax()] for item in table.index]
-            estimate = stats.interval(held_out, bounds=stats.UNIT)
-            told = {"regime": regime, "kept": kept, "memory": memory, "use": best["name"].iloc[0], "of": table.shape[1]}
-            told |= dict(zip(("value", "low", "high"), estimate.triple, strict=True)) | {"n": estimate.n}
-            found.append(told | {"freed": best.freed.mean(), "fails_at": loss.idxmax(), "loss": loss.max()})
+            e = stats.interval(held_out, bounds=stats.UNIT)
+            choices.append((regime, kept, memory, best["name"].iloc[0], *e.triple, e.n, best.freed.mean(),
+                            loss.idxmax(), loss.max(), table.shape[1]))  # fmt: skip
     columns = "regime kept memory use value low high n freed fails_at loss of".split()
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(choices, columns=columns)
 
 
 def first_token() -> pd.DataFrame:
-    """Stored timings of another machine (`data/gpu/first_token.csv`): the time to the first token over that with
-    everything kept in the same engine, and over Hugging Face's full cache, a row per method and model, 20% kept, with
-    the device's name."""
+    """Stored timings of another machine (`data/gpu/first_token.csv`), a row per method and model, 20% kept: the time to
+    the first token over that with everything kept in the same engine (`ratio_to_kept`), and over that of Hugging Face's
+    full cache (`ratio_to_plain`)."""
     table = pd.read_csv(GPU / "first_token.csv")
     table = table[(table.part == "first") & table.ratio_to_plain.notna()]
     kept = table[table.method == KEPT].set_index(["model", "tokens"]).seconds.rename("kept")
-    mine = table[table["share"] == 0.2].join(kept, ["model", "tokens"])
-    mine = mine.assign(ratio_to_kept=mine.seconds / mine.kept)
-    named = ["model", "tokens", "method", "ratio_to_kept", "ratio_to_plain", "seconds", "low", "high", "device", "date"]
-    return mine[named]
+    methods = table[table["share"] == 0.2].join(kept, ["model", "tokens"])
+    methods = methods.assign(ratio_to_kept=methods.seconds / methods.kept)
+    return methods["model tokens method ratio_to_kept ratio_to_plain seconds low high device date".split()]

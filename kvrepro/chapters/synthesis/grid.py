@@ -1,9 +1,9 @@
-"""The grid: what eviction methods are made of, crossed; which cells exist, which of them are run, which published ones
-stand beside them.
+"""The grid: the parts of eviction methods, crossed. Which cells exist, which of them are run, and which published
+methods are compared with them.
 
-A cell has a level of each factor, or None where the factor does not exist for it: a score that is no number of each
-query has nothing to aggregate. There are thousands of cells; `design` chooses so many that any two levels of different
-factors meet about equally often, so that main effects and interactions of two factors can be told apart.
+A cell has a level of each factor, or None where the factor does not exist for it: scores that do not come from single
+queries have nothing to aggregate. There are thousands of cells; `design` chooses some, such that any two levels of
+different factors meet about equally often. Then main effects and interactions of two factors can be told apart.
 """
 
 import itertools
@@ -33,19 +33,19 @@ FACTORS: dict[str, tuple[str, ...]] = {
 PUBLISHED = (
     "streaming_llm", "snapkv", "ada_kv", "dropkv", "key_diff", "k_norm", "h2o", "defensive_kv", "layer_defensive_kv",
 )  # fmt: skip
-RIVALS = ("key_diff", "dropkv", "snapkv", "h2o", "defensive_kv")  # of the finding on KeyDiff
+RIVALS = ("key_diff", "dropkv", "snapkv", "h2o", "defensive_kv")  # whom the finding on KeyDiff compares
 
 
 def factors(kept: Sequence[float]) -> dict[str, tuple[object, ...]]:
-    """Every factor with its levels, the shares kept among them."""
+    """Every factor with its levels, including the shares kept."""
     return {**FACTORS, "kept": tuple(kept)}
 
 
 def cells(kept: Sequence[float], *, kv_heads: int = 2, slides: bool = False) -> pd.DataFrame:
     """Every cell that exists, a column per factor; None where it does not have the factor.
 
-    Left out, besides: heads that compete in a layer which has one (`kv_heads`); one set of tokens for layers that hold
-    different ones (`slides`).
+    Also left out are heads that compete within a layer if it has only one (`kv_heads`), and one set of tokens for all
+    layers if some layers slide and hold other tokens than the rest (`slides`).
     """
     every = factors(kept)
     frame = pd.DataFrame(itertools.product(*every.values()), columns=list(every)).astype(object)
@@ -63,30 +63,30 @@ def cells_of(model: object, kept: Sequence[float]) -> pd.DataFrame:
 
 
 def design(frame: pd.DataFrame, count: int, seed: int = 0) -> pd.DataFrame:
-    """`count` of the cells, or all there are, in an order whose every beginning is balanced, too.
+    """`count` of the cells, or all if there are fewer, in an order of which every beginning is balanced, too.
 
-    One after the other, that cell is taken whose pairs of levels are, on average, the rarest so far; the lot decides
-    among equals. How often a pair would occur by chance is taken into account.
+    Each step takes the cell whose pairs of levels are, on average, the rarest so far, in relation to how often a pair
+    would occur by chance. Among equals a random number decides.
     """
     codes = [pd.factorize(frame[name])[0] for name in frame]  # -1: does not have the factor
     sizes = [code.max() + 1 for code in codes]
     pairs = [(a, b) for a, b in itertools.combinations(range(len(codes)), 2) if sizes[a] > 1 and sizes[b] > 1]
     at = np.stack([np.where((codes[a] < 0) | (codes[b] < 0), -1, codes[a] * sizes[b] + codes[b]) for a, b in pairs], 1)
-    seen = [np.zeros(sizes[a] * sizes[b] + 1) for a, b in pairs]  # the last: pairs that do not exist
-    there, lot = (at >= 0).sum(1).clip(min=1), np.random.default_rng(seed).random(len(frame))
+    counts = [np.zeros(sizes[a] * sizes[b] + 1) for a, b in pairs]  # by pair of levels; the last: no such pair
+    existing, lot = (at >= 0).sum(1).clip(min=1), np.random.default_rng(seed).random(len(frame))
     taken: list[int] = []
     for _ in range(min(count, len(frame))):
-        rare = sum(met[at[:, i]] * (len(met) - 1) for i, met in enumerate(seen)) / there + 1e-6 * lot
-        rare[taken] = np.inf
-        best = int(rare.argmin())
-        taken.append(best)
-        for i, met in enumerate(seen):
-            met[at[best, i]] += at[best, i] >= 0
+        frequency = sum(met[at[:, i]] * (len(met) - 1) for i, met in enumerate(counts)) / existing + 1e-6 * lot
+        frequency[taken] = np.inf
+        rarest = int(frequency.argmin())
+        taken.append(rarest)
+        for i, met in enumerate(counts):
+            met[at[rarest, i]] += at[rarest, i] >= 0
     return frame.iloc[taken].reset_index(drop=True)
 
 
 def regime(name: str, quota: str | None, settings: Settings) -> Regime:
-    """What a cell calls its regime."""
+    """The engine's regime for a cell's."""
     if name == "decode cap":
         return DecodeCap(settings.interval)
     parts = part_names(settings) if quota == "parts" else ()
@@ -99,7 +99,7 @@ def part_names(settings: Settings) -> tuple[str, ...]:
 
 
 def condition(cell: Mapping[str, object], settings: Settings) -> Condition:
-    """What a cell asks of the engine."""
+    """The engine's condition for a cell."""
     switches: dict[str, object] = {"window": settings.window}
     if cell["aggregator"] is not None:
         switches |= {"aggregate": cell["aggregator"], "pool": cell["pooling"], "kernel": settings.kernel}
@@ -113,8 +113,8 @@ def condition(cell: Mapping[str, object], settings: Settings) -> Condition:
 
 
 def published(policies: Sequence[str], settings: Settings) -> list[Condition]:
-    """Methods as their papers describe them, the question visible, at every share; those with one set of tokens for all
-    layers are refused, as are pages."""
+    """Methods as their papers describe them, with the question seen, at every share. Raises InputError for methods that
+    keep one set of tokens for all layers, and for those that free nothing, as pages do."""
     for name in policies:
         if find(name).shared or not find(name).frees:
             raise InputError(f"policies {name!r}: it does not compress a prompt once; take it out of the list")

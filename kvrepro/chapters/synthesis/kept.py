@@ -1,4 +1,4 @@
-"""Why one policy's answers are better than another's: what its heads keep, and what that does to attention."""
+"""Why one policy's answers are better than another's: what its heads keep, and how that changes attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,61 +30,60 @@ MEASURES = {
 
 def of_items(loaded: Loaded, items: Sequence[Item], share: float, settings: Settings) -> pd.DataFrame:
     """`of_item` of each item, with the model's name."""
-    given = {"policies": COMPARED, "share": share, "tokens": settings.tokens}
-    return run(PerItem("synthesis", "kept", items, of_item, given), loaded, settings).assign(model=loaded.name)
+    arguments = {"policies": COMPARED, "share": share, "tokens": settings.tokens}
+    return run(PerItem("synthesis", "kept", items, of_item, arguments), loaded, settings).assign(model=loaded.name)
 
 
 def leads(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
     """KeyDiff's score minus each other published policy's, item by item: model, kept, rival, value, low, high, n."""
-    known = rows[rows.kind == "published"]
-    same = ["item", "model", "kept"]
+    published = rows[rows.kind == "published"]
+    keys = ["model", "kept"]
+    key_diff = published[published.method == "key_diff"]
     parts = [
-        stats.contrasts(known[known.method == "key_diff"], other, same[1:], score, on=same).assign(rival=name)
-        for name, other in known.groupby("method", sort=False)
+        stats.contrasts(key_diff, other, keys, score, on=["item", *keys]).assign(rival=name)
+        for name, other in published.groupby("method", sort=False)
         if name != "key_diff"
     ]
-    found = pd.concat([pd.DataFrame(columns=[*same[1:], "value", "low", "high", "n", "rival"]), *parts])
-    return found.sort_values(["model", "kept", "value"], ignore_index=True)
+    table = pd.concat([pd.DataFrame(columns=[*keys, "value", "low", "high", "n", "rival"]), *parts])
+    return table.sort_values([*keys, "value"], ignore_index=True)
 
 
 def agreement(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
-    """Of each item (model, item), Spearman's rank correlation of the score with `evidence_heads`, over its rows."""
-    found = [
-        (*who, part[score].corr(part.evidence_heads, method="spearman"))
-        for who, part in rows.dropna(subset="evidence_heads").groupby(["model", "item"], sort=False)
+    """Rows (model, item, value): Spearman's rank correlation of the score with `evidence_heads` over the item's rows;
+    no row for an item in which one of the two never varies."""
+    correlations = [
+        (model, item, part[score].corr(part.evidence_heads, method="spearman"))
+        for (model, item), part in rows.dropna(subset="evidence_heads").groupby(["model", "item"], sort=False)
         if min(part[score].nunique(), part.evidence_heads.nunique()) > 1
     ]
-    return pd.DataFrame(found, columns=["model", "item", "value"])
+    return pd.DataFrame(correlations, columns=["model", "item", "value"])
 
 
 def of_item(loaded: Loaded, item: Item, policies: Sequence[str], share: float, tokens: int) -> pd.DataFrame:
-    """Of what each policy keeps of a prompt, as its paper describes it: policy, layer, head (of keys and values), and
+    """What each policy, as its paper describes it, keeps of a prompt: rows (policy, layer, head of keys and values).
 
     evidence: share of the evidence's tokens; distinct: 1 - the mean cosine of two different kept keys; mass: share of
     the last query's attention, mean over the query heads; shift: length of the change of a query head's output at the
-    last query, over its length, mean over the query heads.
+    last query, over the output's length, mean over the query heads.
     """
     prompt = data.build_prompt(item, loaded.tokenizer, tokens)
     conditions = [Condition(name, share, Prefill(), reading="as_described") for name in policies]
     [answers] = generate(loaded.model, [prompt], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True)
     layers = list(_layers(loaded, prompt.ids).items())
-    rows = []
+    parts = []
     for name, answer in zip(policies, answers, strict=True):
         for (layer, (key, value, p)), keep in zip(layers, answer.kept_sets, strict=True):
             mask = torch.as_tensor(keep, device=key.device)
-            found = _of_layer(key, value, p, mask)
             evidence = mask[:, prompt.spans.get("evidence", [])].float().mean(1)  # nan without evidence
-            rows += [
-                {"policy": name, "layer": layer, "head": head, "evidence": float(evidence[head])}
-                | {measure: float(values[head]) for measure, values in found.items()}
-                for head in range(len(mask))
-            ]
-    return pd.DataFrame(rows)
+            measures = {"evidence": evidence} | _of_layer(key, value, p, mask)
+            columns = {measure: values.tolist() for measure, values in measures.items()}
+            parts.append(pd.DataFrame({"policy": name, "layer": layer, "head": range(len(mask)), **columns}))
+    return pd.concat(parts, ignore_index=True)
 
 
 def _of_layer(key: Tensor, value: Tensor, p: Tensor, kept: Tensor) -> dict[str, Tensor]:
-    """Measures of one layer, each [kv_heads]. key, value: [kv_heads, tokens, dim]; p: of the last query, [kv_heads,
-    group, tokens]; kept: bool [kv_heads, tokens]."""
+    """Measures of one layer, each [kv_heads]. key, value: [kv_heads, tokens, dim]; p: the last query's attention,
+    [kv_heads, group, tokens]; kept: bool [kv_heads, tokens]."""
     count = kept.sum(1)
     unit = F.normalize(key.float(), dim=-1) * kept[..., None]
     likeness = (unit.sum(1).square().sum(1) - count) / (count * (count - 1)).clamp(min=1)
@@ -96,21 +95,21 @@ def _of_layer(key: Tensor, value: Tensor, p: Tensor, kept: Tensor) -> dict[str, 
 
 
 def _layers(loaded: Loaded, ids: Sequence[int]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-    """Of every layer that evicts: keys and values [kv_heads, tokens, dim], attention of the last query [kv_heads,
+    """By layer, of those that evict: keys and values [kv_heads, tokens, dim], the last query's attention [kv_heads,
     group, tokens]."""
-    found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-    at = torch.arange(len(ids), device=loaded.model.device)[None]
+    seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    all_positions = torch.arange(len(ids), device=loaded.model.device)[None]
 
     class Looking:
         def attend(
             self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Any, sliding: int | None = None
         ) -> Tensor:
-            here, seen = at.to(query.device), []
-            parts = [(key, value, here[:, None])]
-            attend(query[:, :, -1:], here[:, -1:], parts, scaling, sliding, lambda p, _: seen.append(p[0, :, :, 0]))
-            found[layer] = key[0], value[0], seen[0].float()
+            at, attention = all_positions.to(query.device), []
+            parts = [(key, value, at[:, None])]
+            attend(query[:, :, -1:], at[:, -1:], parts, scaling, sliding, lambda p, _: attention.append(p[0, :, :, 0]))
+            seen[layer] = key[0], value[0], attention[0].float()
             plain = sliding is None or sliding >= len(ids)
-            return attend_prompt(query, key, value, scaling) if plain else attend(query, here, parts, scaling, sliding)
+            return attend_prompt(query, key, value, scaling) if plain else attend(query, at, parts, scaling, sliding)
 
     read_once(loaded.model, ids, Looking())
-    return {layer: found[layer] for layer in ModelFacts.of(loaded.model).evictable}
+    return {layer: seen[layer] for layer in ModelFacts.of(loaded.model).evictable}

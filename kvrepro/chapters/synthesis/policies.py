@@ -1,10 +1,10 @@
-"""Policies put together from parts: any scorer under any way to split the budget, those of a window with any aggregator
-and pooling.
+"""Policies put together from parts: any scorer with any split of the budget; scorers of a window also with any
+aggregator and pooling.
 
-Used by file, as a reader's own: `Condition("kvrepro/chapters/synthesis/policies.py:ATTENTION_UNIFORM", 0.1, Prefill(),
-switches=(("aggregate", "max"), ("pool", "average")))`. They protect nothing on their own account: what is protected is
-the condition's business, so that guards can be crossed with everything else. Each has its scorer alone: an edit of
-another makes none of its rows stale.
+They are named by file, as a reader's own: `Condition("kvrepro/chapters/synthesis/policies.py:ATTENTION_UNIFORM", 0.1,
+Prefill(), switches=(("aggregate", "max"), ("pool", "average")))`. They protect nothing; the condition says what is
+protected, so that guards can be crossed with everything else. A policy refers to its own scorer only, so that an edit
+of another scorer does not make its rows stale.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from kvrepro.engine.policy import Policy
 from kvrepro.engine.score import cumulative, keys, position, window
 from kvrepro.engine.shapes import Scores
 
-OF_WINDOW: dict[str, window.Indicator] = {  # a number of each query: aggregated and pooled
+OF_WINDOW: dict[str, window.Indicator] = {  # a number for each query of the window, to be aggregated and pooled
     "attention": window.attention,
     "attention x value": window.attention_norm,
     "perturbation": window.perturbation,
@@ -28,15 +28,15 @@ SCORERS: dict[str, Callable[..., Scores]] = {
     "key norm": keys.k_norm,
     "key difference": keys.key_diff,
     "attention of all": cumulative.h2o,
-    **{name: partial(window.windowed, importance=of, over="all") for name, of in OF_WINDOW.items()},
+    **{name: partial(window.windowed, importance=indicator, over="all") for name, indicator in OF_WINDOW.items()},
 }
 
 
 SPLITS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "per head": {"allocate": allocate.joint, "budget": "per head"},  # heads of a layer compete
-    "joint": {"across": allocate.joint_layers, "budget": "joint"},  # all heads do
-    "one set": {"across": allocate.one_set},  # for all heads and layers
+    "joint": {"across": allocate.joint_layers, "budget": "joint"},  # all heads of all layers compete
+    "one set": {"across": allocate.one_set},  # the same tokens for all heads and layers
 }
 NAMES = {pair: " ".join(pair).replace(" ", "_").upper() for pair in itertools.product(SCORERS, SPLITS)}
 

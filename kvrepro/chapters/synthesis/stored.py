@@ -1,4 +1,4 @@
-"""The runner's rows as the chapter sees them: beside their cells. Pages read them without a model."""
+"""The runner's rows with their cells of the grid. Pages read them without a model."""
 
 import json
 from pathlib import Path
@@ -39,15 +39,15 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
         "quota": pd.Series(np.where(table.fair.notna(), "parts", "none")).where(~capped),
         "regime": np.where(capped, "decode cap", unseen),
     }).where(of_grid)  # fmt: skip
-    told = table[SHOWN].assign(
+    shown = table[SHOWN].assign(
         kind=np.where(full, "full", np.where(of_grid, "grid", "published")), kept=table.share,
         method=table.policy.where(~of_grid & ~full), score=measure.scores(table),
     )  # fmt: skip
-    noted = pd.DataFrame([json.loads(note) if isinstance(note, str) else {} for note in table.note])  # {}: it failed
-    found = pd.concat([told, factors.astype(object).where(factors.notna(), None), noted], axis=1)
-    return found.assign(bytes_kept=found.held * found.bytes_full)
+    notes = pd.DataFrame([json.loads(note) if isinstance(note, str) else {} for note in table.note])  # {}: it failed
+    rows = pd.concat([shown, factors.astype(object).where(factors.notna(), None), notes], axis=1)
+    return rows.assign(bytes_kept=rows.held * rows.bytes_full)
 
 
 def of_one_model(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the model that ran the whole grid, the book's: the others ran part of it."""
+    """The rows of the model with the most rows: in the book one model ran all cells, the others only some."""
     return rows[rows.model == rows.groupby("model").size().idxmax()]

@@ -21,20 +21,20 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, run
 from kvrepro.item import Item
 
-TASKS = {  # of the embedded world: what they stand for
+TASKS = {  # of the embedded world, and what each stands for
     "needle_multikey": "one fact",
     "several": "several facts",
     "entries": "a long answer",
 }
 ITEMS = f"tinyworld:{','.join(TASKS)}"
-BESIDE = {"quick": ("small-mha", "small-gqa-seed-0"), "full": tuple(models.embedded())}  # the model that is asked for
+BESIDE = {"quick": ("small-mha", "small-gqa-seed-0"), "full": tuple(models.embedded())}  # other models of the run
 
 
 class Size(NamedTuple):
     """Items; cells of the grid on the first model, and on each of the others.
 
-    The main effects have 21 columns. With 32 cells their shares of variance were far off (of small-mha with 48 items:
-    8 to 15% for factors that explain 0 to 4% of 240 cells, and -45% for the rest); from 48 cells on they are not.
+    The main effects have 21 columns. With 32 cells their shares of variance are far off (small-mha, 48 items: 8 to 15%
+    for factors that explain 0 to 4% with 240 cells, and -45% for the rest); from 48 cells on they are not.
     """
 
     items: int
@@ -46,15 +46,16 @@ SIZES = {"quick": Size(data.AtMost(6), 140, 48), "full": Size(data.AtMost(48), 2
 
 
 def size(profile: str, n_items: int | None = None, cells: int | None = None) -> Size:
-    """The profile's size; `n_items` and `cells` set their numbers."""
+    """The profile's size, with `n_items` and `cells` in place of its numbers where they are given."""
     ensure((Whole, None), n_items=n_items, cells=cells)
-    found = SIZES[profile]
-    found = found if n_items is None else found._replace(items=n_items)
-    return found if cells is None else found._replace(cells=cells, others=min(cells, found.others))
+    chosen = SIZES[profile]
+    chosen = chosen if n_items is None else chosen._replace(items=n_items)
+    return chosen if cells is None else chosen._replace(cells=cells, others=min(cells, chosen.others))
 
 
 def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
-    """The models of a run, `model` first; None: beside an embedded one the profile's others, beside any other none."""
+    """The models of a run: `model`, then those `named`. None: after an embedded model the profile's others, after any
+    other model none."""
     ensure_all(list[str] | None, family=named)
     if named is None:
         named = [name for name in BESIDE[profile] if name in models.embedded()] if model in models.embedded() else []
@@ -62,14 +63,15 @@ def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
 
 
 def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
-    """Items as in `data.load_fitting`; answers of more than `settings.answer_words` words are cut there, and with them
-    the evidence, in proportion, since long answers of the embedded world follow the order of the prompt."""
-    found = data.load_fitting(items, n_items, loaded.tokenizer, settings.tokens, settings.seed)
-    return [_cut(loaded, item, settings) for item in found]
+    """Items as in `data.load_fitting`, with answers cut to `settings.answer_words` words and evidence in proportion:
+    long answers of the embedded world follow the order of the prompt."""
+    fitting = data.load_fitting(items, n_items, loaded.tokenizer, settings.tokens, settings.seed)
+    return [_cut(loaded, item, settings) for item in fitting]
 
 
 def _cut(loaded: Loaded, item: Item, settings: Settings) -> Item:
-    """An item whose generation ends with its answer, cut or not; one that is not has room to say more."""
+    """The item with its answer cut if it is long, so that generation ends there; a short answer leaves generation room
+    for more tokens."""
     words, most = item.answer.split(), settings.answer_words
     answer = " ".join(words[:most])
     tokens = len(loaded.tokenizer.encode(answer, add_special_tokens=False))
@@ -83,7 +85,7 @@ def _cut(loaded: Loaded, item: Item, settings: Settings) -> Item:
 
 
 def with_parts(loaded: Loaded, item: Item, settings: Settings) -> Prompt:
-    """The item's prompt; what stands before its question, or all of it, in equal parts that a quota can count."""
+    """The item's prompt. The text before its question (all text without one) has equal parts, which a quota counts."""
     prompt = data.build_prompt(item, loaded.tokenizer, settings.tokens)
     end = min(prompt.spans.get("question", [len(prompt.ids)]))
     names = grid.part_names(settings)
@@ -93,41 +95,46 @@ def with_parts(loaded: Loaded, item: Item, settings: Settings) -> Prompt:
 
 
 def kept_of(item: Item, prompt: Prompt, answer: Generation, block_size: int) -> dict[str, Any]:
-    """Of who stayed of the compressed tokens: `held`, the share over heads and layers; `freed` and `freed_compacted`,
-    shares of the blocks of `block_size` tokens that are free as they stand, and when the living are moved together
-    (a slot is free when no head of any layer holds its token); `evidence_heads`, the share of the evidence's tokens
-    that a head holds, on average, and `evidence_best`, the head that holds most."""
+    """Measures of the tokens that are kept: `held`, their share over heads and layers; `freed` and `freed_compacted`,
+    the shares of blocks of `block_size` tokens that are free as they are, and after compaction (a slot is free when no
+    head of any layer holds its token); `evidence_heads`, the share of the evidence's tokens that a head holds on
+    average, and `evidence_best`, that of the head with the most."""
     keep = np.concatenate(answer.kept_sets or [])  # [layers * kv_heads, tokens]
     tokens = keep.shape[1]
     living, blocks = keep.any(0), -(-tokens // block_size)
     used = np.add.reduceat(living, np.arange(0, tokens, block_size)) > 0
     evidence = [at for at in prompt.spans.get("evidence", ()) if at < tokens]
     of_heads = keep[:, evidence].mean(1) if evidence else np.full(len(keep), math.nan)
-    found = {"held": float(keep.mean()), "freed": 1 - int(used.sum()) / blocks}
-    found["freed_compacted"] = 1 - -(-int(living.sum()) // block_size) / blocks
-    return found | {"evidence_heads": float(of_heads.mean()), "evidence_best": float(of_heads.max())}
+    return {
+        "held": float(keep.mean()),
+        "freed": 1 - int(used.sum()) / blocks,
+        "freed_compacted": 1 - -(-int(living.sum()) // block_size) / blocks,
+        "evidence_heads": float(of_heads.mean()),
+        "evidence_best": float(of_heads.max()),
+    }
 
 
 def planned(
     loaded: Loaded, prompts: Sequence[Prompt], cells: int, policies: Sequence[str], settings: Settings
 ) -> list[Condition]:
-    """What is asked: the full cache, published methods, and so many cells of the grid.
+    """The conditions of a run: the full cache, published methods, and `cells` cells of the grid.
 
-    Left out are cells that look away from the question, where prompts do not mark one, and methods of the catalogue
-    whose own window is more than a share of the shortest prompt; these are printed.
+    If a prompt marks no question, cells of the regime "question unseen" are left out. Methods of the catalogue whose
+    window is larger than their share of the shortest prompt are left out, and a printed line says so.
     """
-    there = grid.cells_of(loaded.model, settings.kept)
+    possible = grid.cells_of(loaded.model, settings.kept)
     if any("question" not in prompt.spans for prompt in prompts):
-        there = there[there.regime != "question unseen"]
-    chosen = grid.design(there, cells, settings.seed)
+        possible = possible[possible.regime != "question unseen"]
+    chosen = grid.design(possible, cells, settings.seed)
     of_grid = [grid.condition(cell, settings) for cell in chosen.to_dict("records")]
     shortest = min(len(prompt.ids) for prompt in prompts)
-    known = [c for c in grid.published(policies, settings) if _met(c, shortest)]
-    return [Condition(), *known, *of_grid]
+    methods = [c for c in grid.published(policies, settings) if _is_possible(c, shortest)]
+    return [Condition(), *methods, *of_grid]
 
 
-def _met(condition: Condition, tokens: int) -> bool:
-    """Can a prompt of so many tokens meet it? A reader's own policy that it cannot raises InputError."""
+def _is_possible(condition: Condition, tokens: int) -> bool:
+    """Can a prompt of so many tokens be answered under this condition? Raises InputError where a reader's own policy
+    cannot; a printed line names any other policy."""
     try:
         check(condition, tokens)
     except InputError as error:
@@ -143,10 +150,10 @@ def answers(
 ) -> pd.DataFrame:
     """Rows of one model, as `stored.tidy` gives them; of a dry run those of its estimate."""
     prompts = [with_parts(loaded, item, settings) for item in items]
-    asked = planned(loaded, prompts, cells, policies, settings)
-    made, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
+    conditions = planned(loaded, prompts, cells, policies, settings)
+    prompt_of, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
     most = max(item.new_tokens(settings.answer_words) for item in items)
-    study = Answers("synthesis", "grid", items, asked, most, settings.tokens, made, note)
+    study = Answers("synthesis", "grid", items, conditions, most, settings.tokens, prompt_of, note)
     rows = run(study, loaded, settings)
     return rows if settings.dry_run else stored.tidy(rows)
 
@@ -154,18 +161,18 @@ def answers(
 def of_family(
     first: Loaded, others: Sequence[str], items: str, size: Size, policies: Sequence[str], settings: Settings
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of every model, and what `kept.of_items` says of it at the middle share. On others than the first, in the
-    quick profile, of the published methods only `grid.RIVALS` run, and a reader's own."""
+    """Rows of every model, and the tables of `kept.of_items` at the middle share. In the quick profile the models after
+    the first run fewer policies: `grid.RIVALS` and a reader's own."""
     middle = sorted(settings.kept)[len(settings.kept) // 2]
     few = [name for name in policies if name in grid.RIVALS or is_own(name)]
-    rows, found = [], []
+    rows, of_heads = [], []
     for name in [None, *others]:
         loaded = first if name is None else models.load(name, first.device, settings.dtype)
-        asked = questions(loaded, items, size.items, settings)
-        mine = list(policies) if name is None or settings.profile == "full" else few
-        rows.append(answers(loaded, asked, size.cells if name is None else size.others, mine, settings))
-        found.append(kept.of_items(loaded, asked, middle, settings))
-    return pd.concat(rows, ignore_index=True), pd.concat(found, ignore_index=True)
+        chosen = questions(loaded, items, size.items, settings)
+        model_policies = list(policies) if name is None or settings.profile == "full" else few
+        rows.append(answers(loaded, chosen, size.cells if name is None else size.others, model_policies, settings))
+        of_heads.append(kept.of_items(loaded, chosen, middle, settings))
+    return pd.concat(rows, ignore_index=True), pd.concat(of_heads, ignore_index=True)
 
 
 def loses_most(task: str, loss: float) -> str:

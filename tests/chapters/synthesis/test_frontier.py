@@ -15,31 +15,32 @@ def test_the_frontier_of_a_quarter_circle_is_the_circle():
     best = pd.DataFrame({"held": 1 - np.cos(angle), "value": np.sin(angle), "on": True})
     below, dearer = best.assign(value=best.value - 0.05, on=False), best.assign(held=best.held + 0.3, on=False)
     table = pd.concat([below, best, dearer]).sample(frac=1, random_state=0)
-    found = frontier.frontier(table, "held")
-    assert found.on.all()
-    assert found.value.tolist() == pytest.approx(np.sin(angle))
+    on_frontier = frontier.frontier(table, "held")
+    assert on_frontier.on.all()
+    assert on_frontier.value.tolist() == pytest.approx(np.sin(angle))
 
 
 def cells(scores: np.ndarray) -> pd.DataFrame:
     """Rows of the grid, [items, conditions] of scores, alike in regime and share, and a full cache that is always 1."""
     levels = dict.fromkeys(grid.FACTORS, "none") | {"aggregator": None, "regime": "question seen", "kept": 0.1}
-    told = {"kind": "grid", "method": None, "model": "m", "freed": 0.1, "held": 0.1, "task": "t"}
+    columns = {"kind": "grid", "method": None, "model": "m", "freed": 0.1, "held": 0.1, "task": "t"}
     rows = [
-        levels | told | {"item": f"i{i}", "scorer": f"s{j}", "score": scores[i, j]} for i, j in np.ndindex(scores.shape)
+        levels | columns | {"item": f"i{i}", "scorer": f"s{j}", "score": scores[i, j]}
+        for i, j in np.ndindex(scores.shape)
     ]
-    full = [levels | told | {"item": f"i{i}", "kind": "full", "score": 1.0} for i in range(len(scores))]
+    full = [levels | columns | {"item": f"i{i}", "kind": "full", "score": 1.0} for i in range(len(scores))]
     return pd.DataFrame(rows + full)
 
 
 def test_advice_is_scored_on_items_that_did_not_choose():
     """Of two hundred conditions of pure chance the best one's mean is far above one half; what is reported is not."""
-    found = []
+    values = []
     for seed in range(20):
         scores = np.random.default_rng(seed).random((8, 200))
         [row] = frontier.advice(cells(scores)).itertuples()
         assert scores.mean(0).max() > 0.7
-        found.append(row.value)
-    assert np.mean(found) == pytest.approx(0.5, abs=0.05)
+        values.append(row.value)
+    assert np.mean(values) == pytest.approx(0.5, abs=0.05)
 
 
 def test_advice_names_the_best_and_the_task_at_which_it_loses_most():
@@ -67,12 +68,12 @@ def test_blocks_are_counted_as_in_the_chapter_on_reclamation():
     keep = np.random.default_rng(0).random((3, 2, 100)) < 0.03
     generation = Generation([], [], [], "", 0, 0, 0, 0, 0.0, 0.0, "torch", kept_sets=list(keep))
     prompt = Prompt(list(range(100)), {"evidence": [3, 4, 60]})
-    found, known = study.kept_of(None, prompt, generation, 16), reclaim(keep, 16)
-    assert found["freed"] == pytest.approx(known["share_plain"])
-    assert found["freed_compacted"] == pytest.approx(known["share_repack"])
-    assert found["held"] == pytest.approx(1 - known["evicted"])
-    assert found["evidence_heads"] == pytest.approx(keep[..., [3, 4, 60]].mean())
-    assert found["evidence_best"] == pytest.approx(keep[..., [3, 4, 60]].mean(-1).max())
+    measures, reclaimed = study.kept_of(None, prompt, generation, 16), reclaim(keep, 16)
+    assert measures["freed"] == pytest.approx(reclaimed["share_plain"])
+    assert measures["freed_compacted"] == pytest.approx(reclaimed["share_repack"])
+    assert measures["held"] == pytest.approx(1 - reclaimed["evicted"])
+    assert measures["evidence_heads"] == pytest.approx(keep[..., [3, 4, 60]].mean())
+    assert measures["evidence_best"] == pytest.approx(keep[..., [3, 4, 60]].mean(-1).max())
 
 
 def test_stored_timings_name_their_machine():
@@ -81,4 +82,4 @@ def test_stored_timings_name_their_machine():
     assert timed.device.str.contains("NVIDIA").all()
     assert (timed.ratio_to_plain > 0).all()
     kept = timed.seconds / timed.ratio_to_kept  # the same for all methods of a model and length
-    assert kept.groupby([timed.model, timed.tokens]).agg(lambda one: one.max() / one.min() - 1).max() < 1e-9
+    assert kept.groupby([timed.model, timed.tokens]).agg(lambda seconds: seconds.max() / seconds.min() - 1).max() < 1e-9

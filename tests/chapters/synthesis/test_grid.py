@@ -34,9 +34,9 @@ def test_cells_that_a_model_cannot_have_are_left_out():
 
 def test_no_two_cells_ask_the_same_of_the_engine_and_all_can_be_asked():
     cells = grid.cells((0.1,)).to_dict("records")
-    found = [grid.condition(cell, SETTINGS) for cell in cells]
-    assert len(set(found)) == len(found)
-    for condition in found:
+    conditions = [grid.condition(cell, SETTINGS) for cell in cells]
+    assert len(set(conditions)) == len(conditions)
+    for condition in conditions:
         check(condition, prompt_tokens=1880)
 
 
@@ -76,9 +76,9 @@ def keys() -> dict[int, str]:
 
 @pytest.mark.parametrize("scorer", SCORERS)
 def test_an_edit_of_a_scorer_makes_its_own_rows_stale_and_no_others(scorer):
-    own = set(CHOSEN["index"][CHOSEN.scorer == scorer])
-    assert 0 < len(own) < len(CHOSEN)
-    assert stale(keys, *edit_of(OF_WINDOW.get(scorer, SCORERS[scorer]))) == own
+    cells_of_scorer = set(CHOSEN["index"][CHOSEN.scorer == scorer])
+    assert 0 < len(cells_of_scorer) < len(CHOSEN)
+    assert stale(keys, *edit_of(OF_WINDOW.get(scorer, SCORERS[scorer]))) == cells_of_scorer
 
 
 def test_an_edit_of_what_scorers_of_a_window_share_makes_all_of_theirs_stale():

@@ -18,33 +18,33 @@ NOTE = json.dumps({"held": 0.1, "freed": 0.5, "freed_compacted": 0.9, "evidence_
 def test_rows_know_the_cell_that_they_belong_to(tmp_path):
     settings = Settings()
     cells = grid.design(grid.cells([0.1, 0.2]), 80)
-    asked = [grid.condition(cell, settings) for cell in cells.to_dict("records")]
+    conditions = [grid.condition(cell, settings) for cell in cells.to_dict("records")]
     published = kv.Condition("snapkv", 0.1, kv.Prefill(), reading="as_described")
     earlier = kv.Condition(f"{grid.FILE}:UNIFORM", 0.1, kv.Prefill())  # named otherwise: no cell, and not published
-    told = {"model": "m", "task": "t", "token_f1": 0.5, "bytes_full": 100, "note": NOTE}
+    columns = {"model": "m", "task": "t", "token_f1": 0.5, "bytes_full": 100, "note": NOTE}
     with Store(tmp_path, "synthesis", "grid") as store:
         store.add([
-            told | condition.columns() | {"key": str(i), "item": "i"}
-            for i, condition in enumerate([*asked, published, earlier, kv.Condition()])
+            columns | condition.columns() | {"key": str(i), "item": "i"}
+            for i, condition in enumerate([*conditions, published, earlier, kv.Condition()])
         ])  # fmt: skip
-    found = stored.rows(tmp_path)
-    of_grid = found[found.kind == "grid"].reset_index(drop=True)
-    known = list(grid.FACTORS)
-    pd.testing.assert_frame_equal(of_grid[known].fillna("-"), cells[known].fillna("-"), check_dtype=False)
+    rows = stored.rows(tmp_path)
+    of_grid = rows[rows.kind == "grid"].reset_index(drop=True)
+    factors = list(grid.FACTORS)
+    pd.testing.assert_frame_equal(of_grid[factors].fillna("-"), cells[factors].fillna("-"), check_dtype=False)
     assert list(of_grid.kept) == list(cells.kept)
-    assert found.kind.value_counts().to_dict() == {"grid": len(cells), "published": 1, "full": 1}
-    assert found[found.kind == "published"].method.item() == "snapkv"
-    assert set(found.bytes_kept) == {10.0}
+    assert rows.kind.value_counts().to_dict() == {"grid": len(cells), "published": 1, "full": 1}
+    assert rows[rows.kind == "published"].method.item() == "snapkv"
+    assert set(rows.bytes_kept) == {10.0}
 
 
 def test_a_row_that_failed_says_nothing_of_who_stayed(tmp_path):
-    told = {"model": "m", "task": "t", "bytes_full": 100} | kv.Condition("snapkv", 0.1, kv.Prefill()).columns()
+    columns = {"model": "m", "task": "t", "bytes_full": 100} | kv.Condition("snapkv", 0.1, kv.Prefill()).columns()
     with Store(tmp_path, "synthesis", "grid") as written:
-        written.add([told | {"key": "0", "item": "i", "token_f1": 0.5, "note": NOTE}])
-        written.add([told | {"key": "1", "item": "j", "error": "TimeLimit: after 3 seconds"}])
-    found = stored.tidy(store.read(tmp_path / "synthesis" / "grid.parquet")).set_index("item")
-    assert found.held.i == 0.1
-    assert found.loc["j", ["held", "bytes_kept", "score"]].isna().all()
+        written.add([columns | {"key": "0", "item": "i", "token_f1": 0.5, "note": NOTE}])
+        written.add([columns | {"key": "1", "item": "j", "error": "TimeLimit: after 3 seconds"}])
+    rows = stored.tidy(store.read(tmp_path / "synthesis" / "grid.parquet")).set_index("item")
+    assert rows.held.i == 0.1
+    assert rows.loc["j", ["held", "bytes_kept", "score"]].isna().all()
 
 
 def test_a_chapter_that_has_not_run_is_said_to_have_no_results(tmp_path):

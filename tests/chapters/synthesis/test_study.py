@@ -61,15 +61,15 @@ def test_composed_policies_are_the_catalogues_where_they_coincide(loaded, items)
         (cell(scorer="attention of all"), kv.Condition("h2o", 0.1, kv.Prefill())),
         (cell(scorer="random"), kv.Condition("random", 0.1, kv.Prefill(), reading="as_described")),
     ]
-    for one, known in given:
-        ours, theirs = sets(loaded, items[0], [grid.condition(one, SETTINGS), known])
-        assert (ours == theirs).all(), one
+    for levels, published in given:
+        ours, theirs = sets(loaded, items[0], [grid.condition(levels, SETTINGS), published])
+        assert (ours == theirs).all(), levels
 
 
 def test_every_split_keeps_the_budget_and_one_set_is_one_set(loaded, items):
     of_window = {"scorer": "attention", "aggregator": "mean", "pooling": "max"}
-    found = sets(loaded, items[1], [grid.condition(cell(**of_window, split=s), SETTINGS) for s in grid.SPLITS])
-    uniform, per_head, joint, one_set = found
+    by_split = sets(loaded, items[1], [grid.condition(cell(**of_window, split=s), SETTINGS) for s in grid.SPLITS])
+    uniform, per_head, joint, one_set = by_split
     budget = uniform[0, 0].sum()
     assert (uniform.sum(-1) == budget).all()
     assert (per_head.sum((1, 2)) == 2 * budget).all()
@@ -100,12 +100,12 @@ def test_rows_stand_beside_their_cells(loaded, items, tmp_path, capsys):
     assert len(rows) == 3 * (12 + 2 + 1)
     assert "snapkv 5% prefill as described is left out: budget 29 < 32" in capsys.readouterr().out
     assert not rows.duplicated(["item", "kind", "method", *grid.factors(())]).any()
-    told = rows[rows.kind != "full"]
-    assert (abs(told.held - told.kept.astype(float)) < 0.01).all()
+    evicting = rows[rows.kind != "full"]
+    assert (abs(evicting.held - evicting.kept.astype(float)) < 0.01).all()
     assert (rows[rows.kind == "full"].held == 1).all()
-    assert (told.freed <= told.freed_compacted).all()
-    one_set = told[told.split == "one set"]
-    assert one_set.freed.mean() > told[told.split == "uniform"].freed.mean()
+    assert (evicting.freed <= evicting.freed_compacted).all()
+    one_set = evicting[evicting.split == "one set"]
+    assert one_set.freed.mean() > evicting[evicting.split == "uniform"].freed.mean()
     random = study.answers(loaded, items, 12, ["snapkv"], settings)
     assert random.score.tolist() == rows.score.tolist()  # read, not computed
 
@@ -134,7 +134,7 @@ def test_sliding_layers_and_single_heads_leave_cells_out():
 def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, tmp_path, capsys):
     settings = replace(SETTINGS, results=tmp_path, dry_run=True, kept=(0.2,))
     study.of_family(loaded, [], "tinyworld:needle", study.Size(1, 3, 3), ["key_diff"], settings)
-    said = capsys.readouterr().out
-    assert "synthesis/grid: 5 of 5 rows" in said
-    assert "synthesis/kept: 1 of 1 items" in said
+    printed = capsys.readouterr().out
+    assert "synthesis/grid: 5 of 5 rows" in printed
+    assert "synthesis/kept: 1 of 1 items" in printed
     assert not list(tmp_path.rglob("*.parquet"))

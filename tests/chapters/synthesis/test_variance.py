@@ -19,10 +19,10 @@ def table(items: int = 12, noise: float = 0.2, seed: int = 0, both: float = 0.0,
     random = np.random.default_rng(seed)
     rows = []
     for i in range(items):
-        own, task = random.normal(0, 0.15), ("s", "t")[i % 2]
+        item_effect, task = random.normal(0, 0.15), ("s", "t")[i % 2]
         for a, b, c in itertools.product(*LEVELS.values()):
             more = both * np.sign(A[a] * B[b]) + of_task * A[a] * (1 if task == "s" else -1)
-            score = A[a] + B[b] + more + own + random.normal(0, noise)
+            score = A[a] + B[b] + more + item_effect + random.normal(0, noise)
             rows.append({"item": f"i{i}", "task": task, "a": a, "b": b, "c": c, "score": score})
     return pd.DataFrame(rows)
 
@@ -36,24 +36,24 @@ def parts(rows: pd.DataFrame, draws: int = 200):
 
 def test_shares_are_those_of_the_effects_without_bias():
     """A mean over tables: 0.06 of a, 0.01 of b, 0.0225 of items, 0.04 of noise; c and all interactions nothing."""
-    found = pd.concat([parts(table(8, seed=seed), 2)[0].value for seed in range(60)], axis=1).mean(axis=1)
+    values = pd.concat([parts(table(8, seed=seed), 2)[0].value for seed in range(60)], axis=1).mean(axis=1)
     total = 0.06 + 0.01 + 0.0225 + 0.04
-    assert found["a"] == pytest.approx(0.06 / total, abs=0.02)
-    assert found["b"] == pytest.approx(0.01 / total, abs=0.01)
-    assert found["item"] == pytest.approx(0.0225 / total, abs=0.03)
+    assert values["a"] == pytest.approx(0.06 / total, abs=0.02)
+    assert values["b"] == pytest.approx(0.01 / total, abs=0.01)
+    assert values["item"] == pytest.approx(0.0225 / total, abs=0.03)
     for nothing in ("c", "a x b", "a x c", "b x c", variance.BEYOND):
-        assert abs(found[nothing]) < 0.003, nothing
+        assert abs(values[nothing]) < 0.003, nothing
 
 
 def test_an_interaction_is_found_and_is_no_main_effect():
     """a's two outer levels times b, +-0.2: its variance is 0.04 x 2/3, and it has no part in a's or b's means."""
     tables = [parts(table(8, both=0.2, seed=seed), 50)[0] for seed in range(20)]
-    found = pd.concat([one.value for one in tables], axis=1).mean(axis=1)
+    values = pd.concat([shares.value for shares in tables], axis=1).mean(axis=1)
     total = 0.06 + 0.01 + 0.04 * 2 / 3 + 0.0225 + 0.04
-    assert found["a x b"] == pytest.approx(0.04 * 2 / 3 / total, abs=0.02)
-    assert found["a"] == pytest.approx(0.06 / total, abs=0.03)
-    assert abs(found["a x c"]) < 0.005
-    assert all(one.low["a x b"] > 0.02 for one in tables)
+    assert values["a x b"] == pytest.approx(0.04 * 2 / 3 / total, abs=0.02)
+    assert values["a"] == pytest.approx(0.06 / total, abs=0.03)
+    assert abs(values["a x c"]) < 0.005
+    assert all(shares.low["a x b"] > 0.02 for shares in tables)
 
 
 def test_a_fraction_of_the_cells_tells_the_same_as_all_of_them():
@@ -64,16 +64,16 @@ def test_a_fraction_of_the_cells_tells_the_same_as_all_of_them():
         cells = rows[list(LEVELS)].drop_duplicates().sample(18, random_state=seed)
         every.append(parts(rows, 2)[0].value)
         half.append(parts(rows.merge(cells), 2)[0].value)
-    whole, part = (pd.concat(found, axis=1).mean(axis=1) for found in (every, half))
+    whole, part = (pd.concat(values, axis=1).mean(axis=1) for values in (every, half))
     for term in ("a", "b", "c", "a x b", "a x c", "b x c"):
         assert part[term] == pytest.approx(whole[term], abs=0.04), term
 
 
 def test_what_a_term_does_in_each_task_for_itself_is_told_apart():
-    found = parts(table(16, of_task=1.0))[0]
+    shares = parts(table(16, of_task=1.0))[0]
     total = 0.06 * 2 + 0.01 + 0.0225 + 0.04
-    assert found.by_task["a"] == pytest.approx(0.06 / total, abs=0.08)
-    assert abs(found.by_task["b"]) < 0.02
+    assert shares.by_task["a"] == pytest.approx(0.06 / total, abs=0.08)
+    assert abs(shares.by_task["b"]) < 0.02
 
 
 def test_intervals_hold_the_truth_usually():
@@ -85,9 +85,9 @@ def test_intervals_hold_the_truth_usually():
 def test_the_mixed_model_is_the_mean_of_each_items_least_squares_and_finds_the_variances():
     rows = table(60, noise=0.2, seed=3)
     _, d, conditions, scores = parts(rows, 2)
-    found = variance.mixed(d, scores)
-    assert found["rest"] == pytest.approx(0.04, rel=0.1)
-    assert found["item"] == pytest.approx(0.0225, rel=0.5)
+    mixed = variance.mixed(d, scores)
+    assert mixed["rest"] == pytest.approx(0.04, rel=0.1)
+    assert mixed["item"] == pytest.approx(0.0225, rel=0.5)
     effects = variance.effects(conditions, scores).set_index(["factor", "level"]).value
     for level, value in (("p", -0.3), ("q", 0.0), ("r", 0.3)):
         assert effects["a", level] == pytest.approx(value, abs=0.03)
@@ -98,8 +98,8 @@ def test_the_mixed_model_is_the_mean_of_each_items_least_squares_and_finds_the_v
     y, groups = scores.to_numpy().T.ravel(), np.repeat(np.arange(scores.shape[1]), len(scores))
     fit = MixedLM(y, np.tile(columns, (scores.shape[1], 1)), groups).fit()
     assert effects["a", "p"] == pytest.approx(fit.fe_params[1], abs=1e-6)
-    assert found["marginal"] == pytest.approx(0.07 / (0.07 + found["item"] + found["rest"]), abs=0.05)
-    assert found["conditional"] > found["marginal"]
+    assert mixed["marginal"] == pytest.approx(0.07 / (0.07 + mixed["item"] + mixed["rest"]), abs=0.05)
+    assert mixed["conditional"] > mixed["marginal"]
 
 
 def test_a_factor_that_a_condition_does_not_have_says_nothing_of_it():
@@ -110,9 +110,9 @@ def test_a_factor_that_a_condition_does_not_have_says_nothing_of_it():
     rows = rows.drop_duplicates(["item", "a", "b", "c"])
     conditions, scores = variance.wide(rows, list(LEVELS), "score")
     assert len(conditions) == 2 * 2 * 4 + 4
-    found = variance.effects(conditions, scores).set_index(["factor", "level"]).value
-    assert found["b", "y"] == pytest.approx(0.1, abs=0.01)
-    assert found["a", "r"] == pytest.approx(0.3, abs=0.02)
+    effects = variance.effects(conditions, scores).set_index(["factor", "level"]).value
+    assert effects["b", "y"] == pytest.approx(0.1, abs=0.01)
+    assert effects["a", "r"] == pytest.approx(0.3, abs=0.02)
 
 
 def test_rows_that_share_item_and_condition_are_refused_and_gaps_cost_their_condition():
@@ -124,11 +124,11 @@ def test_rows_that_share_item_and_condition_are_refused_and_gaps_cost_their_cond
 
 
 def test_the_full_profiles_shares_are_stored_with_their_intervals():
-    found = variance.full_profile()
-    assert not found.duplicated(["model", "term"]).any()
-    assert ((found.low <= found.value) & (found.value <= found.high)).all()
-    assert (found.n > 40).all()
-    assert found.date.notna().all()
+    stored = variance.full_profile()
+    assert not stored.duplicated(["model", "term"]).any()
+    assert ((stored.low <= stored.value) & (stored.value <= stored.high)).all()
+    assert (stored.n > 40).all()
+    assert stored.date.notna().all()
 
 
 def test_the_quick_profiles_other_models_run_enough_cells():

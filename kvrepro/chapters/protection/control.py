@@ -82,7 +82,7 @@ def _of_lengths(rows: pd.DataFrame) -> Iterator[Panel]:
             yield Panel(f"{short}, three lengths", "scaling", part, heads)
 
 
-def judged(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:
+def panel_verdicts(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:
     """Verdicts of the claims about a panel's study, in `COLUMNS`; those that it cannot test are among them."""
     about_study = [c for c in book["claims"] if c.get("study", "main") == panel.study]
     tested = [c for c in about_study if not panel.topics or c["topic"] in panel.topics]
@@ -101,7 +101,7 @@ def judged(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:
 def evaluate(rows: pd.DataFrame) -> pd.DataFrame:
     """Every rule on every panel that can test it."""
     book = claims.load_claims("protection")
-    table = pd.concat([judged(panel, book) for panel in panels(rows)], ignore_index=True)
+    table = pd.concat([panel_verdicts(panel, book) for panel in panels(rows)], ignore_index=True)
     table = table[table.verdict != claims.NOT_TESTABLE]
     order = pd.Categorical(table.claim, [claim["id"] for claim in book["claims"]], ordered=True)
     return table.assign(claim=order).sort_values(["claim", "panel"], ignore_index=True).astype({"claim": str})

@@ -226,15 +226,9 @@ class Lessons:
 
 @torch.inference_mode()
 def run(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    condition: Condition,
-    *,
-    max_new_tokens: int,
-    stop_ids: Collection[int],
-    estimator: Estimator | None = None,
-    batch: int = 1,
-) -> tuple[list[LearnedAnswer], Estimator]:
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], condition: Condition, *, max_new_tokens: int,
+    stop_ids: Collection[int], estimator: Estimator | None = None, batch: int = 1,
+) -> tuple[list[LearnedAnswer], Estimator]:  # fmt: skip
     """Greedy answers in the order of `prompts`, and the estimator after them. estimator: to begin with; None: untaught.
 
     condition: of policy lru, with which the credit is blended, in regime `SharedCap`. batch: prompts that decode

@@ -218,11 +218,11 @@ def _columns(claim: Mapping, cell: Mapping) -> pd.DataFrame:
     measured = claim.get("measure", "token_f1")
     frame = pd.DataFrame({side: per_item(rows, wanted_cell, measured) for side, wanted_cell in wanted.items()}).dropna()
     if only := claim.get("only"):
-        frame = frame[_met(per_item(rows, cell[only["of"]], only["column"]).reindex(frame.index), only["rule"])]
-    return frame.apply(_met, rule=claim["counts"]).astype(float) if "counts" in claim else frame
+        frame = frame[_satisfies(per_item(rows, cell[only["of"]], only["column"]).reindex(frame.index), only["rule"])]
+    return frame.apply(_satisfies, rule=claim["counts"]).astype(float) if "counts" in claim else frame
 
 
-def _met(values: pd.Series, rule: Mapping) -> pd.Series:
+def _satisfies(values: pd.Series, rule: Mapping) -> pd.Series:
     """Which values satisfy a rule of the judge; missing values do not."""
     return values.map(lambda value: judge.state_of(rule, value, value) == "holds").astype(bool)
 
@@ -259,14 +259,9 @@ def _of_attention(claim: Mapping, attention: pd.DataFrame) -> list[Member]:
 
 
 def members(
-    claim: Mapping,
-    sets: Mapping,
-    rows: pd.DataFrame | None,
-    *,
-    protect_frac: float = 0.10,
-    max_new_tokens: int = 128,
-    kv_heads: int | None = None,
-) -> list[Member | NotTestable]:
+    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, *, protect_frac: float = 0.10,
+    max_new_tokens: int = 128, kv_heads: int | None = None,
+) -> list[Member | NotTestable]:  # fmt: skip
     """What a claim is tested on, in rows of one reading (or of `study.attention`); for what cannot be tested, why."""
     _check_heads(claim, kv_heads)
     if rows is None:
@@ -294,18 +289,10 @@ def _check_heads(claim: Mapping, kv_heads: int | None) -> None:
 
 
 def evaluate(
-    results: pd.DataFrame,
-    book: Mapping | str = "protection",
-    *,
-    scaling: pd.DataFrame | None = None,
-    attention: pd.DataFrame | None = None,
-    more: Mapping[str, pd.DataFrame] | None = None,
-    protect_frac: float = 0.10,
-    max_new_tokens: int = 128,
-    kv_heads: int | None = None,
-    measure: str = "token_f1",
-    profile: str = "quick",
-) -> pd.DataFrame:
+    results: pd.DataFrame, book: Mapping | str = "protection", *, scaling: pd.DataFrame | None = None,
+    attention: pd.DataFrame | None = None, more: Mapping[str, pd.DataFrame] | None = None, protect_frac: float = 0.10,
+    max_new_tokens: int = 128, kv_heads: int | None = None, measure: str = "token_f1", profile: str = "quick",
+) -> pd.DataFrame:  # fmt: skip
     """Verdict of every claim in every reading that was run (`judge.verdicts`), then those on a reader's own policies.
 
     results, scaling: rows of the runner (`scaling` with a column `length`, tokens); attention: rows of
@@ -348,13 +335,13 @@ def evaluate(
     return history.verdicts(book["claims"], members_of, readings_of, own=own_claims, model=model, profile=profile)
 
 
-def scored(book: Mapping) -> dict[str, Any]:
+def claims_on_scores(book: Mapping) -> dict[str, Any]:
     """The part of a claims file that depends on the measure of quality: claims about scores that name no measure."""
     kinds = {*CONTRASTS, "spread", "lift_minus_spread", "lift_when_sampled"}
     return {**book, "claims": [c for c in book["claims"] if c["contrast"] in kinds and "measure" not in c]}
 
 
-def turned(verdicts: pd.DataFrame, others: pd.DataFrame) -> list[str]:
+def differing_verdicts(verdicts: pd.DataFrame, others: pd.DataFrame) -> list[str]:
     """Verdicts that differ between two tables, as text: `P4 (authors' code): reproduced, here partly`."""
     both = others.merge(verdicts[["claim", "reading", "verdict"]], on=["claim", "reading"], suffixes=("", "_first"))
     return [

@@ -149,15 +149,9 @@ def sampled(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Sett
 
 
 def samples_of(
-    loaded: Loaded,
-    item: Item,
-    conditions: Sequence[Condition],
-    temperature: float,
-    samples: int,
-    seed: int,
-    limit: int,
-    max_new_tokens: int,
-) -> pd.DataFrame:
+    loaded: Loaded, item: Item, conditions: Sequence[Condition], temperature: float, samples: int, seed: int,
+    limit: int, max_new_tokens: int,
+) -> pd.DataFrame:  # fmt: skip
     """One item's samples, by Hugging Face's own `generate` on the cache that evicts: softmax(logits / temperature)."""
     ids = torch.tensor([data.build_prompt(item, loaded.tokenizer, limit).ids], device=loaded.model.device)
     stops, rows = sorted(models.stop_ids(loaded)), []

@@ -21,7 +21,7 @@ def by_table(scores: pd.DataFrame, tables: Sequence[str] = tuple(printed.TABLES)
     parts = []
     for table in tables:
         rows = printed.runs(scores, table)
-        rows = rows.assign(table=table, who=[_who(*pair) for pair in zip(rows.policy, rows.prefix, strict=True)])
+        rows = rows.assign(table=table, who=[_run_kind(*pair) for pair in zip(rows.policy, rows.prefix, strict=True)])
         for column, name in MEASURES.items():
             parts.append(stats.means(rows, ["table", "who"], column, clusters="item").assign(measure=name))
         items = rows.drop_duplicates("item").assign(who=CONTROL)
@@ -29,7 +29,7 @@ def by_table(scores: pd.DataFrame, tables: Sequence[str] = tuple(printed.TABLES)
     return pd.concat(parts, ignore_index=True)
 
 
-def _who(policy: str, prefix: float) -> str:
+def _run_kind(policy: str, prefix: float) -> str:
     if policy == "full":
         return "full cache"
     return f"{'LRU' if policy == 'lru' else 'other policies'}, {'' if prefix else 'un'}protected"

@@ -20,14 +20,9 @@ TRIED = ("repack", "fill", IGNORED)  # the control comes last, since it ruins th
 
 
 def sharing(
-    loaded: Loaded,
-    ids: list[int],
-    budget: int = 128,
-    new_tokens: int = 8,
-    every: int = 2,
-    block_size: int = 16,
+    loaded: Loaded, ids: list[int], budget: int = 128, new_tokens: int = 8, every: int = 2, block_size: int = 16,
     policies: Collection[str] = EVICTS,
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """Rows (layout). One request reads the first 60% of the prompt. A second one shares its whole blocks, reads on,
     evicts to `budget` (by the only one of `policies`, one set) and is compacted. Then a third one shares that prefix.
 

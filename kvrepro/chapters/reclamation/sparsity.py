@@ -75,12 +75,9 @@ def _held(scores: Tensor, mass: Tensor, share: float) -> float:
 
 
 def pages(
-    loaded: Loaded,
-    ids: list[int],
-    kept: Sequence[float] = (0.1, 0.5),
-    block_size: int = 16,
+    loaded: Loaded, ids: list[int], kept: Sequence[float] = (0.1, 0.5), block_size: int = 16,
     policy: str = "quest_pages",
-) -> pd.DataFrame:
+) -> pd.DataFrame:  # fmt: skip
     """Quest, which selects pages: rows (kept) with `held`, its bytes over those of a cache that evicts nothing, and
     `read`, the share of the tokens that a query reads."""
     page = (("page", block_size),)

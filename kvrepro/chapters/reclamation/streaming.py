@@ -113,7 +113,7 @@ def passes(tokens: Sequence[int], heads: int = 3, dim: int = 64, tile: int = 32,
                 "eager": partial(_eager, q, k, v),
             }
             if repeat == 0:  # memory does not depend on the draw, and the first call of each warms up
-                held = {name: _held(call) for name, call in calls.items()}
+                held = {name: _peak_bytes(call) for name, call in calls.items()}
             exact = _eager(q.double(), k.double(), v.double())
             for name, call in calls.items():
                 start = time.perf_counter()
@@ -126,7 +126,7 @@ def passes(tokens: Sequence[int], heads: int = 3, dim: int = 64, tile: int = 32,
     return pd.DataFrame(rows)
 
 
-def _held(call: Callable) -> int:
+def _peak_bytes(call: Callable) -> int:
     """Most bytes that a call allocates at once."""
     with Peak(torch.device("cpu")) as peak:
         call()

@@ -199,7 +199,7 @@ def _kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) 
     return [np.stack(answer.kept_sets) for answer in answers]
 
 
-def able(
+def runnable(
     loaded: Loaded, prompts: Mapping[str, list[int]], policies: Sequence[str], budgets: Sequence[int | float]
 ) -> list[str]:
     """Those of `policies` that run with this model, these prompts and all of these budgets. For each other one of the
@@ -286,15 +286,9 @@ TOGETHER = {"cpu": 1, "cuda": 12}  # choices in a batch, each with all its layou
 
 
 def identity(
-    loaded: Loaded,
-    ids: list[int],
-    budget: int = 128,
-    policies: Collection[str] = POLICIES,
-    catalogue: Sequence[str] = (),
-    new_tokens: int = 8,
-    every: int = 2,
-    block_size: int = 16,
-) -> pd.DataFrame:
+    loaded: Loaded, ids: list[int], budget: int = 128, policies: Collection[str] = POLICIES,
+    catalogue: Sequence[str] = (), new_tokens: int = 8, every: int = 2, block_size: int = 16,
+) -> pd.DataFrame:  # fmt: skip
     """Generation that evicts to `budget` after the prompt and (the chapter's policies) every `every` tokens, from
     caches of every layout. `choices` says which policies evict; each one's survivors are determined once, and all
     layouts of several choices decode as rows of a batch.
@@ -586,8 +580,8 @@ def model_studies(
     catalogue = [name for name, p in CATALOGUE.items() if p.frees and not p.shared]
     compressing_once = survivors.published(policies)
     tried = dict.fromkeys([*(catalogue if settings.acceptance == "catalogue" else ()), *compressing_once])
-    accepted = able(loaded, prompts, list(tried), [settings.capacity])
-    at_shares = able(loaded, prompts, [name for name in compressing_once if name in accepted], shares)
+    accepted = runnable(loaded, prompts, list(tried), [settings.capacity])
+    at_shares = runnable(loaded, prompts, [name for name in compressing_once if name in accepted], shares)
     varied = [name for name in survivors.varied(policies) if name in POLICIES or name in at_shares]
     if not at_shares or not varied:
         raise InputError(f"policies {', '.join(policies)}: this model can have none of them")

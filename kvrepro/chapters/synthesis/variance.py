@@ -165,15 +165,14 @@ def by_model(
     rows: pd.DataFrame, factors: Sequence[str], score: str, draws: int = 1000
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """(shares, effects, mixed) of each model's rows, with a column `model`; interactions where conditions suffice."""
-    by_table: list[list[pd.DataFrame]] = [[], [], []]
+    tables = []
     tasks = rows.drop_duplicates("item").set_index("item").task.to_dict()
     for name, model_rows in rows.groupby("model", sort=False):
         conditions, scores = wide(model_rows, factors, score)
         d = design(conditions, None if len(conditions) >= ENOUGH else ())
-        tables = (shares(d, scores, tasks, draws), effects(conditions, scores), pd.DataFrame([mixed(d, scores)]))
-        for parts, table in zip(by_table, tables, strict=True):
-            parts.append(table.assign(model=name, conditions=len(conditions)))
-    all_shares, all_effects, all_mixed = (pd.concat(parts, ignore_index=True) for parts in by_table)
+        of_model = (shares(d, scores, tasks, draws), effects(conditions, scores), pd.DataFrame([mixed(d, scores)]))
+        tables.append([table.assign(model=name, conditions=len(conditions)) for table in of_model])
+    all_shares, all_effects, all_mixed = (pd.concat(parts, ignore_index=True) for parts in zip(*tables, strict=True))
     return all_shares, all_effects, all_mixed
 
 

@@ -48,7 +48,7 @@ def test_the_table_is_what_the_rows_give(rows):
     tested = [panel for panel in control.panels(rows) if (panel.name, panel.study) in wanted]
     assert len(tested) == 3
     for panel in tested:
-        for row in control.judged(panel, book).itertuples():
+        for row in control.panel_verdicts(panel, book).itertuples():
             if row.verdict == "not testable here":
                 assert (panel.name, row.claim) not in stored.index
             else:

@@ -261,14 +261,14 @@ def test_another_measure_reaches_claims_that_name_none():
 
 def test_verdicts_that_turn_with_the_measure_are_told():
     rows = PAPER.assign(rest_f1=PAPER.token_f1.where(PAPER.policy == "full", 0.05))
-    few = members.scored(book_of("P4", "P23", "P32", "P15"))
+    few = members.claims_on_scores(book_of("P4", "P23", "P32", "P15"))
     assert [claim["id"] for claim in few["claims"]] == ["P4", "P15"]  # the others ask no score
     both = [members.evaluate(rows, few, measure=measure) for measure in ("token_f1", "rest_f1")]
-    assert members.turned(*both) == [
+    assert members.differing_verdicts(*both) == [
         "P4 (authors' code): reproduced, here inconclusive",
         "P15 (authors' code): reproduced, here not reproduced",
     ]
-    assert members.turned(both[0], both[0]) == []
+    assert members.differing_verdicts(both[0], both[0]) == []
 
 
 def test_no_claim_is_without_a_test():

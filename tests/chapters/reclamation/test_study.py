@@ -116,14 +116,14 @@ def test_generation_is_identical_under_every_layout_and_the_control_is_not(loade
 
 def test_policies_that_the_model_cannot_have_are_named_and_left_out(loaded, capsys):
     ids = {"a": tiny.prompts(150)[0]}
-    possible = r.able(loaded, ids, ("snapkv", "tri_attention", "kv_zip", "quest_pages", "lru"), [48])
+    possible = r.runnable(loaded, ids, ("snapkv", "tri_attention", "kv_zip", "quest_pages", "lru"), [48])
     assert possible == ["snapkv"]
     reasons = dict(line.split(" is left out: ") for line in capsys.readouterr().out.splitlines())
     assert list(reasons) == ["tri_attention", "kv_zip", "quest_pages", "lru"]
     assert "calibrat" in reasons["tri_attention"]
     assert "frees nothing" in reasons["quest_pages"]
     assert "one set of tokens for all layers" in reasons["lru"]
-    assert r.able(loaded, ids, ("streaming_llm",), [0.5, 0.01]) == []
+    assert r.runnable(loaded, ids, ("streaming_llm",), [0.5, 0.01]) == []
     assert "streaming_llm is left out: budget 1 < 4" in capsys.readouterr().out
 
 
@@ -396,7 +396,7 @@ def test_a_policy_of_ones_own_has_rows_and_verdicts_and_moves_no_others(loaded):
 def test_a_policy_of_ones_own_that_cannot_be_had_is_refused(loaded):
     own("greedy", Policy("Greedy", "this test", lambda o: o.keys.norm(dim=-1), {"recent": 60}))
     with pytest.raises(InputError, match="budget 48 < 60 protected tokens"):
-        r.able(loaded, {"a": tiny.prompts(150)[0]}, ["greedy"], [48])
+        r.runnable(loaded, {"a": tiny.prompts(150)[0]}, ["greedy"], [48])
 
 
 def test_an_edit_of_the_policy_that_a_study_runs_makes_it_stale(loaded):

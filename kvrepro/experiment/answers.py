@@ -1,4 +1,4 @@
-"""The runner's half for `Answers`: what is asked, what of it is missing, a group of generations, a row."""
+"""How `Answers` are run: which rows a study wants, which of them are missing, and how a group of them is computed."""
 
 import datetime
 import itertools
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -39,7 +40,7 @@ FEW = 8  # jobs on a CPU with up to so many cores, the same for all; fewer, down
 TRIAL = 8  # tokens generated to estimate the rest
 
 
-# ---- what is asked
+# ---- what a study wants
 
 
 def prompt_limit(loaded: Loaded, max_new_tokens: int, limit: int | None = None) -> int:
@@ -60,23 +61,25 @@ def limit_of(study: "Answers", loaded: Loaded, item: Item) -> int:
 
 
 def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
-    """The items' prompts, if every item and condition can be met (`gaps`: every condition be named); raises InputError
-    otherwise. Computes nothing."""
+    """The items' prompts. Raises InputError where an item cannot meet a condition (with `gaps`: where a condition is
+    not valid in itself). Computes nothing."""
     items, conditions = study.items, study.conditions
     if not items or not conditions:
         raise InputError(f"{len(items)} items x {len(conditions)} conditions: give at least one of each")
-    each = engine.each_prompts(conditions, len(items))
+    conditions_by_item = engine.each_prompts(conditions, len(items))
     limits = {item.id: limit_of(study, loaded, item) for item in items}
     if (ids := len({item.id for item in items})) < len(items):
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
-    for condition in dict.fromkeys(itertools.chain.from_iterable(each)):
+    for condition in dict.fromkeys(itertools.chain.from_iterable(conditions_by_item)):
         policy.check(condition)
-    made = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
-    prompts = [made(loaded, item) for item in items]
+    build_prompt = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
+    prompts = [build_prompt(loaded, item) for item in items]
     if not study.gaps:
-        for prompt, item, mine in zip(prompts, items, each, strict=True):
+        for prompt, item, conditions_of_item in zip(prompts, items, conditions_by_item, strict=True):
             with data.named(item):
-                engine.check_conditions(loaded.model, [prompt], mine, item.new_tokens(study.max_new_tokens))
+                engine.check_conditions(
+                    loaded.model, [prompt], conditions_of_item, item.new_tokens(study.max_new_tokens)
+                )
     return prompts
 
 
@@ -84,19 +87,22 @@ def unmet(
     loaded: Loaded, prompts: Sequence[Prompt], conditions: Sequence[Condition], columns: Columns
 ) -> dict[Pair, InputError]:
     """Why items cannot meet conditions, for each pair that cannot."""
-    facts, known, found = ModelFacts.of(loaded.model), [policy.checked(c) for c in conditions], {}
-    for i, j in ((i, j) for i, mine in enumerate(columns) for j in mine):
-        try:
-            engine.check_met(facts, prompts[i], conditions[j], known[j])
-        except InputError as error:
-            found[i, j] = error
-    return found
+    facts = ModelFacts.of(loaded.model)
+    checked = [policy.checked(c) for c in conditions]
+    errors = {}
+    for i, columns_of_item in enumerate(columns):
+        for j in columns_of_item:
+            try:
+                engine.check_met(facts, prompts[i], conditions[j], checked[j])
+            except InputError as error:
+                errors[i, j] = error
+    return errors
 
 
 # ---- what decides a row
 
 
-CODE_OF_REGIMES = {  # code that only rows of these regimes reach
+CODE_OF_REGIMES = {  # code that runs in these regimes only: a row of another regime does not depend on it
     (SharedCap,): {
         ("kvrepro.engine.shared", ""), ("kvrepro.engine.signals", ""), ("kvrepro.engine.rows", "evict_rows_shared"),
         ("kvrepro.engine.rows", "keep_held"), ("kvrepro.engine.rows", "kept_by_all_layers"),
@@ -114,22 +120,22 @@ CODE_OF_REGIMES = {  # code that only rows of these regimes reach
 def code_of(condition: Condition, backend: str) -> str:
     """Hash of the code that decides the condition's rows: the engine's, its policy's and the measures', and no other's.
 
-    Kernels count where they run. Files that a policy's parameters name count by what is in them.
+    Kernels count where they run. Files that a policy's parameters name count by their content.
     """
-    roots, left = _decided_by(condition, backend)
-    return fingerprint.digest(fingerprint.code(*roots, **left), policy_of(condition))
+    roots, left_out = _decided_by(condition, backend)
+    return fingerprint.digest(fingerprint.code(*roots, **left_out), policy_of(condition))
 
 
 def _decided_by(
     condition: Condition, backend: str
 ) -> tuple[list[fingerprint.Name], dict[str, frozenset[fingerprint.Name]]]:
-    """Where the code begins that decides a condition's rows, and what is left out of it (`fingerprint.code`)."""
-    own = [kind for kind in REGIMES.values() if isinstance(condition.regime, kind)]
+    """The definitions where the code that decides a condition's rows begins, and what `fingerprint.code` leaves out."""
+    kinds = [kind for kind in REGIMES.values() if isinstance(condition.regime, kind)]
     roots = [("kvrepro.engine.generate", "generate"), ("kvrepro.experiment.measure", "all_measures"),
              ("kvrepro.experiment.answers", "answer_row")]  # fmt: skip
-    roots += [(kind.__module__, kind.__name__) for kind in own]
+    roots += [(kind.__module__, kind.__name__) for kind in kinds]
     kernels = frozenset({("kvrepro_kernels", "")} if backend == "torch" else ())
-    return roots, {"unfollowed": kernels, "apart": of_others(own)}
+    return roots, {"unfollowed": kernels, "apart": of_others(kinds)}
 
 
 def of_others(regimes: Collection[type]) -> frozenset[fingerprint.Name]:
@@ -138,43 +144,47 @@ def of_others(regimes: Collection[type]) -> frozenset[fingerprint.Name]:
 
 
 def policy_of(condition: Condition) -> Any:
-    """What a condition's own policy brings: parameters, functions with what they reach, and the bytes of files."""
+    """What a condition's policy adds to the hash: parameters, functions with all they reach, and the bytes of files."""
     if condition.policy == "full":
         return None
-    own = policy.find(condition.policy)
-    values = own.reading(condition.reading, condition.switches).values()
-    named = [value for value in values if isinstance(value, str)]
-    files = [file for name in named for file in (sorted(ROOT.glob(name)) if "*" in name else [data.found(name)])]
-    said = {f.name: getattr(own, f.name) for f in fields(own)}  # what reads them is the engine's code
-    return [fingerprint.describe(said), [fingerprint.describe(file.read_bytes()) for file in files if file]]
+    own_policy = policy.find(condition.policy)
+    values = own_policy.reading(condition.reading, condition.switches).values()
+    files: list[Path] = []
+    for name in (value for value in values if isinstance(value, str)):
+        files += sorted(ROOT.glob(name)) if "*" in name else filter(None, [data.found(name)])
+    parameters = {f.name: getattr(own_policy, f.name) for f in fields(own_policy)}  # the engine's code reads them
+    return [fingerprint.describe(parameters), [fingerprint.describe(file.read_bytes()) for file in files]]
 
 
 def heads(
     study: "Answers", loaded: Loaded, settings: Settings, prompts: Sequence[Prompt],
     conditions: Sequence[Condition], columns: Columns, backends: Sequence[str],
 ) -> dict[Pair, dict[str, Any]]:  # fmt: skip
-    """What is known of each row before it is computed; `key` hashes all that decides the rest. backends: who computes
-    each condition."""
+    """The columns of each row that are known before it is computed; `key` hashes all that decides the others.
+
+    backends: who computes each condition.
+    """
     decisive = {"model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device}
     noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
     note = fingerprint.of(study.note)
-    own = [
+    by_condition = [
         (c.columns() | {"engine_hash": code_of(c, backend)}, {"backend": backend})
         for c, backend in zip(conditions, backends, strict=True)
     ]
-    found: dict[Pair, dict[str, Any]] = {}
-    for i, (item, prompt, mine) in enumerate(zip(study.items, prompts, columns, strict=True)):
+    rows: dict[Pair, dict[str, Any]] = {}
+    for i, (item, prompt, columns_of_item) in enumerate(zip(study.items, prompts, columns, strict=True)):
         new, limit = item.new_tokens(study.max_new_tokens), limit_of(study, loaded, item)
-        of = decisive | {"max_new_tokens": new, "limit": limit, "item": item.id}
+        by_item = decisive | {"max_new_tokens": new, "limit": limit, "item": item.id}
         scored = [item.meta[name] for name in ("metric", "classes", "first_line") if name in item.meta]
-        of["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
-        told = {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
-        told["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
-        told["evidence_at"] = measure.evidence_at(prompt.spans.get("evidence", ()), len(prompt.ids))
-        for j in mine:
-            one, by = own[j]
-            found[i, j] = one | of | by | told | noted | {"key": fingerprint.digest(one, of | by, note)}
-    return found
+        by_item["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
+        notes = {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
+        notes["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
+        notes["evidence_at"] = measure.evidence_at(prompt.spans.get("evidence", ()), len(prompt.ids))
+        for j in columns_of_item:
+            decided_by, computed_by = by_condition[j]
+            key = fingerprint.digest(decided_by, by_item | computed_by, note)
+            rows[i, j] = decided_by | by_item | computed_by | notes | noted | {"key": key}
+    return rows
 
 
 def references(item: Item) -> list[str]:
@@ -186,14 +196,15 @@ def references(item: Item) -> list[str]:
 
 
 def group_rows(
-    loaded: Loaded, pairs: Sequence[Pair], known: dict[Pair, dict[str, Any]], items: dict[int, Item],
-    prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, limit: float | None = None, **given: Any,
+    loaded: Loaded, pairs: Sequence[Pair], heads: dict[Pair, dict[str, Any]], items: dict[int, Item],
+    prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, limit: float | None = None,
+    **engine_arguments: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of the pairs; one that fails is a row with its error."""
-    new = {i: known[i, j]["max_new_tokens"] for i, j in pairs}
-    found = attempted(loaded, prompts, conditions, pairs, new, given, limit)
-    by = {"processor": processor(loaded)}
-    return [answer_row(loaded, items[i], prompts[i], known[i, j], found[i, j], note) | by for i, j in pairs]
+    """Rows of the pairs; a pair that fails becomes a row with its error. limit: seconds."""
+    max_new_tokens = {i: heads[i, j]["max_new_tokens"] for i, j in pairs}
+    outcomes = attempted(loaded, prompts, conditions, pairs, max_new_tokens, engine_arguments, limit)
+    computed_by = {"processor": processor(loaded)}
+    return [answer_row(loaded, items[i], prompts[i], heads[i, j], outcomes[i, j], note) | computed_by for i, j in pairs]
 
 
 def processor(loaded: Loaded) -> str:
@@ -203,52 +214,54 @@ def processor(loaded: Loaded) -> str:
 
 
 def attempted(
-    loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], new: dict[int, int], given: dict[str, Any],
-    limit: float | None = None,
+    loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], max_new_tokens: dict[int, int],
+    engine_arguments: dict[str, Any], limit: float | None = None,
 ) -> Outcomes:  # fmt: skip
-    """Generations, or the exceptions of single pairs: where all fail, or take more than `limit` seconds, or some find
-    no memory, these are tried again, half of them at a time, conditions first, then items. new: tokens of each item's
-    answer, at most."""
-    found, lost = _tried(loaded, prompts, conditions, pairs, new, given, limit)
-    if not lost or len(pairs) == 1:
-        return found
-    failure = found[lost[0]]
+    """Each pair's generation, or its exception.
+
+    Where all pairs fail together or take more than `limit` seconds, or some run out of memory, those are tried again,
+    half of them at a time: first fewer conditions, then fewer items. max_new_tokens: of each item's answer.
+    """
+    outcomes, failed = _tried(loaded, prompts, conditions, pairs, max_new_tokens, engine_arguments, limit)
+    if not failed or len(pairs) == 1:
+        return outcomes
+    failure = outcomes[failed[0]]
     if isinstance(failure, torch.OutOfMemoryError):
-        given = given | {"prompt_rows": 1}
+        engine_arguments = engine_arguments | {"prompt_rows": 1}
     if isinstance(failure, torch.OutOfMemoryError | TimeLimit):
         what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
-        print(f"{what} with {len(lost)} rows of {len({i for i, _ in lost})} items: half of them at a time")
-    ordered, half = sorted(lost, key=lambda pair: pair[::-1]), len(lost) // 2
-    for some in (ordered[:half], ordered[half:]):
-        if some:
-            found |= attempted(loaded, prompts, conditions, sorted(some), new, given, limit)
-    return found
+        print(f"{what} with {len(failed)} rows of {len({i for i, _ in failed})} items: half of them at a time")
+    ordered, half_size = sorted(failed, key=lambda pair: pair[::-1]), len(failed) // 2
+    for half in (ordered[:half_size], ordered[half_size:]):
+        if half:
+            outcomes |= attempted(loaded, prompts, conditions, sorted(half), max_new_tokens, engine_arguments, limit)
+    return outcomes
 
 
 def _tried(
-    loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], new: dict[int, int], given: dict[str, Any],
-    limit: float | None,
+    loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], max_new_tokens: dict[int, int],
+    engine_arguments: dict[str, Any], limit: float | None,
 ) -> tuple[Outcomes, list[Pair]]:  # fmt: skip
-    """One call of the engine: what it found, and the pairs that are to be tried again."""
-    asked: dict[int, list[int]] = {}
+    """One call of the engine: its outcomes, and the pairs to try again."""
+    columns: dict[int, list[int]] = {}
     for i, j in pairs:
-        asked.setdefault(i, []).append(j)
-    columns = [[conditions[j] for j in mine] for mine in asked.values()]
+        columns.setdefault(i, []).append(j)
     try:
         with time_limit(limit):
-            made = engine.generate(
-                loaded.model, [prompts[i] for i in asked], columns, max_new_tokens=[new[i] for i in asked],
-                errors="return", **given,
+            answers = engine.generate(
+                loaded.model, [prompts[i] for i in columns], [[conditions[j] for j in columns[i]] for i in columns],
+                max_new_tokens=[max_new_tokens[i] for i in columns], errors="return", **engine_arguments,
             )  # fmt: skip
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # whatever a condition raises becomes its row's error
         failure = error if isinstance(error, Exception) else RuntimeError(f"a policy raised {told(error)}")
-        let_go(error)  # caches of the attempt, which its halves need the room of
+        let_go(error)  # frees the caches of this attempt, so that the next one has their room
         return dict.fromkeys(pairs, failure), list(pairs)
-    answers = itertools.chain.from_iterable(made)
-    found: Outcomes = dict(zip(((i, j) for i, mine in asked.items() for j in mine), answers, strict=True))
-    return found, [pair for pair in pairs if isinstance(found[pair], torch.OutOfMemoryError)]
+    outcomes: Outcomes = {}
+    for i, answers_of_item in zip(columns, answers, strict=True):
+        outcomes |= {(i, j): answer for j, answer in zip(columns[i], answers_of_item, strict=True)}
+    return outcomes, [pair for pair in pairs if isinstance(outcomes[pair], torch.OutOfMemoryError)]
 
 
 def answer_row(
@@ -291,23 +304,23 @@ class AnswersPlan(Plan):
         self.study, self.loaded, self.settings = study, loaded, settings
         self.title = f"{study.chapter}/{study.name}"
         self.prompts = check(study, loaded)
-        each = engine.each_prompts(study.conditions, len(self.prompts))
-        number = {c: j for j, c in enumerate(dict.fromkeys(itertools.chain.from_iterable(each)))}
+        conditions_by_item = engine.each_prompts(study.conditions, len(self.prompts))
+        number = {c: j for j, c in enumerate(dict.fromkeys(itertools.chain.from_iterable(conditions_by_item)))}
         self.conditions = list(number)
-        self.columns = [[number[c] for c in dict.fromkeys(mine)] for mine in each]  # of each item
-        self.pairs = [(i, j) for i, mine in enumerate(self.columns) for j in mine]
+        self.columns = [[number[c] for c in dict.fromkeys(conditions)] for conditions in conditions_by_item]
+        self.pairs = [(i, j) for i, columns_of_item in enumerate(self.columns) for j in columns_of_item]
         self.gaps = unmet(loaded, self.prompts, self.conditions, self.columns) if study.gaps else {}
-        self.left = self._left()
+        self.obstacles = self._obstacles()
         usual = "triton" if settings.backend == "auto" else settings.backend
-        self.backends = ["torch" if why else usual for why in self.left]
+        self.backends = ["torch" if why else usual for why in self.obstacles]
         self.heads = heads(study, loaded, settings, self.prompts, self.conditions, self.columns, self.backends)
         self.keys = [self.heads[pair]["key"] for pair in self.pairs]
         self.asked = store.asked_of([self.heads[pair] for pair in self.pairs])
         self.total = len(self.keys)
 
-    def _left(self) -> list[str | None]:
-        """Why the backend "auto" leaves a condition to plain PyTorch; None: it does not. Raises InputError for "triton"
-        where no kernel can run."""
+    def _obstacles(self) -> list[str | None]:
+        """For each condition why the backend "auto" leaves it to plain PyTorch; None where it does not. Raises
+        InputError for "triton" where no kernel can run."""
         if self.settings.backend == "triton" and (why := obstacle(self.loaded.model, Condition())):
             raise InputError(f"backend 'triton': {why}; take auto or torch")
         if self.settings.backend != "auto":
@@ -335,8 +348,8 @@ class AnswersPlan(Plan):
         return answer_row(self.loaded, self.study.items[pair[0]], self.prompts[pair[0]], self.heads[pair], answer)
 
     @property
-    def given(self) -> dict[str, Any]:
-        """What every call of the engine is given."""
+    def engine_arguments(self) -> dict[str, Any]:
+        """The keyword arguments that every call of the engine gets."""
         return {
             "stop_ids": models.stop_ids(self.loaded),
             "batch_rows": self.settings.batch_rows,
@@ -350,18 +363,18 @@ class AnswersPlan(Plan):
         return self.settings.batch_rows or usual
 
     def jobs(self) -> list[Job]:
-        """Blocks of about equal work: items are dealt out by turns, the longest first, so that each block has some of
-        every length and task. The same blocks whatever is missing of them."""
+        """Jobs of about equal work. Items are dealt out in turn, the longest first, so that each job has items of every
+        length and task. The blocks of items are the same whatever is missing."""
         if self.loaded.device == "cpu":  # the cores of this machine, also where a cluster's nodes compute
             cores, batches = workers.default_workers(self.loaded), BATCHES
             parts = cores if cores > FEW else min(FEW, max(2, 2 * self.total // self._rows_together()))
         else:  # every job takes batches of its own, which cost almost the same however many rows they have
-            given = (self.loaded, self.settings.engine, self.settings.address)
-            parts, batches = cluster.usual_workers(*given), GPU_BATCHES
+            place = (self.loaded, self.settings.engine, self.settings.address)
+            parts, batches = cluster.usual_workers(*place), GPU_BATCHES
         parts = max(parts, -(-self.total // (batches * self._rows_together())))
         count, together = len(self.prompts), self.study.together
         groups = [range(first, min(first + together, count)) for first in range(0, count, together)]
-        groups.sort(key=lambda some: -sum(len(self.columns[i]) * len(self.prompts[i].ids) for i in some))
+        groups.sort(key=lambda group: -sum(len(self.columns[i]) * len(self.prompts[i].ids) for i in group))
         blocks = sorted(sorted(itertools.chain(*groups[part::parts])) for part in range(parts))
         return [job for block in blocks if (job := self._job(block)) is not None]
 
@@ -369,19 +382,18 @@ class AnswersPlan(Plan):
         pairs = [(i, j) for i in block for j in self.columns[i] if (i, j) in self.missing]
         if not pairs:
             return None
-        known = {pair: self.heads[pair] for pair in pairs}
-        members, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
+        items, columns = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
         work = partial(
-            group_rows, pairs=pairs, known=known,
-            items={i: self.study.items[i] for i in members}, prompts={i: self.prompts[i] for i in members},
-            conditions={j: self.conditions[j] for j in asked}, note=self.study.note,
-            limit=self.settings.time_limit, **self.given,
+            group_rows, pairs=pairs, heads={pair: self.heads[pair] for pair in pairs},
+            items={i: self.study.items[i] for i in items}, prompts={i: self.prompts[i] for i in items},
+            conditions={j: self.conditions[j] for j in columns}, note=self.study.note,
+            limit=self.settings.time_limit, **self.engine_arguments,
         )  # fmt: skip
-        return Job(len(known), work)
+        return Job(len(pairs), work)
 
     def forecast(self) -> Forecast:
-        """From the first missing item under all its conditions, a few tokens each; on a GPU, where items share passes
-        and steps, from a sixteenth of those missing, a pass at most."""
+        """An estimate from a few tokens of the first missing item under all its conditions. On a GPU, where items share
+        passes and steps: of a sixteenth of the missing items, of one pass at most."""
         tokens = sum(len(self.prompts[i].ids) for i in {i for i, _ in self.missing})
         count = len(self.missing)
         most = sum(self.heads[i, j]["max_new_tokens"] for i, j in self.missing)
@@ -393,15 +405,18 @@ class AnswersPlan(Plan):
         chosen = [(i, j) for i in first for j in self.columns[i] if (i, j) in self.missing]
         new = {i: min(TRIAL, self.heads[i, j]["max_new_tokens"]) for i, j in chosen}
         began = time.perf_counter()
-        found = attempted(self.loaded, self.prompts, self.conditions, chosen, new, self.given, self.settings.time_limit)
+        outcomes = attempted(
+            self.loaded, self.prompts, self.conditions, chosen, new, self.engine_arguments, self.settings.time_limit
+        )
         taken = time.perf_counter() - began
-        made = [answer for answer in found.values() if isinstance(answer, Generation)]
-        decode = sum(answer.decode_seconds for answer in made)
-        steps = sum(len(answer.tokens) for answer in made) or 1
+        generations = [outcome for outcome in outcomes.values() if isinstance(outcome, Generation)]
+        decode = sum(answer.decode_seconds for answer in generations)
+        steps = sum(len(answer.tokens) for answer in generations) or 1
         seconds = (taken - decode) / len(chosen) * count + decode / steps * most
-        rows = [self._row(pair, answer) for pair, answer in found.items()]
+        rows = [self._row(pair, outcome) for pair, outcome in outcomes.items()]
         stored = sum(len(json.dumps(row)) for row in rows) / len(rows) * count / 2  # columns repeat themselves
-        held = sum(answer.bytes_held for answer in made) / max(1, len(made)) * min(count, self._rows_together())
+        mean_held = sum(answer.bytes_held for answer in generations) / max(1, len(generations))
+        held = mean_held * min(count, self._rows_together())
         return Forecast(self.title, what, count, seconds, stored, held)
 
     def add(self, job: Job, result: list[dict[str, Any]]) -> None:
@@ -415,15 +430,15 @@ class AnswersPlan(Plan):
         return frame.assign(profile=self.settings.profile, seed=self.settings.seed)
 
     def rehearsal(self) -> pd.DataFrame:
-        """What is stored, and the other rows without answers."""
+        """All rows: those that are stored as they are, the others without answers."""
         missing = {*self.table.missing(self.keys, self.asked)}
         stored = self.table.frame([key for key in self.keys if key not in missing], asked=self.asked)
-        known = {row["key"]: row for row in stored.to_dict("records")}
+        stored_by_key = {row["key"]: row for row in stored.to_dict("records")}
         heads = [self.heads[pair] for pair in self.pairs]
-        return pd.DataFrame([known.get(head["key"], {}) | head for head in heads], columns=COLUMNS)
+        return pd.DataFrame([stored_by_key.get(head["key"], {}) | head for head in heads], columns=COLUMNS)
 
     def failures(self) -> list[str]:
-        """Rows with an error, but for gaps."""
+        """Rows with an error, except for gaps."""
         errors = self.results().error
         return [
             f"{self.conditions[j].label} on {self.study.items[i].id}: {error}"
@@ -433,19 +448,20 @@ class AnswersPlan(Plan):
 
     def remarks(self) -> list[str]:
         """Who computed what, prompts that were cut, and conditions that did nothing."""
-        said, frame = [], self.results()
+        lines, frame = [], self.results()
         if self.settings.backend == "auto" and self.loaded.device != "cpu":
-            labels: dict[str, list[str]] = {}
-            for c, why in zip(self.conditions, self.left, strict=True):
+            labels_by_obstacle: dict[str, list[str]] = {}
+            for c, why in zip(self.conditions, self.obstacles, strict=True):
                 if why is not None:
-                    labels.setdefault(why, []).append(c.label)
-            more = {why: f" and {len(some) - 1} more" if len(some) > 1 else "" for why, some in labels.items()}
-            others = [f"; plain PyTorch for {some[0]}{more[why]} ({why})" for why, some in labels.items()]
-            computed = f"{self.left.count(None)} of {len(self.left)} conditions"
-            said.append(f"{self.title}: kernels computed {computed}{''.join(others)}")
+                    labels_by_obstacle.setdefault(why, []).append(c.label)
+            line = f"{self.title}: kernels computed {self.obstacles.count(None)} of {len(self.obstacles)} conditions"
+            for why, labels in labels_by_obstacle.items():
+                more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+                line += f"; plain PyTorch for {labels[0]}{more} ({why})"
+            lines.append(line)
         cut = frame[frame.cut > 0].drop_duplicates("item")
         if len(cut):
-            said.append(
+            lines.append(
                 f"{self.title}: {len(cut)} of {len(self.prompts)} passages were cut to prompts of {frame.limit[0]:,} "
                 f"tokens, by {cut.cut.min():,} to {cut.cut.max():,}"
             )
@@ -453,14 +469,14 @@ class AnswersPlan(Plan):
         idle = [c for j, c in enumerate(self.conditions) if c.policy != "full" and c.budget != 1.0 and most[j] == 0]
         if idle:
             what = "conditions evicted nothing from any item"
-            said.append(f"{len(idle)} {what}, {idle[0].label} for one: budgets never met")
-        return said
+            lines.append(f"{len(idle)} {what}, {idle[0].label} for one: budgets never met")
+        return lines
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Generations of items under conditions, those of all items or a list for each: a row each, columns as in
-    `kvrepro.experiment.table.SCHEMA`."""
+    """A study of what the model answers: one row for each item and condition, with the columns of
+    `kvrepro.experiment.table.SCHEMA`. The conditions are one list for all items, or a list for each item."""
 
     chapter: str
     name: str
@@ -469,7 +485,7 @@ class Answers:
     max_new_tokens: int = 128
     limit: int | None = None  # tokens of a prompt; longer passages are cut; None: what the model's context leaves
     prompt: Callable[[Loaded, Item], Prompt] | None = None  # instead of the item's messages as they are
-    note: Callable[[Item, Prompt, Generation], dict[str, Any]] | None = None  # more of a row, as JSON; sees kept sets
+    note: Callable[[Item, Prompt, Generation], dict[str, Any]] | None = None  # for the column `note`; sees kept sets
     gaps: bool = False  # a condition that an item cannot meet is a row with an error; otherwise it is refused
     together: int = 1  # neighbouring items that share a prefix
 

@@ -172,7 +172,7 @@ def test_auto_is_decided_for_each_condition_and_said(loaded, fake, tmp_path, mon
     monkeypatch.setattr(answers, "obstacles", lambda model, ids, conditions: [None, "no kernel", "no kernel"])
     monkeypatch.setattr(type(loaded), "device", "cuda")
     plan = answers.AnswersPlan(Answers("doors", "main", ITEMS[:1], CONDITIONS, 8), loaded, Settings(results=tmp_path))
-    assert list(plan.given["backend"].values()) == ["triton", "torch", "torch"]
+    assert list(plan.engine_arguments["backend"].values()) == ["triton", "torch", "torch"]
     assert [head["backend"] for head in plan.heads.values()] == ["triton", "torch", "torch"]
     monkeypatch.setattr(plan, "results", lambda: on_cpu)
     said = f"plain PyTorch for {CONDITIONS[1].label} and 1 more (no kernel)"

@@ -37,11 +37,11 @@ from kvrepro.experiment.claims import LABELS
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")  # of a figure
 LARGE = 300_000  # characters of an SVG
-EACH, ALL = 12, 36  # places of a curve or a set of points, and of a panel, that say on hover where they stand
+EACH, ALL = 12, 36  # hover texts of one curve or set of points, and of a whole panel, at most
 WHITE = 'style="background: white"'  # in Jupyter; the book shows figures on its own ground, light or dark
 WIDTH = 7.2  # inches: the book's column
 DASHED = (0, (4, 2))
-CONTROLS = {  # lines that no policy drew: colour and dashes
+CONTROLS = {  # reference lines that belong to no policy: colour and dashes
     "full": ("black", DASHED),
     "first_word": ("#B22222", (0, (1, 1.5))),
     "copy": ("#7B4FA3", (0, (4, 1.5, 1, 1.5))),
@@ -51,7 +51,7 @@ CONTROLS = {  # lines that no policy drew: colour and dashes
     "refusal": ("#8C8C8C", (0, (1, 4))),
 }
 MANY = 4  # panels side by side; where there are more, names of rows stand at the left, and one label below them all
-TOLD: WeakKeyDictionary[Axes, list[tuple[float, float, str]]] = WeakKeyDictionary()  # x, y, what is said on hover
+HOVER_TEXTS: WeakKeyDictionary[Axes, list[tuple[float, float, str]]] = WeakKeyDictionary()  # x, y, text
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 9,
@@ -99,19 +99,20 @@ LOOKS = {  # after Okabe and Ito's palette; a method, its simplified and its fai
     "dropkv": Look("DropKV", "#00A3A3", "X"),
     "andpro": Look("AnDPro", "#A0A000", "p"),
 }
-KNOWN = {one.name for one in LOOKS.values()}
+TITLES = {look.name for look in LOOKS.values()}
 ALIKE = {"slw": "streaming_llm", "random_sample": "random"}
 SEQUENCE = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #5F5F5F #8C564B #7B4FA3 #A0A000".split()
 SHAPES = "osD^vPXphd"
 
 
 def look(value: object, place: int = 0) -> Look:
-    """Of a policy, by its name; of anything else by its place in a sequence. A reading is called as in the book."""
+    """The look of a policy, by its name; of anything else, by its place in a sequence. Readings are named as in the
+    book."""
     name = f"{value:g}" if isinstance(value, float | np.floating) else str(value)
     base = ALIKE.get(name, name.removesuffix("_simple").removesuffix("_faithful"))
     if base in LOOKS:
-        known = LOOKS[base]
-        return known._replace(name=f"{known.name} faithful" if name.endswith("_faithful") else known.name)
+        shared = LOOKS[base]
+        return shared._replace(name=f"{shared.name} faithful") if name.endswith("_faithful") else shared
     try:
         title = find(name).title
     except InputError:
@@ -120,19 +121,20 @@ def look(value: object, place: int = 0) -> Look:
 
 
 def looks(values: Iterable[object]) -> dict[Any, Look]:
-    """Of several values, each with a colour of its own: policies as everywhere, numbers from pale to dark."""
+    """The looks of several values, each with its own colour: policies as everywhere, numbers from pale to dark."""
     names = list(dict.fromkeys(values))
-    found = {name: look(name, place) for place, name in enumerate(names)}
+    by_name = {name: look(name, place) for place, name in enumerate(names)}
     if all(isinstance(name, int | float | np.number) for name in names):
         shades = sns.color_palette("crest", len(names)).as_hex()
-        return {name: found[name]._replace(colour=shade) for name, shade in zip(names, shades, strict=True)}
-    own = [name for name, one in found.items() if one.name not in KNOWN]
-    used = {one.colour for name, one in found.items() if name not in own}
-    for name in own:
-        free = [colour for colour in (found[name].colour, *SEQUENCE) if colour not in used]
-        found[name] = found[name]._replace(colour=(free or [found[name].colour])[0])
-        used.add(found[name].colour)
-    return found
+        return {name: by_name[name]._replace(colour=shade) for name, shade in zip(names, shades, strict=True)}
+    others = [name for name in names if by_name[name].name not in TITLES]
+    used = {by_name[name].colour for name in names if name not in others}
+    for name in others:
+        colour = by_name[name].colour
+        colour = next((free for free in (colour, *SEQUENCE) if free not in used), colour)
+        by_name[name] = by_name[name]._replace(colour=colour)
+        used.add(colour)
+    return by_name
 
 
 def estimates(
@@ -158,11 +160,11 @@ def estimates(
 
     colour: a column of policies or other names. fill: a column of True (filled) and False (hollow). panel, row: columns
     that facet. line: join points along the places (then numbers stand where they are). band: shade the interval.
-    reference: estimates of what all is compared with, drawn dashed, by `panel` and `row` where it has them; a column
-    `control` names several, "full" or one of `CONTROLS` (see `floors`). labels: names of columns, and of `True` and
-    `False` in the legend. height: inches, of one row. wrap: panels side by side, the others below (without `row`).
-    log: "x", "y" or "xy". share: `sharex`, `sharey` of the panels.
-    A table without rows is said to have none. Raises InputError for one without these columns.
+    reference: estimates to compare with, drawn dashed, by `panel` and `row` where it has these columns; a column
+    `control` names several of them, "full" or one of `CONTROLS` (see `floors`). labels: names of columns, and of
+    `True` and `False` in the legend. height: inches, of one row. wrap: panels side by side, the others below (without
+    `row`). log: "x", "y" or "xy". share: `sharex`, `sharey` of the panels.
+    For a table without rows the figure says so. Raises InputError where a column is missing.
     Long, because all figures of estimates are this one loop over panels and series.
     """
     if table.empty:
@@ -186,19 +188,21 @@ def estimates(
         for (i, j, _), part in grid.facet_data():
             axes = grid.facet_axis(i, j)
             for n, (who, filled) in enumerate(series):
-                mine = part[(part[colour] == who) if colour else part.value.notna()]
-                mine = mine[mine[fill] == filled] if fill else mine
+                points = part[(part[colour] == who) if colour else part.value.notna()]
+                points = points[points[fill] == filled] if fill else points
                 shift = 0.0 if numeric else (n % rows - (rows - 1) / 2) * min(0.2, 0.8 / rows)
-                at = [place if numeric else places.index(place) + shift for place in mine[along]]
-                _points(axes, at, mine, shown[who], upright, bool(filled or not fill), line, band)
+                at = [place if numeric else places.index(place) + shift for place in points[along]]
+                _points(axes, at, points, shown[who], upright, bool(filled or not fill), line, band)
                 state = [labels.get(str(filled), f"{'' if filled else 'not '}{fill}")] if fill else []
                 form = ".0%" if percent else ".3g"
                 texts = [
-                    said(one, [shown[who].name, *state, look(one[along]).name], form) for one in mine.to_dict("records")
+                    said(point, [shown[who].name, *state, look(point[along]).name], form)
+                    for point in points.to_dict("records")
                 ]
-                across, up = (at, mine.value) if upright else (mine.value, at)
+                across, up = (at, points.value) if upright else (points.value, at)
                 tell(axes, across, up, texts)
-            facet = {name: of[at] for name, of, at in ((row, grid.row_names, i), (panel, grid.col_names, j)) if name}
+            facet = {row: grid.row_names[i]} if row else {}
+            facet |= {panel: grid.col_names[j]} if panel else {}
             _reference(axes, reference, facet, upright)
             for direction in log:
                 getattr(axes, f"set_{direction}scale")("log")
@@ -227,7 +231,7 @@ def _facets(
 
 
 def _name_axes(grid: sns.FacetGrid, below: str, beside: str, columns: int, few: bool, wrap: bool) -> None:
-    """Names of the axes, below the last panels and beside the first; of many panels, once."""
+    """Write the axes' names below the last panels and beside the first ones; where panels are many, only once."""
     every = list(grid.axes.flat)
     for n, axes in list(enumerate(every))[-columns:]:
         axes.set_xlabel(below if (few and not wrap) or n % columns == columns // 2 else "")
@@ -261,15 +265,15 @@ def _points(
 
 def said(estimate: Mapping[Any, Any], names: Iterable[str], form: str) -> str:
     """An estimate in words: `LRU, 256: 0.19 [0.11, 0.27], n = 24`."""
-    known = {name: estimate.get(name, np.nan) for name in ("low", "high", "n")}
-    interval = "" if pd.isna(known["low"]) else f" [{known['low']:{form}}, {known['high']:{form}}]"
-    n = "" if pd.isna(known["n"]) else f", n = {known['n']:.0f}"
+    numbers = {name: estimate.get(name, np.nan) for name in ("low", "high", "n")}
+    interval = "" if pd.isna(numbers["low"]) else f" [{numbers['low']:{form}}, {numbers['high']:{form}}]"
+    n = "" if pd.isna(numbers["n"]) else f", n = {numbers['n']:.0f}"
     return f"{', '.join(dict.fromkeys(filter(None, names)))}: {estimate['value']:{form}}{interval}{n}"
 
 
 def tell(axes: Axes, x: Iterable[float], y: Iterable[float], texts: Iterable[str]) -> None:
-    """Say something of places in a panel, in its own coordinates, to whoever points there with the mouse."""
-    TOLD.setdefault(axes, []).extend(zip(x, y, texts, strict=True))
+    """Set the texts that a reader sees on pointing at places of a panel, given in its own coordinates."""
+    HOVER_TEXTS.setdefault(axes, []).extend(zip(x, y, texts, strict=True))
 
 
 def _reference(axes: Axes, reference: pd.DataFrame | None, facet: Mapping[str, Any], upright: bool) -> None:
@@ -278,13 +282,13 @@ def _reference(axes: Axes, reference: pd.DataFrame | None, facet: Mapping[str, A
     for name, value in facet.items():
         if name in reference:
             reference = reference[reference[name] == value]
-    for _, one in reference.iterrows():
+    for _, row in reference.iterrows():
         line, span = (axes.axhline, axes.axhspan) if upright else (axes.axvline, axes.axvspan)
-        name = one.get("control", "full")
+        name = row.get("control", "full")
         colour, dashes = CONTROLS[name]
-        line(one.value, color=colour, lw=1, ls=dashes, zorder=1)
-        if name == "full" and pd.notna(one.low):  # the others are many, and their lines are enough
-            span(one.low, one.high, color="#BDBDBD", alpha=0.45, lw=0, zorder=0)
+        line(row.value, color=colour, lw=1, ls=dashes, zorder=1)
+        if name == "full" and pd.notna(row.low):  # the others are many, and their lines are enough
+            span(row.low, row.high, color="#BDBDBD", alpha=0.45, lw=0, zorder=0)
 
 
 def _places(
@@ -320,60 +324,62 @@ def _legend(
     drawn = [] if reference is None else dict.fromkeys(reference.get("control", ["full"]))
     for name in drawn:
         colour, dashes = CONTROLS[name]
-        said = labels.get("reference", "full cache") if name == "full" else name.replace("_", " ")
-        handles.append(Line2D([], [], color=colour, lw=1, ls=dashes, label=said))
+        label = labels.get("reference", "full cache") if name == "full" else name.replace("_", " ")
+        handles.append(Line2D([], [], color=colour, lw=1, ls=dashes, label=label))
     if len(handles) > 1:
         figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), columnspacing=1.2)
 
 
 def floors(controls: pd.DataFrame, full: pd.DataFrame, column: str = "token_f1") -> pd.DataFrame:
-    """What `estimates` draws as its `reference`: the full cache's mean, and those of answers that no policy gives.
+    """Reference lines for `estimates`: the means of the full cache and of the controls, answers that no policy gives.
 
     controls: of `controls.of_items`; full: rows of the full cache.
     """
-    each = [table.assign(control=name) for name, table in (("full", full), *controls.groupby("control", sort=False))]
-    found = stats.means(pd.concat(each).dropna(subset=column), "control", column)
-    return found[found.value > 0].reset_index(drop=True)  # a line on the axis says nothing
+    tables = [table.assign(control=name) for name, table in (("full", full), *controls.groupby("control", sort=False))]
+    means = stats.means(pd.concat(tables).dropna(subset=column), "control", column)
+    return means[means.value > 0].reset_index(drop=True)  # a line on the axis says nothing
 
 
 def by_evidence(
     rows: pd.DataFrame, by: Sequence[str] = ("policy",), column: str = "token_f1", parts: int = 5
 ) -> pd.DataFrame:
-    """Scores by where the evidence stands: means per group in equal parts of the prompt (`evidence_at`: their middle),
-    and the mean share of the evidence that is held there, where rows say it (`evidence_held`).
+    """Scores by the place of the evidence: means per group in equal parts of the prompt (`evidence_at`: a part's
+    middle), and the mean share of the evidence that is held, where rows have it (`evidence_held`).
 
-    Rows whose items do not know their evidence are left out; without any, the table is empty.
+    Rows without a known place of the evidence are left out.
     """
-    known = rows.dropna(subset=["evidence_at", column])
-    at = (np.minimum(known.evidence_at * parts // 1, parts - 1) + 0.5) / parts
-    known, groups = known.assign(evidence_at=at.round(2)), [*by, "evidence_at"]
-    means = stats.means(known, groups, column)
-    if len(known) and "evidence_coverage" in known:
-        held = known.groupby(groups, sort=False).evidence_coverage.mean()
+    placed = rows.dropna(subset=["evidence_at", column])
+    at = (np.minimum(placed.evidence_at * parts // 1, parts - 1) + 0.5) / parts
+    placed, groups = placed.assign(evidence_at=at.round(2)), [*by, "evidence_at"]
+    means = stats.means(placed, groups, column)
+    if len(placed) and "evidence_coverage" in placed:
+        held = placed.groupby(groups, sort=False).evidence_coverage.mean()
         means = means.join(held.rename("evidence_held"), on=groups)
     return means.sort_values("evidence_at", kind="stable")
 
 
 def evidence(
     rows: pd.DataFrame, column: str = "token_f1", *, row: str | None = None, fill: str | None = None, parts: int = 5,
-    **given: Any,
+    **options: Any,
 ) -> Figure:  # fmt: skip
-    """Each policy's score by the place of the evidence, beside the share of the evidence that it holds, so that a band
-    of the prompt that it keeps or misses is seen: a panel per policy.
+    """Each policy's score by the place of the evidence, beside the share of the evidence that it holds: a panel per
+    policy, which shows the parts of the prompt that it keeps or misses.
 
-    row, fill: as in `estimates`, which takes `given`, too; parts: of the prompt. Without rows that know their
-    evidence it says so.
+    row, fill, options: as in `estimates`; parts: equal parts of the prompt. Without rows that have a place of the
+    evidence the figure says so.
     """
-    by, labels = [name for name in (row, fill, "policy") if name], dict(given.pop("labels", {}))
+    groups, labels = [name for name in (row, fill, "policy") if name], dict(options.pop("labels", {}))
     names = {column: labels.pop("value", "token F1"), "evidence_coverage": "evidence held"}
-    tables = [by_evidence(rows, by, one, parts).assign(measure=name) for one, name in names.items() if one in rows]
+    tables = [
+        by_evidence(rows, groups, score, parts).assign(measure=name) for score, name in names.items() if score in rows
+    ]
     labels = {"evidence_at": "place of the evidence (0 to 1)", "value": "", "measure": ""} | labels
-    given |= {"colour": "measure", "fill": fill, "panel": "policy", "row": row, "line": True, "labels": labels}
-    return estimates(pd.concat(tables), "evidence_at", "value", **given)
+    options |= {"colour": "measure", "fill": fill, "panel": "policy", "row": row, "line": True, "labels": labels}
+    return estimates(pd.concat(tables), "evidence_at", "value", **options)
 
 
 def nothing() -> Figure:
-    """In place of a figure of a table without rows."""
+    """The figure that stands for a table without rows."""
     figure, [axes] = panels(1, height=0.6)
     axes.set_axis_off()
     axes.text(0.5, 0.5, "nothing to draw: no item or condition has what this shows", ha="center", va="center")
@@ -384,9 +390,11 @@ def heat(
     table: pd.DataFrame, x: str, y: str, *, panel: str | None = None, percent: bool = False, form: str = ".2f",
     height: float = 3.2, labels: Mapping[str, str] | None = None, **style: Any,
 ) -> Figure:  # fmt: skip
-    """A heat map of `value`, in percent or as it is, over two other columns, a panel per value of a third; cells
-    without a value stay blank, and a table without rows is said to have none. A cell says its value on hover, and its
-    interval and n where the table has them (low, high, n)."""
+    """A heat map of `value` over two other columns, with a panel per value of a third.
+
+    Cells without a value stay blank; for a table without rows the figure says so. A cell shows its value on hover, and
+    its interval and n where the table has them (low, high, n). percent: values are shares, shown times 100.
+    """
     if table.empty:
         return nothing()
     if percent:
@@ -396,8 +404,8 @@ def heat(
     labels = {name: name.replace("_", " ") for name in (x, y)} | dict(labels or {})
     limits = {"vmin": table.value.min(), "vmax": table.value.max(), "cmap": "crest"} | style
 
-    def named(name: str, one: Any) -> str:
-        return look(one).name.replace("\n", " ") if isinstance(one, str) else f"{labels[name]} {one:g}"
+    def named(column: str, value: Any) -> str:
+        return look(value).name.replace("\n", " ") if isinstance(value, str) else f"{labels[column]} {value:g}"
 
     with plt.rc_context(STYLE | {"axes.grid": False}):
         figure, grid = plt.subplots(1, len(groups), figsize=(WIDTH, height), sharey=True, squeeze=False)
@@ -410,8 +418,8 @@ def heat(
             sns.heatmap(wide, ax=axes, cbar=not small, **written, **limits)
             axes.set_title(look(name).name if panel else "", fontsize=9 if len(groups) <= MANY else 7.5)
             axes.set(xlabel=labels[x], ylabel="")
-            known = [name for name in ("value", "low", "high", "n") if name in part]
-            means = part.dropna(subset="value").groupby([y, x], sort=False, observed=True)[known].mean()
+            columns = [name for name in ("value", "low", "high", "n") if name in part]
+            means = part.dropna(subset="value").groupby([y, x], sort=False, observed=True)[columns].mean()
             cells = means.reset_index().to_dict("records")
             tell(
                 axes, [across.index(cell[x]) + 0.5 for cell in cells], [down.index(cell[y]) + 0.5 for cell in cells],
@@ -420,10 +428,10 @@ def heat(
     return done(figure)
 
 
-def panels(count: int, height: float = 3.4, **given: Any) -> tuple[Figure, Sequence[Axes]]:
-    """A figure in the book's style with so many panels side by side, for what is drawn by hand."""
+def panels(count: int, height: float = 3.4, **options: Any) -> tuple[Figure, Sequence[Axes]]:
+    """A figure in the book's style with `count` panels side by side, to draw into with matplotlib."""
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, count, figsize=(WIDTH, height), squeeze=False, **given)
+        figure, axes = plt.subplots(1, count, figsize=(WIDTH, height), squeeze=False, **options)
     return done(figure), list(axes[0])
 
 
@@ -449,10 +457,10 @@ def show(drawing: Figure, name: str, caption: str, alt: str, data: pd.DataFrame 
     caption, alt = (" ".join(text.split()) for text in (caption, alt))
     if not caption or len(alt) < 20:
         raise InputError(f"figure {name!r} needs a caption, and an alternative text that says what one sees")
-    told = {"figure": name, "caption": caption, "alt": alt}
+    metadata = {"figure": name, "caption": caption, "alt": alt}
     if data is not None:
-        told["data"] = data.to_csv(index=any(data.index.names), float_format="%.6g")
-    display({"image/svg+xml": vector(drawing), "text/plain": alt}, raw=True, metadata={"kvrepro": told})
+        metadata["data"] = data.to_csv(index=any(data.index.names), float_format="%.6g")
+    display({"image/svg+xml": vector(drawing), "text/plain": alt}, raw=True, metadata={"kvrepro": metadata})
     display(Markdown(f"**Figure.** {caption}"), metadata={"kvrepro": {"caption_of": name}})
 
 
@@ -479,21 +487,21 @@ def table(frame: pd.DataFrame, rows: int = 10, digits: int = 3, width: int = 60)
     return HTML(pd.DataFrame(columns).to_html(index=False, border=0, classes="rows"))
 
 
-def ends(table: pd.DataFrame, *by: str, percent: bool = False) -> str:
+def ends(table: pd.DataFrame, *columns: str, percent: bool = False) -> str:
     """The smallest and the largest value of a table of estimates, for alternative texts: `from 0.19 (LRU) to 0.63
-    (QUEST)`. by: columns that name a row."""
-    known = table.dropna(subset="value")
-    if known.empty:
+    (QUEST)`. columns: those that name a row."""
+    rows = table.dropna(subset="value")
+    if rows.empty:
         return "without any value"
-    rows = known.iloc[known.value.argmin()], known.iloc[known.value.argmax()]
+    extremes = rows.iloc[rows.value.argmin()], rows.iloc[rows.value.argmax()]
     form = ".0%" if percent else ".2f"
-    low, high = (f"{row.value:{form}} ({', '.join(look(row[name]).name for name in by)})" for row in rows)
+    low, high = (f"{row.value:{form}} ({', '.join(look(row[name]).name for name in columns)})" for row in extremes)
     return f"from {low} to {high}"
 
 
 def vector(drawing: Figure) -> str:
-    """A figure as SVG, on white, which says on hover what was told of its points (`tell`). Where that would be a large
-    file, what it plots is a picture between vector axes."""
+    """A figure as SVG, on white, with the hover texts of its points (`tell`). Where the file would be large, what the
+    axes hold is drawn as pixels."""
     for rasterised in (False, True):
         for axes in drawing.axes:
             for artist in (*axes.collections, *axes.lines, *axes.patches):
@@ -513,7 +521,7 @@ def _hovered(drawing: Figure) -> str:
     """Invisible circles with titles over the points of a drawing, in the coordinates of its SVG: 72 to an inch."""
     corner, circles = drawing.get_tightbbox().padded(plt.rcParams["savefig.pad_inches"]), []
     for axes in drawing.axes:
-        for x, y, text in TOLD.get(axes) or list(_cells(axes)) or _some(list(_drawn(axes)), ALL):
+        for x, y, text in HOVER_TEXTS.get(axes) or list(_cells(axes)) or _some(list(_drawn(axes)), ALL):
             place = axes.transData.transform((x, y))
             if axes.bbox.padded(1).contains(*place):  # what lies beyond the limits is not seen
                 across, down = place / drawing.dpi
@@ -524,16 +532,16 @@ def _hovered(drawing: Figure) -> str:
 
 
 def _drawn(axes: Axes) -> Iterable[tuple[float, float, str]]:
-    """Places of a panel's curves and points, at most EACH of each, and its bars' ends, with the name that a legend has
-    for their colour and where they stand: what is said of a panel of which nothing was told."""
-    legends = [one for one in (axes.get_legend(), *axes.figure.legends) if one is not None]
-    keys = [key for one in legends for key in zip(one.legend_handles, one.get_texts(), strict=False)]
+    """Hover texts for a panel that has none of its own: places of its curves and points (at most EACH of each) and of
+    its bars' ends, with the legend's name for their colour and their position."""
+    legends = [legend for legend in (axes.get_legend(), *axes.figure.legends) if legend is not None]
+    keys = [key for legend in legends for key in zip(legend.legend_handles, legend.get_texts(), strict=False)]
     names = {tuple(_colours(handle)[0]): text.get_text() for handle, text in keys}
     curves = [(line, line.get_xydata()) for line in axes.lines if len(line.get_xydata()) > 2]  # two: a line for the eye
-    dots = [(some, np.ma.getdata(some.get_offsets())) for some in axes.collections if isinstance(some, PathCollection)]
+    dots = [(dot, np.ma.getdata(dot.get_offsets())) for dot in axes.collections if isinstance(dot, PathCollection)]
     bars = [(bar, [(box.x0 + box.width / 2, box.y1) if upright else (box.x1, box.y0 + box.height / 2)])
-            for some in axes.containers if isinstance(some, BarContainer) for bar in some.patches
-            for box, upright in [(bar.get_bbox(), some.orientation == "vertical")]]  # fmt: skip
+            for group in axes.containers if isinstance(group, BarContainer) for bar in group.patches
+            for box, upright in [(bar.get_bbox(), group.orientation == "vertical")]]  # fmt: skip
     for drawn, places in curves + dots + bars:
         colours = _colours(drawn)
         for i in _some(range(len(places)), EACH):
@@ -544,7 +552,7 @@ def _drawn(axes: Axes) -> Iterable[tuple[float, float, str]]:
 
 
 def _cells(axes: Axes) -> Iterable[tuple[float, float, str]]:
-    """What is said of a heat map in which no number is written: cells where a row's label meets a column's."""
+    """Hover texts for a heat map without numbers in it: of the cells where a row's label meets a column's."""
     for mesh in axes.collections:
         if isinstance(mesh, QuadMesh) and mesh.colorbar and not axes.texts:
             values = np.ma.asarray(mesh.get_array())
@@ -560,19 +568,19 @@ def _cells(axes: Axes) -> Iterable[tuple[float, float, str]]:
 
 
 def _some(things: Sequence[Any], most: int) -> list[Any]:
-    """The first, the last, and evenly between them, at most so many."""
+    """At most `most` of the things: the first, the last, and others evenly between them."""
     places = np.linspace(0, len(things) - 1, min(most, len(things))).round().astype(int)
     return [things[i] for i in places]
 
 
 def _colours(drawn: Any) -> Any:
-    """Of a line, of points, or of their key in a legend: [1 or points, 4]."""
-    found = to_rgba_array(drawn.get_color() if isinstance(drawn, Line2D) else drawn.get_facecolor())
-    return found if len(found) else np.zeros((1, 4))
+    """The colours of a line, of points, or of their key in a legend: [1 or points, 4]."""
+    colours = to_rgba_array(drawn.get_color() if isinstance(drawn, Line2D) else drawn.get_facecolor())
+    return colours if len(colours) else np.zeros((1, 4))
 
 
 def _read(axis: Axis, value: float) -> str:
-    """A place on an axis as its labels would say it, where they are more than numbers."""
+    """A place on an axis as its tick labels would write it, or as a number where they are plain numbers."""
     form = axis.get_major_formatter()
     worded = isinstance(form, FuncFormatter | PercentFormatter | StrMethodFormatter | StrCategoryFormatter)
     return form(value) if worded else f"{value:.4g}"

@@ -1,15 +1,16 @@
 """One judge: claims and their members in, one row per claim and reading out. A verdict is arithmetic.
 
 A chapter supplies members only: what is measured, for each policy, capacity, task or length that a claim is about. The
-claim's rule, test and tolerance are data (`data/claims/*.yml`); intervals are those of `kvrepro.experiment.stats`.
+claim's rule, test and tolerance are data (`data/claims/*.yml`), and `kvrepro.experiment.stats` gives the intervals.
 
 A member *holds* where its whole interval satisfies the rule and the test, if the claim names one, agrees; it *fails*
 where no part of the interval does; else it is *open*. Rules:
 
 - at_least, at_most b: the bound itself satisfies both. above, below b: it satisfies neither.
 - between [b, c]; size_at_least, size_at_most b: of the absolute value.
-- no_difference b: within b of 0, and the test finds nothing; what the test finds fails, where the interval lies to one
-  side of 0 as well: a test of ranks also finds that equal means are spread unevenly. equivalent b: TOST at 5%.
+- no_difference b: within b of 0, and the test finds no difference. Where it finds one, the member fails if its interval
+  lies to one side of 0 as well, because a test of ranks can also find equal means that are spread unevenly.
+- equivalent b: TOST at 5%.
 
 A member may have parts, such as all pairs of policies. Then all of them must hold (each is tested at 5%: an
 intersection of claims needs no correction), or with `some` one of them (tested at 5% divided by their number). No
@@ -17,12 +18,16 @@ maximum and no range is ever estimated: both are biased upwards.
 
 A claim marked `exact: true` is a theorem or arithmetic: its members list every case, and one counterexample refutes it.
 
-Verdicts: *reproduced*: every member holds. *not reproduced*: most fail, or none holds and some fail even at 5% divided
-by the number of members (of twenty members at the threshold one fails by chance; what has no bounds needs more than six
-items for it: `stats.fewest`). *partly*: some hold, some do not.
-*inconclusive*: tested, and none of that. *not testable here*: there is no member to test.
+Verdicts:
 
-How often each claim's rule errs: `data/error_rates.csv`, by `kvrepro.tools.error_rates`.
+- *reproduced*: every member holds.
+- *not reproduced*: most fail, or none holds and some fail even at 5% divided by the number of members (of twenty
+  members at the threshold one fails by chance; a score without bounds needs more than six items: `stats.fewest`).
+- *partly*: some hold, some do not.
+- *inconclusive*: tested, and none of the above.
+- *not testable here*: there is no member to test.
+
+`data/error_rates.csv`, by `kvrepro.tools.error_rates`, says how often each claim's rule errs.
 """
 
 from __future__ import annotations
@@ -56,9 +61,9 @@ class NotTestable(Exception):
 class Sample:
     """What one number is estimated from: a row per item, columns as `contrast` names them.
 
-    contrast: of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row. bounds: where
-    scores pile up; None for what does not. each: how many scored things a row is the mean of. limits: the least
-    and the largest that the number can be.
+    contrast: a name of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row.
+    bounds: the ends where scores pile up; None where they do not. each: how many scores a row is the mean of. limits:
+    the least and the largest value that the number can take.
     """
 
     data: pd.DataFrame
@@ -106,8 +111,9 @@ class Drawn:
 class Measured:
     """A value with the range of its measurements, such as the fastest and the slowest of some timings.
 
-    n: in how many independent runs; the steps of one run are no runs. The range of six or more covers their median
-    at 97%; of fewer it is no interval, and the member stays open. None: the range is known to be one, or was counted.
+    n: the number of independent runs (the steps of one run do not count). The range of six or more runs covers their
+    median at 97%; the range of fewer is no interval, and the member stays open. None: the range is an interval already,
+    or the value was counted.
     """
 
     value: float
@@ -123,36 +129,36 @@ class Measured:
 
 @dataclass(frozen=True)
 class Facts:
-    """All cases of an exact statement: one value per case, indexed by what names the case."""
+    """All cases of an exact statement: one value per case, indexed by the case's name."""
 
     cases: pd.Series
 
 
 @dataclass(frozen=True)
 class Member:
-    """label, and what is tested: one thing, or several named parts of which all, or `some`, must hold."""
+    """A label and what is tested: one thing, or several named parts that must all hold (`some`: of which one must)."""
 
     label: str
     what: Sample | Unpaired | Drawn | Measured | Facts | Mapping[str, Any]
     some: bool = False
 
 
-Found = Sequence["Member | NotTestable"]
+Members = Sequence["Member | NotTestable"]
 
 
 def pairs(
-    frame: pd.DataFrame, label: str, *, ceiling: pd.Series | None = None, some: bool = False, **given: Any
+    frame: pd.DataFrame, label: str, *, ceiling: pd.Series | None = None, some: bool = False, **options: Any
 ) -> Member:
     """A member about the spread of the columns of `frame` [items, conditions]: all their pairwise differences, as a
-    share of `ceiling` where one is given."""
+    share of `ceiling` where one is given. options: of each `Sample`."""
     if len(frame.columns) < 2:
         raise NotTestable(f"{len(frame.columns)} of the conditions of a spread were run: it needs two")
     parts = {}
-    for one, other in itertools.combinations(frame, 2):
-        columns, contrast = {"a": frame[one], "b": frame[other]}, "difference"
+    for first, second in itertools.combinations(frame, 2):
+        columns, contrast = {"a": frame[first], "b": frame[second]}, "difference"
         if ceiling is not None:
-            columns, contrast = {"x": frame[one], "y": frame[other], "full": ceiling}, "difference_of_ceiling"
-        parts[f"{one} against {other}"] = Sample(pd.DataFrame(columns), contrast, **given)
+            columns, contrast = {"x": frame[first], "y": frame[second], "full": ceiling}, "difference_of_ceiling"
+        parts[f"{first} against {second}"] = Sample(pd.DataFrame(columns), contrast, **options)
     return Member(label, parts, some)
 
 
@@ -169,7 +175,7 @@ def answers_enough(full: pd.Series, errors: pd.Series | None = None) -> None:
 
 
 def unanswered(full: pd.Series) -> str:
-    """Why the full cache's scores (0 to 1, per item) say nothing of what is forgotten; empty where they do."""
+    """Why the full cache's scores (0 to 1, per item) cannot show what is forgotten; empty where they can."""
     try:
         answers_enough(full)
     except NotTestable as reason:
@@ -199,15 +205,15 @@ def region(rule: Mapping[str, Any]) -> list[tuple[float, float, bool]]:
     [(kind, bound)] = rule.items()
     inf = math.inf
     low, high = bound if kind == "between" else (-bound, bound)
-    known = {
+    regions = {
         "at_least": [(high, inf, True)], "at_most": [(-inf, high, True)],
         "above": [(high, inf, False)], "below": [(-inf, high, False)], "between": [(low, high, True)],
         "size_at_least": [(-inf, low, True), (high, inf, True)], "size_at_most": [(low, high, True)],
         "no_difference": [(low, high, False)], "equivalent": [(low, high, False)],
     }  # fmt: skip
-    if kind not in known:
-        raise InputError(f"unknown rule {kind!r}: known are {', '.join(known)}")
-    return known[kind]
+    if kind not in regions:
+        raise InputError(f"unknown rule {kind!r}: known are {', '.join(regions)}")
+    return regions[kind]
 
 
 def state_of(rule: Mapping[str, Any], low: float, high: float) -> str:
@@ -222,24 +228,25 @@ def state_of(rule: Mapping[str, Any], low: float, high: float) -> str:
 
 
 def _against(rule: Mapping[str, Any], e: Estimate) -> tuple[float, float]:
-    """How far an estimate speaks against a rule: its interval's worst point from the region, and its value."""
-    # An end of the interval is worst, or what lies nearest 0, where a size is asked for.
+    """How far an estimate speaks against a rule: the distances of its interval's worst point and of its value from the
+    rule's region."""
+    # The worst point is an end of the interval, or, for a rule about a size, the point nearest 0.
     points = [e.value] if math.isnan(e.low) else [e.low, e.high, min(max(e.low, 0.0), e.high)]
     return max(_outside(rule, x) for x in points), _outside(rule, e.value)
 
 
 def _outside(rule: Mapping[str, Any], value: float) -> float:
-    """From a value to a rule's region; negative inside."""
+    """The distance from a value to a rule's region; negative inside."""
     return min(max(a - value, value - b) for a, b, _ in region(rule))
 
 
 def _gap(rule: Mapping[str, Any], value: float) -> float:
-    """From a value to the nearest border of a rule's region."""
+    """The distance from a value to the nearest border of a rule's region."""
     return min(abs(value - end) for a, b, _ in region(rule) for end in (a, b) if math.isfinite(end))
 
 
 def _single(rule: Mapping[str, Any], label: str, what: Any, members: int, level: float = 0.95) -> Judged:
-    """members: how many the claim has."""
+    """Judge one thing at a level. members: how many the claim has."""
     e = what.estimate(level)
     state = state_of(rule, e.low, e.high)
     sampled = not isinstance(what, Measured) and math.isfinite(e.value)
@@ -249,10 +256,10 @@ def _single(rule: Mapping[str, Any], label: str, what: Any, members: int, level:
 
 
 def _needed(rule: Mapping[str, Any], what: Any, e: Estimate) -> float:
-    """Items that would decide a rule: at least those without which there is no interval at this level."""
-    few = math.isnan(e.low) and MIN_ITEMS <= e.n < stats.fewest(e.level)
-    known, least = (what.estimate(), stats.fewest(e.level)) if few else (e, 0)
-    return max(known.needed(_gap(rule, e.value)), float(least))
+    """The number of items that would decide a rule; at least as many as an interval at this level needs."""
+    too_few = math.isnan(e.low) and MIN_ITEMS <= e.n < stats.fewest(e.level)
+    interval, least = (what.estimate(), stats.fewest(e.level)) if too_few else (e, 0)
+    return max(interval.needed(_gap(rule, e.value)), float(least))
 
 
 def _fails(rule: Mapping[str, Any], what: Any, level: float) -> bool:
@@ -261,45 +268,46 @@ def _fails(rule: Mapping[str, Any], what: Any, level: float) -> bool:
 
 
 def _several(rule: Mapping[str, Any], member: Member, members: int) -> Judged:
-    """All parts must hold; with `some`, one. What needs one part of many is tested at 5% divided by their number."""
+    """Judge a member with parts: all must hold; with `some`, one. A state that a single part can decide is tested at 5%
+    divided by the number of parts."""
     assert isinstance(member.what, Mapping)
-    strict = 1 - 0.05 / len(member.what)
-    found = []
+    strict_level = 1 - 0.05 / len(member.what)
+    usual, strict = [], []  # the parts, judged at 5% and at 5% divided by their number
     for name, what in member.what.items():
-        plain = _single(rule, name, what, members)
-        again = member.some or plain.state == "fails"  # what does not fail at 5% fails at no stricter level
-        found.append((plain, _single(rule, name, what, members, strict) if again else plain))
-    wanted, other = ("holds", "fails") if member.some else ("fails", "holds")
-    one = [tight for _, tight in found if tight.state == wanted]
+        part = _single(rule, name, what, members)
+        usual.append(part)
+        again = member.some or part.state == "fails"  # what does not fail at 5% fails at no stricter level
+        strict.append(_single(rule, name, what, members, strict_level) if again else part)
+    decisive, other = ("holds", "fails") if member.some else ("fails", "holds")
     choose = min if member.some else max
-    if one:
-        best = choose(one, key=lambda j: j.against)
-    elif all(plain.state == other for plain, _ in found):
-        best = choose((plain for plain, _ in found), key=lambda j: j.against)
-        best = replace(best, refuted=all(plain.refuted for plain, _ in found))
+    if deciding := [part for part in strict if part.state == decisive]:
+        best = choose(deciding, key=lambda j: j.against)
+    elif all(part.state == other for part in usual):
+        best = choose(usual, key=lambda j: j.against)
+        best = replace(best, refuted=all(part.refuted for part in usual))
     else:
-        left = [tight for plain, tight in found if plain.state != other]
-        best = replace(choose(left, key=lambda j: j.against), state="open", refuted=False)
+        undecided = [part for part, at_5 in zip(strict, usual, strict=True) if at_5.state != other]
+        best = replace(choose(undecided, key=lambda j: j.against), state="open", refuted=False)
     return replace(best, label=member.label, decided_by=", ".join(filter(None, [member.label, best.label])))
 
 
 def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
     """Every case must satisfy the rule; the worst counterexample is named. Shows the case nearest to refuting."""
-    known = cases.dropna()
-    if known.empty:
+    values = cases.dropna()
+    if values.empty:
         raise NotTestable(f"no case of {label} has a value")
-    distance = known.map(lambda value: _outside(rule, value))
-    wrong = known[[state_of(rule, v, v) != "holds" for v in known]]
-    worst, name = known.iloc[distance.argmax()], distance.index[distance.argmax()]
+    distance = values.map(lambda value: _outside(rule, value))
+    wrong = sum(state_of(rule, v, v) != "holds" for v in values)
+    worst, name = values.iloc[distance.argmax()], distance.index[distance.argmax()]
     shown = ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
-    said = f"{label}: {len(wrong)} of {len(known)} cases, worst at {shown}" if len(wrong) else label
-    ours = Estimate(float(worst), float(worst), float(worst), len(known))
-    state = "fails" if len(wrong) else "holds"
-    return Judged(label, state, ours, decided_by=said, against=(float(distance.max()),) * 2, refuted=len(wrong) > 0)
+    text = f"{label}: {wrong} of {len(values)} cases, worst at {shown}" if wrong else label
+    ours = Estimate(float(worst), float(worst), float(worst), len(values))
+    against = (float(distance.max()),) * 2
+    return Judged(label, "fails" if wrong else "holds", ours, decided_by=text, against=against, refuted=wrong > 0)
 
 
 def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
-    """The states once the test that the claim names has been heard."""
+    """The members' states after the test that the claim names."""
     test, (kind, margin) = claim.get("test"), next(iter(claim["rule"].items()))
     if not test:
         return list(judged)
@@ -319,6 +327,7 @@ def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequenc
 
 
 def _heard(kind: str, j: Judged, p: float) -> str:
+    """A member's state after its test. kind: of the claim's rule."""
     significant = p < 0.05
     if math.isnan(j.ours.low):
         return j.state
@@ -330,7 +339,7 @@ def _heard(kind: str, j: Judged, p: float) -> str:
 
 
 def judge(claim: Mapping[str, Any], members: Sequence[Member]) -> list[Judged]:
-    """State of every member of a claim. Members of which nothing is known to judge by raise NotTestable."""
+    """State of every member of a claim. Raises NotTestable for a member without any value to judge by."""
     rule, judged = claim["rule"], []
     for m in members:
         if claim.get("exact") and not isinstance(m.what, Facts):
@@ -379,13 +388,13 @@ def rule_text(claim: Mapping[str, Any]) -> str:
     if "rule" not in claim:
         return ""
     [(kind, bound)] = claim["rule"].items()
-    said = [f"{100 * b:.6g}%" if claim.get("unit") == "%" else f"{b:.6g}" for b in np.atleast_1d(bound)]
-    text = said[0] if len(set(said)) < len(said) else RULES.get(kind, "{}").format(*said)
+    bounds = [f"{100 * b:.6g}%" if claim.get("unit") == "%" else f"{b:.6g}" for b in np.atleast_1d(bound)]
+    text = bounds[0] if len(set(bounds)) < len(bounds) else RULES.get(kind, "{}").format(*bounds)
     text += ", in every case" if claim.get("exact") else ""
     return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test", ""), ""))
 
 
-def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str, Any], dict[str, str]]:
+def _row(claim: Mapping[str, Any], members: Members | NotTestable) -> tuple[dict[str, Any], dict[str, str]]:
     """One row of the table, and the state of every member."""
     unit, exact = claim.get("unit", "F1"), claim.get("exact")
     row = {
@@ -393,44 +402,44 @@ def _row(claim: Mapping[str, Any], found: Found | NotTestable) -> tuple[dict[str
         "rule": rule_text(claim), "topic": claim["topic"], "source": claim["source"], "note": claim.get("why", ""),
         "test": "every case" if exact else TESTS.get(claim.get("test")),
     }  # fmt: skip
-    lost = [found] if isinstance(found, NotTestable) else [m for m in found if isinstance(m, NotTestable)]
-    members = [] if isinstance(found, NotTestable) else [m for m in found if isinstance(m, Member)]
+    untestable = [members] if isinstance(members, NotTestable) else [m for m in members if isinstance(m, NotTestable)]
+    judgeable = [] if isinstance(members, NotTestable) else [m for m in members if isinstance(m, Member)]
     try:
-        if not members:
-            raise lost[0] if lost else NotTestable("no member of this claim was run")
-        judged = judge(claim, members)
+        if not judgeable:
+            raise untestable[0] if untestable else NotTestable("no member of this claim was run")
+        judged = judge(claim, judgeable)
         if all(j.ours.n < MIN_ITEMS and math.isnan(j.ours.low) for j in judged):
-            most, kind = max(j.ours.n for j in judged), "run" if isinstance(members[0].what, Measured) else "item"
+            most, kind = max(j.ours.n for j in judged), "run" if isinstance(judgeable[0].what, Measured) else "item"
             raise NotTestable(f"{most} {kind}{'s' * (most != 1)}: an interval needs at least {MIN_ITEMS}")
     except NotTestable as reason:
-        none = {"test": "none", "members": "", "decided_by": ""}
-        return row | none | {"verdict": NOT_TESTABLE, "note": str(reason)}, {}
+        untested = {"test": "none", "members": "", "decided_by": ""}
+        return row | untested | {"verdict": NOT_TESTABLE, "note": str(reason)}, {}
     worst = max(judged, key=lambda j: (STATES.index(j.state), j.against))
     scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]
-    counts = [f"{states.count(one)} {one}" for one in STATES if one in states]
-    decided = verdict_of(claim, judged)
-    if "fails" in states and decided == "inconclusive":
+    counts = [f"{states.count(state)} {state}" for state in STATES if state in states]
+    decision = verdict_of(claim, judged)
+    if "fails" in states and decision == "inconclusive":
         counts += [f"though not at the {100 - 5 / len(judged):.4g}% asked of {len(judged)}"]
-    counts += [f"{len(lost)} not testable ({lost[0]})"] if lost else []
-    undecided = [j for j in judged if j.state == "open" or (j.state == "fails" and decided == "inconclusive")]
+    counts += [f"{len(untestable)} not testable ({untestable[0]})"] if untestable else []
+    undecided = [j for j in judged if j.state == "open" or (j.state == "fails" and decision == "inconclusive")]
     needed = [j.needed for j in undecided if not math.isnan(j.needed)]
     return row | {
         "ours": worst.ours.value * scale, "low": worst.ours.low * scale, "high": worst.ours.high * scale,
-        "p": worst.p, "n": worst.ours.n, "verdict": decided, "members": ", ".join(counts),
+        "p": worst.p, "n": worst.ours.n, "verdict": decision, "members": ", ".join(counts),
         "decided_by": "" if worst.decided_by == "all" else worst.decided_by, "needed": max(needed, default=math.nan),
     }, {j.label: j.state for j in judged}  # fmt: skip
 
 
 def verdicts(
-    claims: Sequence[Mapping[str, Any]], members: Callable[[Mapping[str, Any], str], Found],
+    claims: Sequence[Mapping[str, Any]], members: Callable[[Mapping[str, Any], str], Members],
     readings: Callable[[Mapping[str, Any]], Sequence[str]] = lambda claim: ("any",), *, model: str, profile: str,
 ) -> pd.DataFrame:  # fmt: skip
     """The claims table, `claims.COLUMNS`: a row per claim and reading.
 
-    members(claim, reading) lists what is tested, and NotTestable in the place of members that cannot be; it may raise
-    NotTestable for the whole claim. ours, low, high, p and n are those of the member that `decided_by` names, in the
-    claim's unit (a failing one, else an open one, else the one closest to failing); needed: the items that would decide
-    its open members.
+    members(claim, reading) lists what is tested, with NotTestable in place of members that cannot be tested; it may
+    raise NotTestable for the whole claim. ours, low, high, p and n are those of the member that `decided_by` names, in
+    the claim's unit: a failing member, else an open one, else the one closest to failing. needed: the items that would
+    decide its open members.
     """
     table: list[dict[str, Any]] = []
     states: dict[str, list[dict[str, str]]] = {}
@@ -439,11 +448,11 @@ def verdicts(
             try:
                 if claim["contrast"] == "none":
                     raise NotTestable(claim["why"])
-                found: Found | NotTestable = members(claim, reading)
+                supplied: Members | NotTestable = members(claim, reading)
             except NotTestable as reason:
-                found = reason
-            row, known = _row(claim, found)
-            states.setdefault(claim["id"], []).append(known)
+                supplied = reason
+            row, states_of_members = _row(claim, supplied)
+            states.setdefault(claim["id"], []).append(states_of_members)
             table.append(row | {"reading": reading})
     frame = pd.DataFrame(table).reindex(columns=COLUMNS).assign(model=model, profile=profile)
     return frame.assign(depends_on_reading=frame.claim.map({name: depends(s) for name, s in states.items()}))
@@ -453,5 +462,5 @@ def depends(states: Sequence[Mapping[str, str]]) -> str:
     """Does the reading decide? yes: a member holds in one and fails in the other; unclear: it is open in one."""
     if len(states) < 2 or not all(states):
         return ""
-    both = [{one[member] for one in states if member in one} for member in states[0]]
-    return "yes" if {"holds", "fails"} in both else "unclear" if any(len(pair) > 1 for pair in both) else "no"
+    by_member = [{reading[member] for reading in states if member in reading} for member in states[0]]
+    return "yes" if {"holds", "fails"} in by_member else "unclear" if any(len(pair) > 1 for pair in by_member) else "no"

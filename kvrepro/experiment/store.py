@@ -1,10 +1,11 @@
 """Results that grow as they arrive and survive a kill at any moment.
 
-`Store`: rows of generations, a table (`kvrepro.experiment.table`). What arrives is written aside and renamed, so that a
-reader or a resumed run meets whole files only. Several processes may write, also from several machines. Files are
-folded together under a lock: small ones often, large ones never, so that adding gets no slower while the table grows.
+`Store`: rows of generations, a table (`kvrepro.experiment.table`). New rows are written to a temporary file that is
+then renamed, so that a reader or a resumed run meets whole files only. Several processes may write, also from several
+machines. Files are folded together under a lock: small ones often, large ones never, so that adding gets no slower
+while the table grows.
 
-`Tables`: whatever else is computed per item, a folder of tables for each, which appears whole or not at all.
+`Tables`: whatever else is computed per item. Each item has a folder of tables, which appears whole or not at all.
 """
 
 import contextlib
@@ -54,19 +55,19 @@ def read(
     if unknown := sorted({*columns} - {*COLUMNS} | {*(where or {})} - {*IDENTITY}):
         raise InputError(f"no column {unknown[0]}: rows have {', '.join(COLUMNS)}; `where` takes {', '.join(IDENTITY)}")
 
-    def of(files: list[RowsFile]) -> pd.DataFrame:
+    def latest(files: list[RowsFile]) -> pd.DataFrame:
         if not files:
             raise InputError(f"no results at {table}: run the chapter first")
         return rows_of(files, index(files, where=where), columns).to_pandas()
 
-    return steadily(Path(table), of)
+    return steadily(Path(table), latest)
 
 
-def asked_of(rows: Collection[Mapping[str, Any]]) -> list[int]:
-    """The values of `asked` that these rows have or will have."""
+def identities_of(rows: Collection[Mapping[str, Any]]) -> list[int]:
+    """The value of `asked` that each of these rows has or will have."""
     schema = pa.schema([SCHEMA.field(name) for name in IDENTITY])
-    found: list[int] = with_asked(pa.Table.from_pylist(list(rows), schema=schema))["asked"].to_pylist()
-    return found
+    identities: list[int] = with_asked(pa.Table.from_pylist(list(rows), schema=schema))["asked"].to_pylist()
+    return identities
 
 
 class Store(contextlib.AbstractContextManager["Store"]):
@@ -80,13 +81,15 @@ class Store(contextlib.AbstractContextManager["Store"]):
         steadily(self.table, lambda files: files)
         prepare(Path(results), self.folder)
 
-    def missing(self, keys: Iterable[str], asked: Collection[int] | None = None) -> list[str]:
-        """The keys without a row; a row with an error counts as missing, so that a resumed run tries it again. asked:
-        `asked_of` the rows with these keys, which makes it quick in a long table."""
+    def missing(self, keys: Iterable[str], identities: Collection[int] | None = None) -> list[str]:
+        """The keys without a row. A row with an error counts as missing, so that a resumed run tries it again.
+
+        identities: `identities_of` the rows with these keys, which makes this quick in a long table.
+        """
         keys = list(keys)
-        found = steadily(self.table, lambda files: index(files, keys, asked=asked))
-        known = set(found.key[~found.failed])
-        return [key for key in keys if key not in known]
+        latest = steadily(self.table, lambda files: index(files, keys, identities=identities))
+        done = set(latest.key[~latest.failed])
+        return [key for key in keys if key not in done]
 
     def add(self, rows: Collection[dict[str, Any]]) -> None:
         """Write rows (columns as in SCHEMA, absent ones null) so that they outlive this process."""
@@ -99,7 +102,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
             self.fold(newest=MANY, wait=0)
 
     def write(self, table: pa.Table, number: int | None = None, folded: Sequence[str] = ()) -> None:
-        """A file among the parts: as the newest, or with a number that others had."""
+        """Write a file among the parts: as the newest one, or with a number that a folded file had. folded: names of
+        the files that it replaces."""
         numbers = [int(path.name[:8]) for path in parts(self.table)]
         path = self.folder / named(max(numbers, default=-1) + 1 if number is None else number)
         with writing(path):
@@ -114,23 +118,26 @@ class Store(contextlib.AbstractContextManager["Store"]):
         aside = self.folder / f"{named(0)}.tmp"
         write(table.select(FILED.names).replace_schema_metadata(label), path, aside)
 
-    def frame(self, keys: Collection[str], asked: Collection[int] | None = None) -> pd.DataFrame:
-        """The latest rows with these keys (`asked`: see `missing`). InputError where a key has no row."""
+    def frame(self, keys: Collection[str], identities: Collection[int] | None = None) -> pd.DataFrame:
+        """The latest rows with these keys (`identities`: see `missing`). InputError where a key has no row."""
 
-        def of(files: list[RowsFile]) -> pd.DataFrame:
-            chosen = index(files, keys, asked=asked)
+        def latest(files: list[RowsFile]) -> pd.DataFrame:
+            chosen = index(files, keys, identities=identities)
             chosen = chosen[chosen.key.isin(keys)]
             if lost := len({*keys} - {*chosen.key}):
                 why = "another version of the code stored its own meanwhile"
                 raise InputError(f"{self.table} has no longer {lost} of the rows ({why}): run this again")
             return rows_of(files, chosen, COLUMNS).to_pandas()
 
-        return steadily(self.table, of)
+        return steadily(self.table, latest)
 
     def fold(self, least: int = 0, newest: int = 0, wait: float = 10) -> None:
-        """Make one file of the newest ones, under the lock; nothing where another process holds it longer than `wait`
-        seconds. least: rows of a file that is written again in any case; newest: how many files are. Of the others
-        those are that have at most twice as many rows as all newer ones, so that each row is written a few times."""
+        """Join the newest files into one, under the lock. Does nothing where another process holds the lock longer than
+        `wait` seconds.
+
+        newest: so many files are joined in any case, and so are those of at most `least` rows. Of the others, those
+        with at most twice as many rows as all newer files together: so each row is written only a few times.
+        """
         try:
             with self.locked(wait):
                 files = files_of(self.table)
@@ -151,10 +158,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
     @contextlib.contextmanager
     def locked(self, wait: float = 10) -> Iterator[None]:
-        """Alone in changing files. What killed processes left is removed first. The lock names host and process; one
-        whose process has ended on this host counts for nothing, one of another host stays."""
+        """Hold the lock under which files are changed; what killed processes left is removed first. The lock names host
+        and process: it counts for nothing once its process has ended on this host, but a lock of another host stays."""
         with writing(self.folder), acquired(self.folder / "fold.lock", wait):
-            for path in self.folder.glob("fold.lock.*"):  # of one that was killed as it took over a lock
+            for path in self.folder.glob("fold.lock.*"):  # left by a process that was killed as it took over a lock
                 path.unlink(missing_ok=True)
             for file in files_of(self.table, replaced=True):
                 file.path.unlink(missing_ok=True)
@@ -162,16 +169,16 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 path.unlink(missing_ok=True)
             yield
 
-    def join(self, files: Sequence[RowsFile], some: Sequence[RowsFile], chosen: pd.DataFrame) -> None:
-        """Under the lock: put the chosen rows of some neighbouring files into one, in the place of all of them. A kill
-        in between loses and doubles nothing: the new file names those that it takes the place of."""
-        names = [file.path.name for file in some if file.path != self.table]
-        table = rows_of(some, chosen, FILED.names)
-        if some[0] is files[0] and (some[0].path == self.table or not self.table.exists()):
-            if some[0].path == self.table and some[0].changed():
+    def join(self, files: Sequence[RowsFile], joined: Sequence[RowsFile], chosen: pd.DataFrame) -> None:
+        """Under the lock: replace the neighbouring files `joined` by one with their chosen rows. A kill in between
+        loses and doubles nothing, because the new file names those that it replaces."""
+        names = [file.path.name for file in joined if file.path != self.table]
+        table = rows_of(joined, chosen, FILED.names)
+        if joined[0] is files[0] and (joined[0].path == self.table or not self.table.exists()):
+            if joined[0].path == self.table and joined[0].changed():
                 return  # somebody took this lock for that of a process that has ended
             self._put(table, self.table, names)
-        elif len(some) > 1 or len(table) < some[0].rows:
+        elif len(joined) > 1 or len(table) < joined[0].rows:
             self.write(table, int(names[-1][:8]), names)
         else:
             return
@@ -205,8 +212,8 @@ class Tables:
         return next((self.folder / key).glob("*.parquet"), None) is not None  # an emptied folder holds no result
 
     def add(self, key: str, tables: Mapping[str, pd.DataFrame]) -> None:
-        """Write an item's tables aside, then give the folder its name. Of two writers the first wins. InputError where
-        nothing can be written."""
+        """Write an item's tables to a temporary folder, then rename it. Of two writers the first wins. Raises
+        InputError where nothing can be written."""
         if not self.folder.is_dir():
             prepare(self.results, self.folder)
         aside = self.folder / f"{key}.{named(0).removesuffix('.parquet')}.tmp"

@@ -55,17 +55,17 @@ T = TypeVar("T")
 
 
 class RowsFile(File):
-    """A file of a results table, of this version or an earlier one, whose rows are brought to this one's as they are
-    read. Raises InputError for another file."""
+    """A file of a results table, of this version or an earlier one. Rows of an earlier version are brought to this one
+    as they are read. Raises InputError for any other file."""
 
     def __init__(self, path: Path):
         super().__init__(path)
-        made = re.fullmatch(rb"results (\d+)", self.label.get(b"kvrepro", b""))
-        if made and int(made[1]) > VERSION:
+        version = re.fullmatch(rb"results (\d+)", self.label.get(b"kvrepro", b""))
+        self.version = int(version[1]) if version else 0
+        if self.version > VERSION:
             raise InputError(f"{path} was written by a later version of kvrepro: install that one. {AWAY.capitalize()}")
-        self.version = int(made[1]) if made else 0
-        known = self.version == VERSION and self.sealed or self.version in MIGRATIONS
-        if not known or set(self.columns) - set(FILED.names):
+        readable = self.version == VERSION and self.sealed or self.version in MIGRATIONS
+        if not readable or set(self.columns) - set(FILED.names):
             raise InputError(f"{path} is not a results table of this version of kvrepro: {AWAY}")
         try:  # files that this one took the place of
             self.folded = [str(name) for name in json.loads(self.label.get(b"folded", b"[]"))]
@@ -73,7 +73,7 @@ class RowsFile(File):
             raise InputError(f"{path} does not say which files it took the place of: {AWAY}") from None
 
     def read(self, columns: Collection[str], rows: np.ndarray | None = None) -> pa.Table:
-        """Columns of FILED, of the rows with these numbers (ascending) or of all."""
+        """Columns of FILED: of the rows with these numbers (ascending), or of all rows."""
         groups = None
         if rows is not None:
             sizes = [self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)]
@@ -95,22 +95,23 @@ class RowsFile(File):
             raise InputError(f"{self.path} is not a results table of this version of kvrepro: {AWAY}") from None
 
     def rows_with(self, wanted: Mapping[str, Sequence[Any]]) -> np.ndarray:
-        """Numbers of the rows that may have one of the values in each column, as far as the footer tells."""
+        """Numbers of the rows that may have one of the wanted values in each column, by the statistics of the row
+        groups in the file's footer."""
         if not wanted:
             return np.arange(self.rows)
-        found, start = [np.array([], int)], 0
+        numbers, start = [np.array([], int)], 0
         for number in range(self.metadata.num_row_groups):
             group = self.metadata.row_group(number)
             stats = {c.path_in_schema: c.statistics for c in map(group.column, range(group.num_columns))}
             ends = {name: (s.min, s.max) for name in wanted if (s := stats.get(name)) and s.has_min_max}
             if all(any(low <= value <= high for value in wanted[name]) for name, (low, high) in ends.items()):
-                found.append(np.arange(start, start + group.num_rows))
+                numbers.append(np.arange(start, start + group.num_rows))
             start += group.num_rows
-        return np.concatenate(found)
+        return np.concatenate(numbers)
 
 
 def with_asked(table: pa.Table) -> pa.Table:
-    """The table with the column `asked`. A column that is null does not count, so that new ones can come."""
+    """The table with the column `asked`. Null values do not count, so that new columns can be added to IDENTITY."""
     columns = [table.column(name).to_pylist() for name in IDENTITY]
     texts = (
         repr([(n, v) for n, v in zip(IDENTITY, row, strict=True) if v is not None and v == v])
@@ -132,7 +133,7 @@ def _from_1(table: pa.Table) -> pa.Table:
     return with_asked(_with(table, IDENTITY))
 
 
-MIGRATIONS = {1: _from_1}  # version -> what makes its rows those of the next one
+MIGRATIONS = {1: _from_1}  # version -> a function that turns its rows into those of the next version
 
 
 def parts(table: Path) -> list[Path]:
@@ -142,19 +143,20 @@ def parts(table: Path) -> list[Path]:
 
 
 def files_of(table: Path, replaced: bool = False) -> list[RowsFile]:
-    """The files of a table, oldest first; or those whose rows another one holds, left by a process that was killed."""
-    found = [RowsFile(path) for path in [*([table] if table.exists() else []), *parts(table)]]
-    gone = {name for file in found for name in file.folded}
-    return [file for file in found if (file.path.name in gone) == replaced]
+    """The files of a table, oldest first. replaced: instead those whose rows lie in another file too, which a killed
+    process left behind."""
+    files = [RowsFile(path) for path in [*([table] if table.exists() else []), *parts(table)]]
+    folded = {name for file in files for name in file.folded}
+    return [file for file in files if (file.path.name in folded) == replaced]
 
 
 def steadily(table: Path, work: Callable[[list[RowsFile]], T]) -> T:
-    """Do something with a table's files, again where a file was folded into another one meanwhile."""
+    """Call `work` with a table's files, again where a file was folded into another one meanwhile."""
     return unmoved(table, lambda path: work(files_of(path)))
 
 
 def unmoved(table: Path, work: Callable[[Path], T]) -> T:
-    """Do something with a table, again where another process folded a file into another one meanwhile."""
+    """Call `work` with a table, again where another process folded a file into another one meanwhile."""
     for _ in range(100):
         with contextlib.suppress(FileNotFoundError):
             return work(table)
@@ -163,16 +165,19 @@ def unmoved(table: Path, work: Callable[[Path], T]) -> T:
 
 def index(
     files: Sequence[RowsFile], keys: Collection[str] | None = None, where: Mapping[str, Any] | None = None,
-    asked: Collection[int] | None = None,
+    identities: Collection[int] | None = None,
 ) -> pd.DataFrame:  # fmt: skip
-    """Which rows are the latest of each (item, condition): file, row, asked and failed. keys: of what was asked under
-    these, also earlier or later under others; then with the column key. where: columns of IDENTITY -> their value or
-    values. asked: of these values of `asked` alone, which saves reading all keys."""
+    """Where the latest row of each (item, condition) lies: a table with the columns file, row, asked and failed.
+
+    keys: only rows whose `asked` a row with one of these keys has, under whatever key; the table then has the column
+    key. where: columns of IDENTITY -> their value or values. identities: only rows with these values of `asked`, which
+    saves reading all keys.
+    """
     wanted = {n: [v] if isinstance(v, str) or not isinstance(v, Collection) else [*v] for n, v in (where or {}).items()}
-    numbers = [file.rows_with(wanted) for file in files]
-    if asked is not None:
-        each = (_is_in(file.read(["asked"])["asked"], [*asked]) for file in files)
-        numbers = [np.flatnonzero(some) for some in each]
+    if identities is None:
+        numbers = [file.rows_with(wanted) for file in files]
+    else:
+        numbers = [np.flatnonzero(_is_in(file.read(["asked"])["asked"], [*identities])) for file in files]
 
     def column(*names: str) -> pa.Table:
         tables = [file.read(names, rows) for file, rows in zip(files, numbers, strict=True)]
@@ -186,18 +191,18 @@ def index(
         chosen &= _is_in(table["asked"], table["asked"].filter(pa.array(_is_in(table["key"], [*keys]))))
     failed = table["error"].is_valid().to_numpy()
     if failed.any():  # one of two processes may have failed where the other did not
-        known = column("key")["key"]
-        done = _is_in(known, known.filter(pa.array(failed))) & ~failed
-        chosen &= ~(failed & _is_in(known, known.filter(pa.array(done))))
-    found = {
+        all_keys = column("key")["key"]
+        done = _is_in(all_keys, all_keys.filter(pa.array(failed))) & ~failed
+        chosen &= ~(failed & _is_in(all_keys, all_keys.filter(pa.array(done))))
+    places = {
         "file": np.repeat(np.arange(len(files)), [len(rows) for rows in numbers])[chosen],
         "row": np.concatenate([np.array([], int), *numbers])[chosen],
         "failed": failed[chosen],
     }
-    some = table.filter(pa.array(chosen))
-    frame = pd.DataFrame(found | {"asked": some["asked"].to_numpy()})
+    table = table.filter(pa.array(chosen))
+    frame = pd.DataFrame(places | {"asked": table["asked"].to_numpy()})
     if keys is not None:
-        frame["key"] = some["key"].to_pylist()
+        frame["key"] = table["key"].to_pylist()
     return frame[~frame.asked.duplicated(keep="last")]
 
 
@@ -208,6 +213,5 @@ def _is_in(column: pa.ChunkedArray, values: Any) -> np.ndarray:
 
 def rows_of(files: Sequence[RowsFile], chosen: pd.DataFrame, columns: Collection[str]) -> pa.Table:
     """Columns of the rows that an index names, in the order of the files."""
-    each = chosen.groupby("file").row
-    tables = [files[number].read(columns, rows.to_numpy()) for number, rows in each]
+    tables = [files[number].read(columns, rows.to_numpy()) for number, rows in chosen.groupby("file").row]
     return pa.concat_tables([pa.schema([FILED.field(name) for name in columns]).empty_table(), *tables])

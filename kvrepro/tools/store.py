@@ -455,7 +455,7 @@ def measured(folder: Path, rows: int, like: Path) -> dict[str, Any]:
     one = {"model": "model-0", "item": f"{real['item'][0]}-0"}
     for name, times, work in (
         ("open", 3, lambda: Store(folder, "bench", "main").missing(keys, asked)),
-        ("study", 3, lambda: filled_store.frame(keys, asked=asked)),
+        ("study", 3, lambda: filled_store.frame(keys, identities=asked)),
         ("one_item", 3, lambda: store.read(path, where=one)),
         ("two_columns", 1, lambda: store.read(path, ["policy", "token_f1"])),
         ("add", 10, lambda: filled_store.add(new)),

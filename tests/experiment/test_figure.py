@@ -154,10 +154,12 @@ def test_a_cell_of_a_heat_map_says_its_value_in_its_middle():
     of_first = [f"{100 * first[name]:.0f}" for name in ("value", "low", "high")]
     assert told[0][2] == "LRU, capacity 128: {} [{}, {}], n = 40".format(*of_first)
     [axes] = drawing.axes
-    assert [(x, y) for x, y, _ in figure.TOLD[axes]] == [number.get_position() for number in axes.texts]
-    assert [text.split(": ")[1].split(" ")[0] for *_, text in figure.TOLD[axes]] == [t.get_text() for t in axes.texts]
+    assert [(x, y) for x, y, _ in figure.HOVER_TEXTS[axes]] == [number.get_position() for number in axes.texts]
+    assert [text.split(": ")[1].split(" ")[0] for *_, text in figure.HOVER_TEXTS[axes]] == [
+        t.get_text() for t in axes.texts
+    ]
     several = figure.heat(pd.concat([table, table.assign(value=table.value + 0.2)]), "capacity", "policy")
-    assert figure.TOLD[several.axes[0]][0][2].startswith(f"LRU, capacity 128: {first.value + 0.1:.2f} [")
+    assert figure.HOVER_TEXTS[several.axes[0]][0][2].startswith(f"LRU, capacity 128: {first.value + 0.1:.2f} [")
 
 
 def test_a_table_shows_names_and_rounded_numbers_and_no_counting_index():

@@ -169,7 +169,7 @@ def test_large_files_are_never_written_again(tmp_path, monkeypatch):
     assert dict(rows_of(tmp_path)) == expected
     assert len(states) > 1
     assert len(files_of(table.table)) < 25
-    keys, asked = [f"{item}-e1" for item in (3, 199, 150)], store.asked_of([row(item) for item in (3, 199, 150)])
+    keys, asked = [f"{item}-e1" for item in (3, 199, 150)], store.identities_of([row(item) for item in (3, 199, 150)])
     assert table.missing([*keys, "new"], asked) == table.missing([*keys, "new"]) == ["new"]
     assert table.frame(keys, asked).set_index("item").token_f1.to_dict() == {
         item: expected[item] for item in ("3", "199", "150")

@@ -1,6 +1,6 @@
-"""Claims of a paper as data: the printed side, and the table of verdicts as the reader sees it.
+"""Claims of a paper as data: the printed values, and the table of verdicts as the reader sees it.
 
-A claims file (`data/claims/<chapter>.yml`) holds, per claim, the printed value as a reference to a cell of
+A claims file (`data/claims/<chapter>.yml`) holds for each claim the printed value, as a reference to a cell of
 `data/published/`, the contrast that computes ours, the test and the tolerance. `kvrepro.experiment.judge` decides them.
 """
 
@@ -52,46 +52,48 @@ def published(file: str, folder: Path = DATA / "published") -> pd.DataFrame:
     return pd.read_csv(Path(folder) / file, dtype=str, keep_default_na=False)
 
 
-def _same(cell: str, want: object) -> bool:
-    if isinstance(want, list):
-        return any(_same(cell, one) for one in want)
-    if isinstance(want, bool):
-        return cell == str(want)
-    if isinstance(want, int | float):
+def _same(cell: str, wanted: object) -> bool:
+    """Whether a cell's text means a value of a claims file, or one of several."""
+    if isinstance(wanted, list):
+        return any(_same(cell, allowed) for allowed in wanted)
+    if isinstance(wanted, bool):
+        return cell == str(wanted)
+    if isinstance(wanted, int | float):
         try:
-            return float(cell) == float(want)
+            return float(cell) == float(wanted)
         except ValueError:
             return False
-    return cell == want
+    return cell == wanted
 
 
 def cells(file: str, where: Mapping[str, object]) -> pd.DataFrame:
-    """The printed rows that match: equality per column, `<column>_starts` for a beginning. None found raises."""
+    """The printed rows that match: equality per column, `<column>_starts` for a beginning. Raises InputError where no
+    row matches."""
     table = published(file)
     keep = pd.Series(True, index=table.index)
-    for column, want in where.items():
+    for column, wanted in where.items():
         if column.endswith("_starts"):
-            keep &= table[column.removesuffix("_starts")].str.startswith(str(want))
+            keep &= table[column.removesuffix("_starts")].str.startswith(str(wanted))
         else:
-            keep &= table[column].map(lambda cell, want=want: _same(cell, want))
+            keep &= table[column].map(lambda cell, wanted=wanted: _same(cell, wanted))
     if not keep.any():
         raise InputError(f"no printed number in {file} matches {dict(where)}")
     return table[keep]
 
 
 def paper_values(spec: Mapping[str, Any]) -> list[float]:
-    """Numbers behind one `paper` entry: the cells, their differences (`minus`), spread or count (`show`)."""
+    """The numbers of one `paper` entry: the cells, their differences (`minus`), spread or count (`show`)."""
     rows = cells(spec["file"], spec["where"])
-    column, by, show = spec.get("column", "value"), spec.get("by"), spec.get("show")
+    column, key, show = spec.get("column", "value"), spec.get("by"), spec.get("show")
     if show == "count":
         return [float(len(rows))]
     if "minus" in spec:
         other = cells(spec["file"], spec["minus"])
-        matched = {"on": by} if by else {"how": "cross"}
+        matched = {"on": key} if key else {"how": "cross"}
         pairs = rows.merge(other, suffixes=("_a", "_b"), **matched)
         values = (pairs[f"{column}_a"].astype(float) - pairs[f"{column}_b"].astype(float)).tolist()
     elif show == "spread":
-        groups = [group for _, group in rows.groupby(by)] if by else [rows]
+        groups = [group for _, group in rows.groupby(key)] if key else [rows]
         values = [np.ptp(group[column].astype(float)).item() for group in groups]
     else:
         values = rows[column].astype(float).tolist()
@@ -99,14 +101,14 @@ def paper_values(spec: Mapping[str, Any]) -> list[float]:
 
 
 def paper_text(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], unit: str = "") -> str:
-    """The printed value as it is shown: one number, or the least and the greatest."""
+    """The printed value as readers see it: one number, or the least and the greatest."""
     digits = 1 if unit == "%" else 3
     if isinstance(spec, Mapping) and "text" in spec:
-        said = {}
+        texts = {}
         for name, cell in spec.get("cells", {}).items():
             places = 0 if cell.get("show") == "count" else cell.get("digits", 3)
-            said[name] = f"{paper_values(cell)[0]:.{places}f}"
-        return str(spec["text"]).format(**said)
+            texts[name] = f"{paper_values(cell)[0]:.{places}f}"
+        return str(spec["text"]).format(**texts)
     values = list(itertools.chain(*map(paper_values, [spec] if isinstance(spec, Mapping) else spec)))
     counted = unit not in ("F1", "%") and all(float(value).is_integer() for value in values)
     low, high = (f"{value:g}" if counted else f"{value:.{digits}f}" for value in (min(values), max(values)))
@@ -117,15 +119,15 @@ def paper_text(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], unit: str 
 
 
 def write(frame: pd.DataFrame, path: Path | str) -> Path:
-    """The table as CSV, at `<results>/<chapter>/claims.csv`, in the place of what the same model and profile gave
-    before. Verdicts of other models stay, each at its place: the first one's come first, and with them those on stored
-    timings, which are of no model and always the newest."""
+    """Write the table as CSV, at `<results>/<chapter>/claims.csv`. It replaces what the same model and profile gave
+    before; verdicts of other models stay in their places. The first model's verdicts come first, and with them those
+    on stored timings, which belong to no model and are always the newest."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = read(path) if path.is_file() else frame
-    parts = {run: of_run(table, run) for table in (stored, frame) for run in runs(table)}  # the new ones in their place
+    parts = {run: of_run(table, run) for table in (stored, frame) for run in runs(table)}  # new ones replace old ones
     first, *others = [*parts.values()] or [frame]
-    if len(timed := frame[frame.model == STORED]):  # the newest timings, whichever model ran
+    if len(timed := frame[frame.model == STORED]):  # the newest ones, whichever model ran
         order = list(dict.fromkeys([*first.claim, *timed.claim]))
         first = pd.concat([part for part in (first[first.model != STORED], timed) if len(part)])
         first = first.sort_values("claim", key=lambda names: names.map(order.index), kind="stable")
@@ -142,9 +144,9 @@ def read(path: Path | str) -> pd.DataFrame:
 
 def runs(frame: pd.DataFrame) -> list[tuple[str, str]]:
     """(model, profile) of each run whose verdicts a table holds, the first one first."""
-    own = frame[frame.model != STORED]
-    own = own if len(own) else frame
-    return list(dict.fromkeys(zip(own.model, own.profile, strict=True)))
+    from_runs = frame[frame.model != STORED]
+    from_runs = from_runs if len(from_runs) else frame
+    return list(dict.fromkeys(zip(from_runs.model, from_runs.profile, strict=True)))
 
 
 def of_run(frame: pd.DataFrame, run: tuple[str, str] | None = None) -> pd.DataFrame:
@@ -162,28 +164,28 @@ PLAIN, KEPT = "Hugging Face, sdpa, DynamicCache", "everything kept"  # methods o
 
 
 def over(top: pd.Series, bottom: pd.Series, upper: str = "high") -> tuple[float, float, float, float | None]:
-    """The ratio of two timings (seconds, low, high) per row of their batches, from end to end, and of how many runs it
-    is: of those that are fewer; None where a table does not count them. What was timed once has no ends. upper: the
-    upper end, "seconds" for the median."""
+    """The ratio of two timings (seconds, low, high) per row of their batches, its lower and upper end, and the number
+    of runs: the smaller of the two, None where a table does not count them. A ratio with a timing that was taken once
+    has no ends. upper: the column of the upper end; "seconds" for the median."""
     rows = bottom.batch / top.batch if "batch" in top else 1
-    runs = [float(one.runs) for one in (top, bottom) if "runs" in one]
+    runs = [float(table.runs) for table in (top, bottom) if "runs" in table]
     once = top.low == top.high or bottom.low == bottom.high
     low, high = (np.nan, np.nan) if once else (top.low / bottom[upper], top[upper] / bottom.low)
     return rows * (top.seconds / bottom.seconds), rows * low, rows * high, min(runs, default=None)
 
 
 def timed(frame: pd.DataFrame, tests: Mapping[str, str]) -> pd.DataFrame:
-    """Verdicts of which those named in `tests` rest on stored timings: what their intervals are, and that."""
-    known = frame.claim.map(tests)
-    test = known.where(frame.test != "none").fillna(frame.test)
-    return frame.assign(test=test, model=frame.model.mask(known.notna(), STORED))
+    """The verdicts, where the claims named in `tests` are marked as resting on stored timings. tests: claim -> what
+    its interval is."""
+    stored_test = frame.claim.map(tests)
+    test = stored_test.where(frame.test != "none").fillna(frame.test)
+    return frame.assign(test=test, model=frame.model.mask(stored_test.notna(), STORED))
 
 
 def of_own(claims: Iterable[dict[str, Any]], policies: Iterable[str]) -> list[dict[str, Any]]:
-    """Those of the claims that are about policies in general, over one of their book's `sets`, asked of each of a
-    reader's own among the policies.
+    """The general claims, those over one of their book's `sets` of policies, put to each of the reader's own policies.
 
-    Its id is the claim's with the policy's title: `P4 Mine`. Claims that name their policies are about these alone.
+    A new claim's id is the old one with the policy's title: `P4 Mine`. Claims that name their policies are left out.
     """
     general = [c for c in claims if isinstance(dict(c.get("over") or {}).get("policy"), str)]
     return [

@@ -32,10 +32,10 @@ from kvrepro.paths import CACHE, DATA, ROOT, replaced
 
 SOURCES = DATA / "sources.yml"
 PANEL = "artifact/data/longbench-balanced.jsonl"  # the protection paper's 162 items
-WORLD = (200, 4000)  # tokens of the embedded world's own tokenizer that its prompts may have
-FILLED = 0.9  # of a length, at least, has a prompt that stands for it
+WORLD = (200, 4000)  # the least and the most tokens of a prompt of the embedded world, by its own tokenizer
+FILLED = 0.9  # a prompt stands for a length if it has at least this share of it
 Range = tuple[int, int]  # [start, end) in characters
-ANSWERS = {  # of metrics that take answers of a form alone: pattern, and its words
+ANSWERS = {  # metrics that take answers of one form only: the pattern, and its description
     "count": (r"\d+", "a number in digits, such as '3'"),
     "retrieval": (r".*Paragraph \d.*", "the name of a paragraph, such as 'Paragraph 3'"),
     "ruler_all": (r".*\S.*", "a text that is not empty"),
@@ -57,7 +57,7 @@ MOST_MADE = 100_000  # items of a generator: enough for any interval, and second
 
 
 class AtMost(int):
-    """A number of items that nobody asked for, such as a profile's: where there are fewer, all are taken."""
+    """A number of items that the user did not choose, such as a profile's: where there are fewer, all are taken."""
 
 
 def load_items(
@@ -88,16 +88,16 @@ def load_items(
 
         return ruler.sample(names, n_items, seed, tokens, tokenizer, fetch)
     if kind == "longbench":
-        drawn = _longbench(names)
+        loaded = _longbench(names)
     else:
-        drawn = read_jsonl(fetch(PANEL) if items == "protection-panel" else _own(items))
-    drawn = balanced(drawn, n_items, seed, items)
-    return drawn if tokenizer is None else spelled_out(drawn, tokenizer, items)
+        loaded = read_jsonl(fetch(PANEL) if items == "protection-panel" else _own_file(items))
+    loaded = balanced(loaded, n_items, seed, items)
+    return loaded if tokenizer is None else spelled_out(loaded, tokenizer, items)
 
 
 def spelled_out(items: list[Item], tokenizer: Any, name: str = "this") -> list[Item]:
-    """The items, their texts without the tokenizer's special tokens: the first sign of each becomes its full-width
-    twin, so that a passage opens no turn of its own and ends no answer. One printed line says how many held some."""
+    """The items with the tokenizer's special tokens made plain text: the first sign of each becomes its full-width
+    twin, so that a passage cannot open a turn or end an answer. Prints how many items held such tokens, if any did."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= {*tokenizer.all_special_tokens}
     words = [re.escape(token) for token in sorted(special, key=len, reverse=True) if not token.isalnum()]
@@ -112,15 +112,16 @@ def spelled_out(items: list[Item], tokenizer: Any, name: str = "this") -> list[I
         return pattern.sub(twin, value) if isinstance(value, str) else value
 
     texts = ("messages", "context", "question")
-    made = [replace(item, **{text: plainly(getattr(item, text)) for text in texts}) for item in items]
-    if changed := sum(a != b for a, b in zip(items, made, strict=True)):
+    spelled = [replace(item, **{text: plainly(getattr(item, text)) for text in texts}) for item in items]
+    if changed := sum(a != b for a, b in zip(items, spelled, strict=True)):
         whose = Path(tokenizer.name_or_path).name
         print(f"{name}: {changed} of {len(items)} items hold special tokens of {whose}: spelled out")
-    return made
+    return spelled
 
 
 def check_items(items: object, n_items: object = None) -> None:
-    """Raise InputError for items, or a number of them, that `load_items` cannot give, as far as that shows at once."""
+    """Raise InputError for items, or a number of them, that `load_items` cannot give, as far as that can be told
+    without loading them."""
     ensure(str, items=items)
     ensure((Size, None), n_items=n_items)
     kind, _, names = str(items).partition(":")
@@ -135,15 +136,15 @@ def check_items(items: object, n_items: object = None) -> None:
 
         ruler.named(names)
     elif str(items).endswith(".jsonl"):
-        if not _own(str(items)).is_file():
+        if not _own_file(str(items)).is_file():
             raise InputError(f"no file {items!r}: give the path of a .jsonl file that is there")
     elif items != "protection-panel":
         known = "tinyworld, longbench, protection-panel, ruler, or the path of a .jsonl file"
         raise InputError(f"unknown items {str(items)[:200]!r}: use {known}")
 
 
-def _own(items: str) -> Path:
-    """A reader's own file."""
+def _own_file(items: str) -> Path:
+    """The path of a reader's own file."""
     try:
         path = Path(items).expanduser()
         return found(path) or path
@@ -157,54 +158,55 @@ def load_fitting(
 ) -> list[Item]:  # fmt: skip
     """`load_items` whose prompts have at most `limit` tokens of a model's tokenizer.
 
-    A passage will be cut (`build_prompt`). The embedded world counts in tokens of its own: it is asked for fewer until
-    its longest prompt fits, or more until it nearly fills the limit; given `tokens`, for so many, and fewer if they do
-    not fit; `tokens` is the length of RULER's prompts, too. Other messages may have as many as the limit or `room`,
-    whichever is more; longer ones are left out, which is printed. None left: InputError.
+    Passages will be cut (`build_prompt`). The embedded world counts in tokens of its own, so its length is changed
+    until the longest prompt fits and nearly fills the limit; given `tokens`, it is made of that length, and shorter
+    only if that does not fit. `tokens` is also the length of RULER's prompts. Other messages may have as many tokens as
+    the limit or `room`, whichever is more; longer ones are left out, which is printed. Raises InputError where no item
+    is left.
     """
     aim = tokens or limit
     if items.partition(":")[0] != "tinyworld":
         return not_too_long(load_items(items, n_items, seed, aim, tokenizer), items, tokenizer, max(limit, room))
     for _ in range(8):
         aim = min(max(aim, WORLD[0]), WORLD[1])
-        found = load_items(items, n_items, seed, aim)
-        longest = max(len(build_prompt(item, tokenizer, 10**9).ids) for item in found)
+        drawn = load_items(items, n_items, seed, aim)
+        longest = max(len(build_prompt(item, tokenizer, 10**9).ids) for item in drawn)
         if longest <= limit and (tokens is not None or longest > 0.9 * limit):
-            return found
+            return drawn
         aim = round(0.99 * aim * limit / longest)
     whose = Path(tokenizer.name_or_path).name
     raise InputError(f"prompts of {limit} tokens of {whose} wanted, but the nearest of {items} have {longest}")
 
 
 def not_too_long(items: list[Item], name: str, tokenizer: Any, most: int) -> list[Item]:
-    """Those that hold a passage, or have at most so many tokens; the others are left out, which is printed. None left:
-    InputError."""
+    """The items that hold a passage, or have at most `most` tokens; prints how many are left out. Raises InputError
+    where none is left."""
     lengths = {item.id: len(build_prompt(item, tokenizer, 10**9).ids) for item in items if item.context is None}
-    found = [item for item in items if lengths.get(item.id, 0) <= most]
-    if not found:
+    fitting = [item for item in items if lengths.get(item.id, 0) <= most]
+    if not fitting:
         shortest, way_out = min(lengths.values()), "raise the limit or take shorter items"
         raise InputError(f"the shortest prompt of {name} has {shortest} tokens > limit {most}: {way_out}")
-    if left_out := len(items) - len(found):
+    if left_out := len(items) - len(fitting):
         print(f"{name}: {left_out} of {len(items)} prompts have more than {most} tokens: left out")
-    return found
+    return fitting
 
 
 def filling(items: list[Item], name: str, tokenizer: Any, length: int) -> list[Item]:
-    """Those whose prompts, longer passages cut, have `FILLED` to all of `length` tokens; shorter ones are left out,
-    which is printed. None left: InputError."""
+    """The items whose prompts, with longer passages cut, have at least the share `FILLED` of `length` tokens; prints
+    how many are left out. Raises InputError where none is left."""
     counts = [len(build_prompt(item, tokenizer, length).ids) for item in items]
-    found = [item for item, count in zip(items, counts, strict=True) if count >= FILLED * length]
+    long_enough = [item for item, count in zip(items, counts, strict=True) if count >= FILLED * length]
     few = f"prompts of {name} have less than {FILLED:.0%} of {length} tokens"
-    if not found:
+    if not long_enough:
         raise InputError(f"all {few}: ask for fewer tokens or take longer items")
-    if len(found) < len(items):
-        print(f"{len(items) - len(found)} of {len(items)} {few}: left out")
-    return found
+    if len(long_enough) < len(items):
+        print(f"{len(items) - len(long_enough)} of {len(items)} {few}: left out")
+    return long_enough
 
 
 @contextmanager
 def named(item: Item) -> Iterator[None]:
-    """An InputError inside says whose prompt it is about."""
+    """A context in which an InputError's message names the item."""
     try:
         yield
     except InputError as error:
@@ -212,7 +214,8 @@ def named(item: Item) -> Iterator[None]:
 
 
 def suited(chapter: str, items: str, instead: Mapping[str, str]) -> str:
-    """The items that a chapter takes where it is asked for `items`; one printed line where these are others."""
+    """The name of the items that a chapter takes for `items`: those of `instead` where it is listed there, which is
+    printed."""
     if items not in instead:
         return items
     print(f"{chapter}: items {instead[items]!r}, which suit this chapter, in the place of {items!r}")
@@ -220,7 +223,8 @@ def suited(chapter: str, items: str, instead: Mapping[str, str]) -> str:
 
 
 def found(path: str | Path) -> Path | None:
-    """The file of that name, here or in the project: notebooks run in a folder of their own."""
+    """The file of that name in the working folder, or else in the project, because notebooks run in a folder of their
+    own; None if there is none."""
     return next((place / path for place in (Path(), ROOT) if str(path) and (place / path).is_file()), None)
 
 
@@ -262,14 +266,14 @@ def _longbench(names: str) -> list[Item]:
 def read_jsonl(path: Path) -> list[Item]:
     """The items of a file, a JSON object on each line.
 
-    A row has `answer`, a text, or `answers`, a list of texts of which the best counts; and either `context` and
-    `question`, a passage (cut to the prompt's length where it is longer: its last tokens stay) and what is asked of it,
-    or `messages`, a list of {role, content}, with `spans`, a list of {name, message, start, end}, if any. It may have
-    `id` (without: the file's name and the line), `task` (tables have a row for each task), `max_new_tokens` (of the
-    answer), and `metric` (a name of `measure.METRICS`; `all_classes` lists the labels of a classification). Also read
-    are the rows of LongBench and of the protection paper's artifact, and items as `kvrepro items` prints them; what
-    else one knows of a row goes into `meta`. Raises InputError with the numbers of all bad lines, two of one id among
-    them, and what is wrong with the first.
+    A row has `answer`, a text, or `answers`, a list of texts of which the best counts. It also has either `context` and
+    `question`, a passage (whose last tokens stay where it is cut to the prompt's length) and a question about it, or
+    `messages`, a list of {role, content}, and perhaps `spans`, a list of {name, message, start, end}. It may have `id`
+    (by default the file's name and the line), `task` (tables have a row for each task), `max_new_tokens` (of the
+    answer), and `metric` (a name of `measure.METRICS`; `all_classes` lists the labels of a classification). Anything
+    else goes into `meta`. Rows of LongBench and of the protection paper's artifact, and items as `kvrepro items` prints
+    them, are read as well. Raises InputError with the numbers of all bad lines, of repeated ids too, and with what is
+    wrong with the first.
     """
     if not path.is_file():
         raise InputError(f"no file {path}: give a .jsonl, or fetch one (python -m kvrepro.experiment.data list)")
@@ -277,12 +281,12 @@ def read_jsonl(path: Path) -> list[Item]:
     return by_line(path, lambda row, number: _item(row, f"{path.stem}-{number - 1:03d}"), needed)
 
 
-def by_line(path: Path, made: Callable[[dict[str, Any], int], Any], needed: str) -> list[Any]:
-    """What `made` makes of each JSON object of a file and its line's number; each has an `id` of its own.
+def by_line(path: Path, build: Callable[[dict[str, Any], int], Any], needed: str) -> list[Any]:
+    """build(row, line number) of each JSON object of a file; each result must have an `id` of its own.
 
-    needed: what a row must have. Raises InputError as `read_jsonl` does, for whatever `made` raises.
+    needed: what a row must have. Raises InputError as `read_jsonl` does, for whatever `build` raises.
     """
-    found: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     lines: dict[str, int] = {}  # of each id
     bad: dict[int, str] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -292,23 +296,23 @@ def by_line(path: Path, made: Callable[[dict[str, Any], int], Any], needed: str)
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise TypeError("not an object")
-            one = made(row, number)
-            if one.id in found:
-                raise ValueError(f"id {one.id!r} is that of line {lines[one.id]}: give each its own")
-            found[one.id], lines[one.id] = one, number
+            item = build(row, number)
+            if item.id in items:
+                raise ValueError(f"id {item.id!r} is that of line {lines[item.id]}: give each its own")
+            items[item.id], lines[item.id] = item, number
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             bad[number] = f"no field {error}" if isinstance(error, KeyError) else str(error)
     if bad:
         others = f" (bad lines: {', '.join(map(str, bad))})" if len(bad) > 1 else ""
         number, why = next(iter(bad.items()))
         raise InputError(f"{path}, line {number}: {why}; a row needs {needed}{others}")
-    if not found:
+    if not items:
         raise InputError(f"{path} holds no items: give a row on each line")
-    return list(found.values())
+    return list(items.values())
 
 
 def _item(row: dict[str, Any], identity: str) -> Item:
-    """A row of a .jsonl file, which is called `identity` where it has no id."""
+    """The item of a .jsonl file's row; its id is `identity` where the row has none."""
     if unknown := next((key for key in row if key not in FIELDS), None):
         raise ValueError(f"unknown field {unknown!r}{meant(unknown, FIELDS)}; anything else goes into meta")
     json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair can be stored nowhere: a ValueError
@@ -320,7 +324,7 @@ def _item(row: dict[str, Any], identity: str) -> Item:
     if answers != counted and answers not in ([", ".join(counted)], *([answer] for answer in counted)):
         raise ValueError(f"answer {answers[0]!r} beside meta's answers, which count instead: leave these out")
     meta = meta | ({"answers": answers} if len(answers) > 1 else {})
-    meta |= _asked_of({key: meta[key] for key in ("max_new_tokens", "metric") if key in meta} | row)
+    meta |= _scoring({key: meta[key] for key in ("max_new_tokens", "metric") if key in meta} | row)
     _check_scored(counted, meta)
     name = _name("id", row["id"] if row.get("id") is not None else identity)
     tasks = (*map(row.get, ("task", "domain", "dataset")), meta.get("benchmark"))
@@ -331,9 +335,9 @@ def _item(row: dict[str, Any], identity: str) -> Item:
         if not any(row.get(key) for key in ("context", "question", "input", "prompt")):
             return item
         item = replace(item, context=row.get("context"), question=row.get("question"), form=row.get("form", ""))
-        if item.form not in ("", *longbench.SETS) or _asked(item, item.context or "") != (item.messages, spans):
+        if item.form not in ("", *longbench.SETS) or _with_context(item, item.context or "") != (item.messages, spans):
             raise ValueError("context beside messages: give context and question, or messages alone")
-        return item  # as `kvrepro items` prints it
+        return item  # a row as `kvrepro items` prints it
     question = next((row[key] for key in ("question", "input", "prompt") if key in row), None)
     if question is None:
         raise KeyError("question")
@@ -341,8 +345,8 @@ def _item(row: dict[str, Any], identity: str) -> Item:
         raise ValueError("context and question are not texts, or both are empty")
     if row.get("spans"):
         raise ValueError("spans beside context: they are of messages, leave them out or give messages")
-    told, spans = _passage_messages(row["context"], question)
-    return Item(name, task, told, answers[0], spans, row["context"], question, meta)
+    messages, spans = _passage_messages(row["context"], question)
+    return Item(name, task, messages, answers[0], spans, row["context"], question, meta)
 
 
 def _name(field: str, value: object) -> str:
@@ -353,7 +357,7 @@ def _name(field: str, value: object) -> str:
 
 
 def _check_lists(meta: dict[str, Any]) -> None:
-    """What a row's meta says to those who score answers, beside `_asked_of`."""
+    """Raise ValueError where a meta's `answers` or `classes` are not lists of texts."""
     for key in ("answers", "classes"):
         texts = meta.get(key)
         if key in meta and not (isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)):
@@ -367,9 +371,9 @@ def _check_scored(answers: list[str], meta: dict[str, Any]) -> None:
         _check_lists(meta)
         if not set(answers) & set(meta["classes"]):
             raise ValueError(f"answer {answers[0]!r} is none of all_classes, the list of all labels")
-    form, said = ANSWERS.get(metric or "", (".*", ""))
+    form, takes = ANSWERS.get(metric or "", (".*", ""))
     if wrong := [answer for answer in answers if not re.fullmatch(form, answer, re.DOTALL)]:
-        raise ValueError(f"answer {wrong[0]!r}: metric {metric!r} takes {said}")
+        raise ValueError(f"answer {wrong[0]!r}: metric {metric!r} takes {takes}")
 
 
 def _spans(row: dict[str, Any]) -> tuple[Span, ...]:
@@ -407,16 +411,16 @@ def _answers(row: dict[str, Any]) -> list[str]:
     return answers
 
 
-def _asked_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row says of the answer's length and of its metric, as an item's meta."""
-    found = {key: row[key] for key in ("max_new_tokens", "metric") if row.get(key) is not None}
-    ensure((Size, None), max_new_tokens=found.get("max_new_tokens"))
-    ensure((*measure.METRICS, None), metric=found.get("metric"))
-    if found.get("metric") == "classification" and "classes" not in (row.get("meta") or {}):
-        found["classes"] = labels = row.get("all_classes")
+def _scoring(row: dict[str, Any]) -> dict[str, Any]:
+    """A row's answer length, metric and labels, as an item's meta."""
+    scoring = {key: row[key] for key in ("max_new_tokens", "metric") if row.get(key) is not None}
+    ensure((Size, None), max_new_tokens=scoring.get("max_new_tokens"))
+    ensure((*measure.METRICS, None), metric=scoring.get("metric"))
+    if scoring.get("metric") == "classification" and "classes" not in (row.get("meta") or {}):
+        scoring["classes"] = labels = row.get("all_classes")
         if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
             raise ValueError("metric 'classification' needs all_classes, the list of all labels, which are texts")
-    return found
+    return scoring
 
 
 def _is_message(message: object) -> bool:
@@ -424,8 +428,8 @@ def _is_message(message: object) -> bool:
 
 
 def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") -> list[Item]:
-    """n items, as equal over tasks as their numbers allow, in file order; the seed chooses within a task. Fewer than n:
-    InputError, unless n is `AtMost`."""
+    """n items in file order, spread over tasks as equally as their numbers allow. The seed chooses within a task.
+    Raises InputError where there are fewer than n, unless n is `AtMost`."""
     if n is None or n == len(items):
         return items
     if n > len(items):
@@ -457,25 +461,27 @@ def _passage_messages(context: str, question: str) -> tuple[tuple[dict[str, Any]
     return messages, spans
 
 
-def _asked(item: Item, context: str) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
-    """The item's messages and spans with another text in the place of its context."""
-    made = partial(longbench.messages, item.form) if item.form else _passage_messages
-    return made(context, item.question or "")
+def _with_context(item: Item, context: str) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
+    """The item's messages and spans with another text in place of its context."""
+    build = partial(longbench.messages, item.form) if item.form else _passage_messages
+    return build(context, item.question or "")
 
 
 def without_passage(item: Item) -> Item:
-    """The item's question alone, beside an empty passage or as the span `question` marks it; else all of it."""
+    """The item with its question only: beside an empty passage, or as the span `question` marks it. An item without
+    either stays as it is."""
     if item.context is not None:
-        told, spans = _asked(item, "")
-        return replace(item, messages=told, spans=spans, context="")
+        messages, spans = _with_context(item, "")
+        return replace(item, messages=messages, spans=spans, context="")
     span = next((span for span in item.spans if span.name == "question"), None)
     if span is None:
         return item
     question = item.messages[span.message]["content"][span.start : span.end].strip()
-    alone = [item.messages[span.message] | {"content": question}]
-    told = (*item.messages[: span.message], *alone, *item.messages[span.message + 1 :])
-    kept = tuple(one for one in item.spans if one.message != span.message)
-    return replace(item, messages=told, spans=(*kept, Span("question", span.message, 0, len(question))))
+    messages = list(item.messages)
+    messages[span.message] = messages[span.message] | {"content": question}
+    kept_spans = tuple(other for other in item.spans if other.message != span.message)
+    question_span = Span("question", span.message, 0, len(question))
+    return replace(item, messages=tuple(messages), spans=(*kept_spans, question_span))
 
 
 def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
@@ -483,10 +489,11 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
 
     A passage that does not fit keeps its last tokens: budget = limit - tokens(template with empty user turn) -
     tokens(question part) - tokens("Passage: "); the kept tokens are decoded, templated and tokenised again, and what
-    still exceeds the limit is cut on the right. No special tokens beside the template's. Source: protection paper's
-    harness, run_v3_jax.py:410-480. A context of LongBench loses its middle instead, until the prompt fits, and five of
-    its sets stand without a template, after the tokenizer's own special tokens (its pred.py). Raises InputError if an
-    item without passage exceeds the limit, and for a template whose own words the tokenizer does not know.
+    still exceeds the limit is cut on the right. No special tokens are added to the template's. Source: the protection
+    paper's harness, run_v3_jax.py:410-480. A context of LongBench loses its middle instead, until the prompt fits, and
+    five of its sets have no template but the tokenizer's own special tokens before them (its pred.py). Raises
+    InputError if an item without passage exceeds the limit, and for a template whose own words the tokenizer does not
+    know.
     """
     if not any(message["content"].strip() for message in item.messages):
         raise InputError(f"item {item.id} is empty: its messages hold no text")
@@ -500,8 +507,8 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     starts = _starts(item.id, text, messages)
     contents = [(at, at + len(message["content"])) for at, message in zip(starts, messages, strict=True)]
     _ensure_known(tokenizer, text, ids, offsets, contents)
-    found = _positions(starts, spans, offsets[:limit])
-    return Prompt(ids[:limit], found, _turns(tokenizer, text, messages, offsets[:limit]))
+    positions = _positions(starts, spans, offsets[:limit])
+    return Prompt(ids[:limit], positions, _turns(tokenizer, text, messages, offsets[:limit]))
 
 
 def tokens_cut(item: Item, tokenizer: Any, limit: int) -> int:
@@ -510,7 +517,7 @@ def tokens_cut(item: Item, tokenizer: Any, limit: int) -> int:
 
 
 def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...], int]:
-    """The item's messages and spans, its passage cut to the limit, and by how many tokens."""
+    """The item's messages and spans with its passage cut to the limit, and the number of tokens cut."""
     messages, spans, cut = item.messages, item.spans, 0
     if item.context is not None:
         messages, spans, cut = _cut(item, item.context, tokenizer, limit)
@@ -520,18 +527,18 @@ def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[tuple[dict[str, Any
 def _cut(
     item: Item, passage: str, tokenizer: Any, limit: int
 ) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...], int]:
-    """`_fitted` of an item with a passage, whatever turns the template takes."""
+    """`_fitted` for an item with a passage, before the turns are adapted to the template (`_taken`)."""
     context = _encode(tokenizer, passage)
     if not item.form:
         budget = _passage_budget(item, tokenizer, limit)
         if len(context) <= budget:
             return item.messages, item.spans, 0
-        return *_asked(item, tokenizer.decode(context[-budget:])), len(context) - budget
+        return *_with_context(item, tokenizer.decode(context[-budget:])), len(context) - budget
     kept = min(len(context), limit - limit % 2)
     while True:
         whole = kept == len(context)
         text = passage if whole else "".join(map(tokenizer.decode, longbench.halves(context, kept)))
-        messages, spans = _asked(item, text)
+        messages, spans = _with_context(item, text)
         ids = tokenizer(_text(item, tokenizer, messages), add_special_tokens=_plain(item))["input_ids"]
         over = len(ids) - limit
         if over <= 0:
@@ -544,8 +551,8 @@ def _cut(
 def _taken(
     tokenizer: Any, messages: tuple[dict[str, Any], ...], spans: tuple[Span, ...]
 ) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
-    """Messages and spans as the chat template takes them: where it refuses a turn of the system, its text opens the
-    user's, which is printed once."""
+    """Messages and spans as the chat template takes them. Where it refuses a system turn, that turn's text is put
+    before the user's, which is printed once."""
     opened = [message["role"] for message in messages[:2]] == ["system", "user"]
     if not opened or _takes(tokenizer, "system", "user") or not _takes(tokenizer, "user"):
         return messages, spans
@@ -553,8 +560,10 @@ def _taken(
     say_once(f"the chat template of {whose} takes no turn of the system: its text opens the user's")
     system, user, *others = messages
     opening = f"{system['content']}\n\n"
-    places = [(max(0, s.message - 1), len(opening) if s.message == 1 else 0) for s in spans]
-    moved = [Span(s.name, at, s.start + by, s.end + by) for s, (at, by) in zip(spans, places, strict=True)]
+    moved = []
+    for span in spans:
+        shift = len(opening) if span.message == 1 else 0
+        moved.append(Span(span.name, max(0, span.message - 1), span.start + shift, span.end + shift))
     return (user | {"content": opening + user["content"]}, *others), tuple(moved)
 
 
@@ -615,7 +624,8 @@ def _turns(tokenizer: Any, text: str, messages: Sequence[dict[str, Any]], offset
 
 
 def _starts(identity: str, text: str, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Where each message's content begins in the rendered text; templates may trim it, so that is looked for too."""
+    """Where each message's content begins in the rendered text. Templates may trim a content, so its trimmed form is
+    looked for too."""
     starts, cursor = [], 0
     for message in messages:
         content = message["content"]
@@ -636,7 +646,7 @@ def _ensure_known(
 ) -> None:
     """Raise InputError where the template's own words, not those of `contents`, become unknown tokens.
 
-    What a template writes as the unknown token itself is meant: some tokenizers give it a second office.
+    A template may write the unknown token itself, because some tokenizers use it for another purpose as well.
     """
     unknown = tokenizer.unk_token_id
     for token, (a, b) in zip(ids, offsets, strict=True):
@@ -650,14 +660,14 @@ def _ensure_known(
 
 
 def _positions(starts: Sequence[int], spans: Sequence[Span], offsets: Sequence[Range]) -> dict[str, list[int]]:
-    """Token positions whose characters touch each span, `starts` being where the messages' contents begin."""
-    found: dict[str, set[int]] = {}
+    """Token positions whose characters touch each span. starts: where the messages' contents begin in the text."""
+    positions: dict[str, set[int]] = {}
     begins, ends = np.asarray(offsets).reshape(-1, 2).T
     for span in spans:
         first, last = starts[span.message] + span.start, starts[span.message] + span.end
         touching = (begins < last) & (ends > first) & (ends > begins)
-        found.setdefault(span.name, set()).update(np.flatnonzero(touching).tolist())
-    return {name: sorted(positions) for name, positions in found.items()}
+        positions.setdefault(span.name, set()).update(np.flatnonzero(touching).tolist())
+    return {name: sorted(touched) for name, touched in positions.items()}
 
 
 # ---- public data
@@ -685,8 +695,8 @@ def fetch(name: str) -> Path:
             what = "is not in" if not matches else f"names {len(matches)} files of"
             raise InputError(f"'{name}' {what} data/sources.yml: see python -m kvrepro.experiment.data list")
         source, paths = matches[0][0], [matches[0][1]]
-    given = [Path(folder) for folder in os.environ.get("KVREPRO_DATA", "").split(os.pathsep) if folder]
-    folders = [place for folder in given for place in (folder, folder / source)]
+    own_folders = [Path(folder) for folder in os.environ.get("KVREPRO_DATA", "").split(os.pathsep) if folder]
+    folders = [place for folder in own_folders for place in (folder, folder / source)]
     folders += _in_hub_cache(manifest[source]["url"])
     folder = next((f for f in folders if all((f / path).is_file() for path in paths)), CACHE / source)
     for path in paths:
@@ -698,13 +708,13 @@ def fetch(name: str) -> Path:
 
 
 def _in_hub_cache(url: str) -> list[Path]:
-    """Where Hugging Face's own programs keep the files of an address on its hub, once they have fetched some."""
-    found = re.match(r"https://huggingface\.co/datasets/([^/]+)/([^/]+)/resolve/([0-9a-f]{40})/", url)
-    if not found:
+    """The folder, if any, where Hugging Face's own programs keep the files that they fetched from an address."""
+    match = re.match(r"https://huggingface\.co/datasets/([^/]+)/([^/]+)/resolve/([0-9a-f]{40})/", url)
+    if not match:
         return []
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return [Path(HF_HUB_CACHE) / f"datasets--{found[1]}--{found[2]}" / "snapshots" / found[3]]
+    return [Path(HF_HUB_CACHE) / f"datasets--{match[1]}--{match[2]}" / "snapshots" / match[3]]
 
 
 def _check(file: Path, entry: dict[str, Any], way_out: str) -> None:

@@ -16,7 +16,7 @@ FIRST = ", as first written"  # after the id of a claim in its first form
 
 
 def verdicts(
-    book: Sequence[Mapping[str, Any]], members: Callable[[Mapping[str, Any], str], judge.Found],
+    book: Sequence[Mapping[str, Any]], members: Callable[[Mapping[str, Any], str], judge.Members],
     readings: Callable[[Mapping[str, Any]], Sequence[str]] = lambda claim: ("any",), *,
     own: Sequence[Mapping[str, Any]] = (), whose: str = "", model: str, profile: str,
 ) -> pd.DataFrame:  # fmt: skip

@@ -2,29 +2,29 @@
 
 **One interval rule for all chapters**, by what is averaged:
 
-- *Scores between two bounds* (F1, accuracy, leaked or not): the mean is read as a share of "counted" items, the number
-  whose share would vary as the mean does: m (1 - m) / (error of the mean)^2, times (z / t)^2 for the error being
-  estimated from n items, but at least n, since no score varies more than a coin (Korn and Graubard 1998). Its limits
-  are Jeffreys': quantiles of Beta(m c + 1/2, (1 - m) c + 1/2). Of zeros and ones c is n: n zeros of n leave room up to
-  2.5 / n. Scores that lie close together do not prove that none lies far off: the error counts a sixteenth of an item
-  at either end as well.
-- *Differences of such scores*: mean gain and mean loss have limits each, joined by their correlation (Zou and Donner
+- *Scores between two bounds* (F1, accuracy, leaked or not): the mean m is treated as a share of c "counted" items,
+  where c is the number whose share would vary as the mean does: m (1 - m) / (error of the mean)^2, times (z / t)^2
+  because the error is estimated from n items, but at least n, since no score varies more than a coin (Korn and Graubard
+  1998). Its limits are Jeffreys': quantiles of Beta(m c + 1/2, (1 - m) c + 1/2). For zeros and ones c is n: n zeros of
+  n leave room up to 2.5 / n. Scores that lie close together do not prove that none lies far off, so the error counts a
+  sixteenth of an item at either end as well.
+- *Differences of such scores*: mean gain and mean loss each have limits, joined by their correlation (Zou and Donner
   2008, "MOVER"). Where no item loses, an unseen loss is expected to be as large as the gains, and the other way round.
 - *Ratios of means* (share of the ceiling, loss over loss): all r for which the mean of top - r bottom cannot be told
   from 0 by that same rule, which is Fieller's idea. Where the bottom itself may be 0 there is no bound.
-- *Values without bounds*: Student's t, freed of the sample's skewness by Hall's transformation (1992): the interval
-  reaches farther to the side of the long tail, from where a rare value may be missing.
+- *Values without bounds*: Student's t, corrected for the sample's skewness by Hall's transformation (1992): the
+  interval reaches farther to the side of the long tail, where a rare value may be missing.
 - *Other statistics* (a median, a quantile, a rank correlation, a largest of several): Student's t with the spread over
-  1,000 resamples, and as far as 95% of these lie from the sample, since some statistics move in steps (Hall 1988).
-  Where the resamples stand above the sample on the average, the sample is taken to stand above the truth by as much,
-  and the interval reaches that much lower; the other way round alike (Efron and Tibshirani 1993). No farther than the
-  statistic can go (a correlation from -1 to 1); of one that has a least value and no largest (a quantile over its
-  median, from 1) all this is said of the logarithm of what it lies above that.
-- *Clusters* (triples of a prompt, requests of a system prompt): a cluster counts once, by its mean; resamples draw it
-  whole. Clusters without a single hit count once, too: that none was seen says nothing of how they come together.
-- Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. Levels above 95% ask
-  for more: for as many as a sign test needs to reach them, but for scores between bounds, whose farthest values are
-  known. The estimate always lies inside.
+  1,000 resamples, and at least as far as 95% of these lie from the sample, since some statistics move in steps (Hall
+  1988). Where the mean of the resamples lies above the sample, the sample is taken to lie above the truth by as much,
+  and the interval reaches that much lower; likewise the other way round (Efron and Tibshirani 1993). The interval ends
+  where the statistic does (a correlation from -1 to 1). For a statistic with a least value and no largest (a quantile
+  over its median, from 1) the rule is applied to the logarithm of its distance from the least value.
+- *Clusters* (triples of a prompt, requests of a system prompt): a cluster counts once, by its mean, and resamples draw
+  it whole. This holds for clusters without a single hit too: they say nothing of how hits come together.
+- Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. Levels above 95% need
+  as many items as a sign test needs to reach them, except for scores between bounds, whose farthest values are known.
+  The estimate always lies inside its interval.
 
 Chosen by coverage, and by how often the rules of claims err: `python -m kvrepro.tools.coverage` writes
 data/coverage.csv (means, differences and ratios with many zeros and ones, values with long tails),
@@ -53,14 +53,14 @@ from scipy import stats as scipy_stats
 
 from kvrepro.errors import InputError
 
-MIN_ITEMS = 6  # below that no two-sided sign or rank test of pairs can reach 5%, and an interval says less still
-RARE = 1 / 16  # of an item at either end of what a score may be, beside those that were seen
+MIN_ITEMS = 6  # with fewer no two-sided sign or rank test of pairs can reach 5%, and an interval says even less
+RARE = 1 / 16  # of an item: the weight of an unseen item at either end of a score's range
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
 ANY = (-math.inf, math.inf)
-NOT_RUN = "(not run)"  # in the place of a number that there is not; `wording.findings` leaves such sentences out
+NOT_RUN = "(not run)"  # stands for a number that does not exist; `wording.findings` leaves such sentences out
 Columns = Mapping[str, np.ndarray]
-Rule = Callable[[np.ndarray, np.ndarray | None], tuple[float, float]]  # `_reach`, of values and what they may be
+Rule = Callable[[np.ndarray, np.ndarray | None], tuple[float, float]]  # `_reach` of values and their extremes
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class Estimate:
     __str__ = __repr__ = lambda self: format(self)
 
     def needed(self, gap: float) -> float:
-        """Items with which an interval (95%) would clear a threshold `gap` away in four of five repeats, were value and
-        spread as seen. Infinite where there is no gap."""
+        """Items with which a 95% interval would clear a threshold `gap` away in four of five repeats, if value and
+        spread are as seen. Infinite where there is no gap."""
         g = abs(gap) / float(special.ndtri(0.975) + special.ndtri(0.8))
         if not g or math.isnan(self.error) or math.isinf(gap):
             return math.inf
         spread = self.sd**2 if math.isfinite(self.sd) else self.n * self.error**2
-        corners = max(0.0, self.error**2 - spread / self.n) * self.n**2  # their part falls with 1 / n squared
+        corners = max(0.0, self.error**2 - spread / self.n) * self.n**2  # this part falls with 1 / n squared
         return float(math.ceil((spread + math.sqrt(spread**2 + 4 * g**2 * corners)) / (2 * g**2)))
 
 
@@ -113,7 +113,7 @@ def _minus(name: str, other: str) -> Callable[[Columns], np.ndarray]:
     return lambda c: c[name] - c[other]
 
 
-# A contrast of columns a, b, full, ...: what is averaged, and for a ratio what it is divided by.
+# A contrast of columns a, b, full, ...: the values that are averaged, and for a ratio those of the divisor.
 CONTRASTS: dict[str, tuple[Callable[[Columns], np.ndarray], Callable[[Columns], np.ndarray] | None]] = {
     "mean": (lambda c: c["a"], None),
     "difference": (_minus("a", "b"), None),
@@ -129,8 +129,8 @@ def interval(
     values: Sequence[float], clusters: Sequence[Any] | None = None, *, bounds: tuple[float, float] | None = None,
     each: float = 1, level: float = 0.95,
 ) -> Estimate:  # fmt: skip
-    """Mean with its interval, by the module's rule. clusters: one label per value. bounds: of a value, where it has
-    some."""
+    """Mean with its interval, by the module's rule. clusters: one label per value. bounds: the least and the largest
+    possible value, where there are such."""
     return contrast(pd.DataFrame({"a": _vector(values)}), "mean", clusters, bounds=bounds, each=each, level=level)
 
 
@@ -140,8 +140,8 @@ def contrast(
 ) -> Estimate:  # fmt: skip
     """A contrast of `CONTRASTS` over items (the rows of `frame`) with its interval, by the module's rule.
 
-    bounds: of every column. each: how many scored things a row is the mean of. A row that lacks a value is dropped and
-    counted.
+    bounds: of every column. each: how many scores a row is the mean of. A row that lacks a value is dropped and counted
+    as missing.
     """
     top, bottom = CONTRASTS[name]
     values = frame.to_numpy(float)
@@ -156,7 +156,7 @@ def contrast(
         return Estimate(math.nan, math.nan, math.nan, 0, missing, level)
     columns = dict(zip(map(str, frame), values.T, strict=True))
     extremes = None
-    if bounds is not None:  # what the columns may be at most, in every combination
+    if bounds is not None:  # every combination of the columns' extreme values
         corners = np.array(list(itertools.product(bounds, repeat=values.shape[1])), float)
         extremes = dict(zip(map(str, frame), corners.T, strict=True))
     rule = partial(_reach, each=each, level=level, alike=bottom is None)
@@ -168,26 +168,26 @@ def contrast(
 
 @cache
 def fewest(level: float) -> int:
-    """Items without which no two-sided sign or rank test reaches a level: n of them can have 2 / 2^n at the least."""
+    """The fewest items with which a two-sided sign or rank test can reach a level: n items give p >= 2 / 2^n."""
     return max(MIN_ITEMS, math.ceil(math.log2(2 / (1 - level)) - 1e-9))
 
 
 @cache
 def _quantile(level: float, freedom: float) -> float:
-    """Of Student's t, for a two-sided interval."""
+    """The quantile of Student's t for a two-sided interval."""
     return float(special.stdtrit(freedom, 0.5 + level / 2))
 
 
 def _reach(
     x: np.ndarray, ends: np.ndarray | None, each: float, level: float, alike: bool = True
 ) -> tuple[float, float]:
-    """How far the limits of the mean of x lie below and above it; ends: values that x may take, the extremes included.
+    """How far the limits of the mean of x lie below and above it. ends: values that x may take, the extremes included.
 
-    each: how many scored things a value is the mean of. alike: gains and losses are differences of the same two scores,
-    so that unseen ones are expected to be as large as those on the other side.
+    each: how many scores a value is the mean of. alike: gains and losses are differences of the same two scores, so
+    that unseen ones are expected to be as large as those on the other side.
     """
     if ends is None:
-        return _of_any(x, level)
+        return _unbounded_reach(x, level)
     least, most = float(ends.min()), float(ends.max())
     zero = min(max(0.0, least), most)
     gain = np.maximum(x - zero, 0.0)
@@ -195,23 +195,23 @@ def _reach(
     less_up, more_up = up.reach(down.size if alike else 0.0, each, level)
     less_down, more_down = down.reach(up.size if alike else 0.0, each, level)
     spread = math.sqrt(up.variance * down.variance)
-    correlation = max(-1.0, -up.mean * down.mean / spread) if spread else 0.0  # who gains does not lose
+    correlation = max(-1.0, -up.mean * down.mean / spread) if spread else 0.0  # an item that gains does not lose
     return _joined(less_up, more_down, correlation), _joined(more_up, less_down, correlation)
 
 
-def _of_any(x: np.ndarray, level: float) -> tuple[float, float]:
-    """`_reach` of values without bounds, skewed as they are."""
+def _unbounded_reach(x: np.ndarray, level: float) -> tuple[float, float]:
+    """`_reach` for values without bounds, corrected for their skewness."""
     n, away = len(x), x - x.mean()
     error = math.sqrt(float(away @ away) / (n - 1) / n)
     if not error:
         return 0.0, 0.0
-    lean = float(((away / error) ** 3).sum()) / (n * (n - 1) * max(n - 2, 1))  # the skewness over the root of n
+    lean = float(((away / error) ** 3).sum()) / (n * (n - 1) * max(n - 2, 1))  # skewness / sqrt(n)
     t = _quantile(level, n - 1)
     return error * _unbent(t, lean), -error * _unbent(-t, lean)
 
 
 def _unbent(t: float, lean: float) -> float:
-    """The t ratio that Hall's transformation takes to t: t + lean t^2 / 3 + lean^2 t^3 / 27 + lean / 6.
+    """The inverse of Hall's transformation, which maps u to u + lean u^2 / 3 + lean^2 u^3 / 27 + lean / 6.
 
     Source: Hall 1992, "On the removal of skewness by transformation".
     """
@@ -220,7 +220,8 @@ def _unbent(t: float, lean: float) -> float:
 
 @dataclass(frozen=True)
 class _Side:
-    """Gains or losses of n items: their mean and variance (0 where an item has none), and how large one may be."""
+    """Gains or losses of n items: their mean and variance (an item without one counts as 0), and the largest possible
+    one."""
 
     n: int
     mean: float
@@ -234,12 +235,12 @@ class _Side:
 
     @property
     def size(self) -> float:
-        """Of what an item has, where it has any."""
+        """The expected size of a gain or loss, each weighted by its size."""
         return self.mean + self.variance / self.mean if self.mean else 0.0
 
     def reach(self, size: float, each: float, level: float) -> tuple[float, float]:
-        """Of the mean, to Jeffreys' limits of as many items as the spread is worth. size: of what no item shows; 0:
-        unknown, so that it may be the largest."""
+        """How far Jeffreys' limits of the mean lie below and above it, for as many items as the spread is worth. size:
+        the expected size of a gain or loss that no item shows; 0: unknown, so that it may be the largest possible."""
         if not self.most:
             return 0.0, 0.0
         n, tail = self.n, 0.5 - level / 2
@@ -250,8 +251,8 @@ class _Side:
         share, counted = min(self.mean / self.most, 1.0), float(n)
         if share < 1:
             error = self.variance / (n - 1) / self.most**2 + RARE / each * (share**2 + (1 - share) ** 2) / n**2
-            known = _quantile(level, math.inf) / _quantile(level, n - 1)
-            counted = max(float(n), share * (1 - share) / error * known**2)
+            estimated = _quantile(level, math.inf) / _quantile(level, n - 1)
+            counted = max(float(n), share * (1 - share) / error * estimated**2)
         hits = counted * share + 0.5
         low, high = (float(special.betaincinv(hits, counted + 1 - hits, q)) for q in (tail, 1 - tail))
         more = (high if share < 1 else 1.0) - share
@@ -264,7 +265,7 @@ def _unseen(n: float, tail: float) -> float:
 
 
 def _joined(a: float, b: float, correlation: float) -> float:
-    """Of the reaches of two terms of a difference, that of the difference."""
+    """The reach of a difference, from the reaches of its two terms."""
     return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
 
 
@@ -273,8 +274,8 @@ def _error(below: float, above: float, level: float) -> float:
 
 
 def _spread(x: np.ndarray, reach: tuple[float, float], level: float, bounded: bool) -> tuple[float, float]:
-    """Standard deviation of an item, and the error of the mean: by how far its limits reach; without bounds Student's,
-    since skewness moves the limits rather than adding to the error."""
+    """Standard deviation of an item, and the error of the mean: from the reach of its limits, or, without bounds, from
+    Student's t, since skewness moves the limits rather than adding to the error."""
     sd, n = float(x.std(ddof=1)), len(x)
     half = _quantile(level, n - 1) * sd / math.sqrt(n)
     return sd, _error(*(reach if bounded else (half, half)), level)
@@ -306,7 +307,8 @@ def _ratio(
         x, y, bottom, ends = -x, -y, -bottom, ends and (-ends[0], -ends[1])
 
     def clear(r: float, side: int) -> float:
-        """By how much the mean of x - r y lies beyond 0: above it for r below value (-1), else below it."""
+        """By how much the mean of x - r y is clear of 0. side: -1 for an r below the ratio, where the mean lies above
+        0; 1 for an r above it."""
         rest = -side * (x - r * y)
         return float(rest.mean()) - rule(rest, ends and -side * (ends[0] - r * ends[1]))[0]
 
@@ -328,8 +330,8 @@ def _ratio(
 def unpaired(
     a: Sequence[float], b: Sequence[float], *, bounds: tuple[float, float], each: float = 1, level: float = 0.95
 ) -> Estimate:
-    """Mean of a minus mean of b, of different items: the limits of both joined; n is the smaller sample's. bounds: of
-    every value."""
+    """Mean of a minus mean of b, of different items, with the limits of both joined; n is that of the smaller sample.
+    bounds: of every value."""
     sides = [_vector(side) for side in (a, b)]
     sides = [side[~np.isnan(side)] for side in sides]
     n = min(map(len, sides))
@@ -348,10 +350,8 @@ def resampled(
 ) -> Estimate:  # fmt: skip
     """Any statistic(values [rows, columns]) with its interval: the standard error is the spread over resamples.
 
-    limits: the least and the largest that the statistic can be, whatever the values.
-
-    No interval where fewer than half of the resamples have a value. Where all agree there is no width: a median may
-    well be the same in all.
+    limits: the least and the largest value that the statistic can take. There is no interval where fewer than half of
+    the resamples have a value. Where all resamples agree, as they may for a median, the interval has no width.
     """
     labels = np.arange(len(frame)) if clusters is None else _labels(clusters, len(frame))
     codes, names = pd.factorize(labels)
@@ -368,9 +368,9 @@ def resampled(
 def spread_of(
     value: float, drawn: np.ndarray, n: int, level: float = 0.95, limits: tuple[float, float] = ANY
 ) -> Estimate:
-    """A statistic's interval from its values in resamples of n items or clusters; limits: as of `resampled`."""
-    asked, drawn = len(drawn), drawn[np.isfinite(drawn)]
-    if n < fewest(level) or 2 * len(drawn) < asked or not math.isfinite(value):
+    """A statistic's interval from its values in resamples of n items or clusters. limits: as in `resampled`."""
+    resamples, drawn = len(drawn), drawn[np.isfinite(drawn)]
+    if n < fewest(level) or 2 * len(drawn) < resamples or not math.isfinite(value):
         return Estimate(value, math.nan, math.nan, n, level=level)
     least, most = limits
     if math.isinf(most) and math.isfinite(least) and min(value, drawn.min()) > least:
@@ -385,7 +385,7 @@ def spread_of(
 
 
 def within(e: Estimate, limits: tuple[float, float]) -> Estimate:
-    """An estimate whose interval ends where the value can go no farther; it still holds the value."""
+    """The estimate with its interval cut to the limits; it still holds the value."""
     return replace(e, low=min(max(e.low, limits[0]), e.value), high=max(min(e.high, limits[1]), e.value))
 
 
@@ -393,9 +393,10 @@ def means(
     rows: pd.DataFrame, by: Sequence[str] | str, column: str, clusters: str | None = None, *,
     bounds: tuple[float, float] | None = UNIT,
 ) -> pd.DataFrame:  # fmt: skip
-    """Mean of a column per group with its interval: columns `by`, value, low, high, n. bounds: None for what has none.
+    """Mean of a column per group with its interval: columns `by`, value, low, high, n.
 
-    clusters: a column whose groups are drawn whole, such as the item where it has several rows.
+    bounds: of the values; None if they have none. clusters: a column whose groups are drawn whole, such as the item
+    where it has several rows.
     """
     return _table(rows, by, lambda group: interval(
         group[column], None if clusters is None else group[clusters], bounds=bounds
@@ -407,10 +408,11 @@ def contrasts(
     on: Sequence[str] | str = "item", kind: str = "difference", clusters: str | None = None,
     bounds: tuple[float, float] | None = UNIT,
 ) -> pd.DataFrame:  # fmt: skip
-    """The contrast `kind` (of `CONTRASTS`) per group of rows, a row paired with that of `against` with the same `on`.
+    """The contrast `kind` (of `CONTRASTS`) per group of rows; each row is paired with the row of `against` that has the
+    same `on`.
 
-    Columns as of `means`. Rows are the contrast's `a`, those of `against` its `b`, or `full` where it names a ceiling.
-    Rows without a partner are left out. Raises InputError where `against` has several rows for the same `on`.
+    Columns are those of `means`. Rows are the contrast's `a`, those of `against` its `b`, or `full` where it names a
+    ceiling. Rows without a partner are left out. Raises InputError where `against` has several rows for the same `on`.
     """
     keys = [on] if isinstance(on, str) else list(on)
     if (twice := against.duplicated(keys)).any():
@@ -424,18 +426,18 @@ def contrasts(
 
 
 def _table(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.DataFrame], Estimate]) -> pd.DataFrame:
-    names, found = [by] if isinstance(by, str) else list(by), []
+    names, records = [by] if isinstance(by, str) else list(by), []
     for key, group in rows.groupby(names, sort=False, dropna=False, observed=True):
         e = estimate(group)
-        found.append((*key, *e.triple, e.n))
-    return pd.DataFrame(found, columns=[*names, "value", "low", "high", "n"])
+        records.append((*key, *e.triple, e.n))
+    return pd.DataFrame(records, columns=[*names, "value", "low", "high", "n"])
 
 
 def told(table: pd.DataFrame, unit: str = "", *, digits: int | None = None, **where: Any) -> str:
     """One row of a table with columns value, low, high, as text for the prose: `0.281 [0.243, 0.320]`, in a unit.
 
-    unit: "%" for shares as percent. digits: after the point; None: three, of percent one. where: what the row's columns
-    hold. `NOT_RUN` where there is no such row.
+    unit: "%" for shares as percent. digits: after the point; None: three, or one for percent. where: column=value of
+    the row. `NOT_RUN` where there is no such row.
     """
     rows = table
     for name, value in where.items():
@@ -458,9 +460,9 @@ def percent(share: float) -> str:
 
 
 def percents(shares: Iterable[float]) -> str:
-    """From the least to the largest share, `7% to 12%`; once where they read alike; `NOT_RUN` where there is none."""
-    known = [share for share in shares if not math.isnan(share)]
-    return " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(known), max(known)))) if known else NOT_RUN
+    """The least and the largest share, `7% to 12%`; one number where both read alike; `NOT_RUN` where there is none."""
+    numbers = [share for share in shares if not math.isnan(share)]
+    return " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(numbers), max(numbers)))) if numbers else NOT_RUN
 
 
 # ---------------------------------------------------------------- tests
@@ -496,9 +498,10 @@ def tost(
 ) -> float:
     """p of the paired equivalence test of |mean(a - b)| < margin: the larger one-sided p; small says equivalent.
 
-    The p at which the interval of 1 - 2 p, by the module's rule, reaches the margin: of symmetric differences without
-    bounds these are the paired t tests. 1 where the mean itself lies outside. Differences without bounds and spread
-    decide by their mean alone (p = 0 or 1). Fewer than two pairs give nan. Source: Schuirmann 1987.
+    It is the p at which the interval of level 1 - 2 p, by the module's rule, reaches the margin; for symmetric
+    differences without bounds that is the larger p of the two paired t tests. 1 where the mean itself lies outside.
+    Differences without bounds and spread decide by their mean alone (p = 0 or 1). Fewer than two pairs give nan.
+    Source: Schuirmann 1987.
     """
     if margin <= 0:
         raise InputError(f"margin is {margin}: give a positive difference that still counts as equal")
@@ -542,7 +545,7 @@ def _labels(clusters: Sequence[Any], n: int) -> np.ndarray:
 
 
 def _differences(a: Sequence[float], b: Sequence[float]) -> np.ndarray:
-    """Of the pairs that have both, rounding errors as zero."""
+    """a - b for the pairs that have both values; differences by rounding are 0."""
     x, y = _vector(a), _vector(b)
     if x.size != y.size:
         raise InputError(

@@ -22,7 +22,7 @@ from kvrepro.experiment import stats
 from kvrepro.experiment.claims import LABELS, NOT_TESTABLE, STORED, VERDICTS, label
 
 FOUND = "**What we found**"  # above a chapter's findings; the book shows it as a box's title
-LABELS_IN = {one: f"the {name}" for one, name in LABELS.items()}
+LABELS_IN = {reading: f"the {name}" for reading, name in LABELS.items()}
 LOOKS = {  # verdict -> its sign, and its colour below black letters, after Okabe and Ito's palette
     "reproduced": ("✓", "#009E73"),
     "partly": ("◐", "#F0E442"),
@@ -38,13 +38,18 @@ SAYS = {  # verdict -> what a sentence says of its subject
     NOT_TESTABLE: "cannot be tested here",
     "not run": "was not run",
 }
-PLAIN = {  # units of numbers up to 1: a table's cell leaves them out, a sentence says them
+PLAIN = {  # units of numbers up to 1, as a sentence writes them; a table's cell leaves them out
     "F1": "F1", "accuracy": "in accuracy", "correlation": "in correlation", "cos": "in cosine",
     "keep rate": "in keep rate", "log ratio": "in log ratio",
     "rank correlation": "in rank correlation", "recall": "in recall", "share": "of the importance",
 }  # fmt: skip
 STATE_VERBS = {"holds": ("holds", "hold"), "fails": ("fails", "fail"), "open": ("is undecided", "are undecided")}
-LEADS = {"reproduced": "holds", "partly": "holds", "not reproduced": "fails", "inconclusive": "open"}  # what is counted
+LEADS = {
+    "reproduced": "holds",
+    "partly": "holds",
+    "not reproduced": "fails",
+    "inconclusive": "open",
+}  # the state that is counted
 
 
 def anchor(claim: str) -> str:
@@ -53,16 +58,16 @@ def anchor(claim: str) -> str:
 
 
 def link(claim: str, text: str = "", page: str = "../claims.html") -> str:
-    """A claim's id, or a text, that leads to the claim; page: seen from the chapters' folder."""
+    """A link to a claim, with its id or a text. page: that of the claims, as seen from the chapters' folder."""
     return f'<a href="{page}#{anchor(claim)}">{text or claim}</a>'
 
 
 def summary(frame: pd.DataFrame) -> str:
-    """What the verdicts add up to, as Markdown: the claims of each verdict by reading, then those where authors' code
-    and authors' text part.
+    """The verdicts in sum, as Markdown: the claims of each verdict by reading, then those where the authors' code and
+    the authors' text disagree.
 
-    They part where a case holds with one and fails with the other. A verdict can differ without that, where a case is
-    decided with one only.
+    They disagree where a case holds with one and fails with the other. A verdict can also differ without that: where
+    only one of them decides a case.
     """
     lines = []
     names = {"as_run": "Authors' code", "as_described": "Authors' text", "any": "The same for code and text"}
@@ -71,97 +76,100 @@ def summary(frame: pd.DataFrame) -> str:
     names |= {STORED: "Judged by timings that are stored with the project, and not by this run"}
     stored = frame.get("model", frame.reading) == STORED
     for reading, group in frame.groupby(frame.reading.mask(stored, STORED), sort=False):
-        ids = {one: group[group.verdict == one].claim for one in VERDICTS}
-        parts = [f"{len(of)} *{label(one)}* ({', '.join(map(link, of))})" for one, of in ids.items() if len(of)]
+        parts = []
+        for verdict in VERDICTS:
+            if len(ids := group[group.verdict == verdict].claim):
+                parts.append(f"{len(ids)} *{label(verdict)}* ({', '.join(map(link, ids))})")
         lines.append(f"- **{names[str(reading)]}**, {counted(len(group), 'claim')}: {'; '.join(parts)}.")
     compared = frame[frame.claim.isin(frame[frame.claim.duplicated()].claim)]
     decides = compared.depends_on_reading == "yes"
     differs = compared.groupby("claim").verdict.transform("nunique") > 1
     turned = "holds with one and fails with the other"
-    for split, what in (
+    for split, heading in (
         (compared[decides], f"**Code and text disagree** on {{}}: a case {turned}"),
         (compared[differs & ~decides], f"**The verdict differs** for {{}}, though no case {turned}"),
     ):
         if len(split):
-            each = "\n".join(f"  - {_both(group)}" for _, group in split.groupby("claim", sort=False))
-            lines.append(f"- {what.format(counted(split.claim.nunique(), 'claim'))}.")
-            lines.append(f"  <details><summary>Which they are</summary>\n\n{each}\n\n  </details>")
+            claims = "\n".join(f"  - {_both(group)}" for _, group in split.groupby("claim", sort=False))
+            lines.append(f"- {heading.format(counted(split.claim.nunique(), 'claim'))}.")
+            lines.append(f"  <details><summary>Which they are</summary>\n\n{claims}\n\n  </details>")
     if len(compared) and not (decides | differs).any():
         lines.append("- No verdict depends on whether the authors' code or their text is followed.")
     return "\n".join(lines)
 
 
-def counted(n: int, what: str) -> str:
+def counted(n: int, noun: str) -> str:
     """`1 claim`, `2 claims`."""
-    return f"{n:,} {what}" + ("" if n == 1 else "s")
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
 def _both(group: pd.DataFrame) -> str:
-    """One claim, and what comes of it with the authors' code and with their text."""
-    code, text = (label(group[group.reading == one].verdict.iloc[0]) for one in READINGS)
-    said = f"*{code.capitalize()}* with the authors' code, *{text}* with their text."
+    """One claim, and its verdicts with the authors' code and with their text."""
+    code, text = (label(group[group.reading == reading].verdict.iloc[0]) for reading in READINGS)
+    results = f"*{code.capitalize()}* with the authors' code, *{text}* with their text."
     if code == text:
-        said = f"*{code.capitalize()}* with both, but different cases hold."
-    return f"{link(group.claim.iloc[0])} {group.statement.iloc[0]} {said}"
+        results = f"*{code.capitalize()}* with both, but different cases hold."
+    return f"{link(group.claim.iloc[0])} {group.statement.iloc[0]} {results}"
 
 
 def sentence(frame: pd.DataFrame, claim: str, subject: str, numbers: bool = True) -> str:
-    """What became of a claim, as a sentence to be read aloud: `Recovery does not come out in the authors' code (23%
-    [17, 31]) or in their text (26% [18, 36]).` The verb leads to the claim. A claim of several cases says how many of
-    them hold and whose the number is (`weighed`).
+    """A claim's verdicts as a sentence to be read aloud: `Recovery does not come out in the authors' code (23%
+    [17, 31]) or in their text (26% [18, 36]).` The verb links to the claim. For a claim of several cases the sentence
+    says how many hold and to which case the number belongs (`weighed`).
 
     subject: what the claim is about, a noun that begins the sentence (`Recovery`, `The gain at every capacity`).
     numbers: False leaves the parentheses out, for the box at a chapter's top.
     """
     rows = frame[frame.claim == claim]
-    by = {row.reading: row for row in rows.itertuples()}
-    verdicts = {one: by[one].verdict if one in by else "not run" for one in by or ["any"]}
+    row_of = {row.reading: row for row in rows.itertuples()}
+    verdicts = {reading: row.verdict for reading, row in row_of.items()} or {"any": "not run"}
 
-    def said(reading: str) -> str:
+    def verb(reading: str) -> str:
         return link(claim, SAYS[verdicts[reading]])
 
     def where(reading: str, whose: str) -> str:
-        value = weighed(by[reading]) if numbers and reading in by else ""
+        value = weighed(row_of[reading]) if numbers and reading in row_of else ""
         return " ".join(filter(None, [f"in {whose}" if whose else "", f"({value})" if value else ""]))
 
     if len(verdicts) == 1:
         [only] = verdicts
-        return " ".join(filter(None, [subject, said(only), where(only, LABELS_IN.get(only, ""))])) + "."
+        return " ".join(filter(None, [subject, verb(only), where(only, LABELS_IN.get(only, ""))])) + "."
     code, text = where("as_run", "the authors' code"), where("as_described", "their text")
     if verdicts["as_run"] == verdicts["as_described"]:
         either = "or" if "not" in SAYS[verdicts["as_run"]] else "and"
-        return f"{subject} {said('as_run')} {code} {either} {text}."
-    return f"{subject} {said('as_run')} {code} but {said('as_described')} {text}."
+        return f"{subject} {verb('as_run')} {code} {either} {text}."
+    return f"{subject} {verb('as_run')} {code} but {verb('as_described')} {text}."
 
 
 def outcome(frame: pd.DataFrame, claim: str, reading: str = "") -> str:
-    """What became of a claim in one reading, as a verb that leads to the claim: `comes out in part`."""
+    """A claim's verdict in one reading, as a verb that links to the claim: `comes out in part`."""
     rows = frame[(frame.claim == claim) & (frame.reading.isin([reading, "any"]) | (not reading))]
     return link(claim, SAYS[rows.verdict.iloc[0] if len(rows) else "not run"])
 
 
 def weighed(row: Any) -> str:
-    """What a verdict rests on, for a sentence: `1 of 2 cases holds; the hardest, Layer-DefensiveKV: -0.09 F1 [-0.15,
-    -0.02]`, or `7 of 8 cases hold; one is undecided: ...` where none fails; the number alone of a single case."""
+    """The cases and the number behind a verdict, for a sentence: `1 of 2 cases holds; the hardest, Layer-DefensiveKV:
+    -0.09 F1 [-0.15, -0.02]`, or `7 of 8 cases hold; one is undecided: ...` where none fails. For a single case only the
+    number."""
     value = spoken(row)
     counts = {state: int(n) for n, state in re.findall(r"(\d+) (holds|fails|open)\b", row.members)} if value else {}
     total, n = sum(counts.values()), counts.get(LEADS.get(row.verdict, ""), 0)
     if total < 2 or not n:
         return value
-    one, several = STATE_VERBS[LEADS[row.verdict]]
+    singular, plural = STATE_VERBS[LEADS[row.verdict]]
     cases = f"{n} of {total} cases" if n < total else "both cases" if n == 2 else f"all {n} cases"
+    cases = f"{cases} {singular if n == 1 else plural}; "
     label = case(row.decided_by).split(": ")[0]  # the case, without its worst counterexample
-    said = f"{cases} {one if n == 1 else several}; "
     if row.verdict != "partly" or n + counts.get("open", 0) < total:
-        return f"{said}the hardest{label and ', '}{label}: {value}"
+        return f"{cases}the hardest{label and ', '}{label}: {value}"
     if n + 1 == total:
-        return f"{said}one is undecided: {label}{label and ', '}{value}"
-    return f"{said}{total - n} are undecided, the hardest of them{label and ', '}{label}: {value}"
+        return f"{cases}one is undecided: {label}{label and ', '}{value}"
+    return f"{cases}{total - n} are undecided, the hardest of them{label and ', '}{label}: {value}"
 
 
 def spoken(row: Any) -> str:
-    """Ours with its interval and unit, rounded for the ear: `23% [17, 31]`, `-0.09 F1 [-0.15, -0.02]`; empty where
-    there is none."""
+    """Our value with its interval and unit, rounded to be read aloud: `23% [17, 31]`, `-0.09 F1 [-0.15, -0.02]`. Empty
+    without a value."""
     if pd.isna(row.ours):
         return ""
     size = max((abs(x) for x in (row.ours, row.low, row.high) if np.isfinite(x)), default=np.inf)
@@ -180,9 +188,9 @@ def spoken(row: Any) -> str:
 
 
 def _after(value: float, unit: str) -> str:
-    """A unit as it follows its number: nothing for numbers up to 1."""
-    known = {"%": "%", "x": " times"} | dict.fromkeys(PLAIN, "")
-    return known.get(unit, f" {re.sub('^x ', 'times ', unit.removesuffix('s') if value == 1 else unit)}")
+    """The text that follows a number of this unit; empty for the units of numbers up to 1 (`PLAIN`)."""
+    units = {"%": "%", "x": " times"} | dict.fromkeys(PLAIN, "")
+    return units.get(unit, f" {re.sub('^x ', 'times ', unit.removesuffix('s') if value == 1 else unit)}")
 
 
 def text_of(values: Sequence[float], unit: str = "F1") -> str:
@@ -204,12 +212,12 @@ def text_of(values: Sequence[float], unit: str = "F1") -> str:
 
 
 def shown(row: Any) -> str:
-    """Ours with its interval; empty where there is none."""
+    """Our value with its interval; empty without a value."""
     return "" if pd.isna(row.ours) else text_of((row.ours, row.low, row.high), row.unit)
 
 
 def _needed(row: Any) -> str:
-    """How many items would decide the open cases."""
+    """How many items would decide the open cases; empty where that is not known."""
     if pd.isna(row.needed):
         return ""
     at_a_threshold = row.needed > 100_000
@@ -224,8 +232,8 @@ def missing(row: Any) -> str:
 
 
 def beside(frame: pd.DataFrame, *topics: str, page: str = "../claims.html") -> str:
-    """The claims of some topics as a Markdown list: what the paper printed, what came out here, in each reading.
-    page: that of the claims, seen from where the list stands."""
+    """The claims of some topics as a Markdown list: what the paper printed, and our result in each reading. page: that
+    of the claims, as seen from the list's page."""
     lines = []
     for claim, group in frame[frame.topic.isin(topics)].groupby("claim", sort=False):
         first = group.iloc[0]
@@ -239,7 +247,7 @@ def beside(frame: pd.DataFrame, *topics: str, page: str = "../claims.html") -> s
 
 
 def folded(frame: pd.DataFrame, *topics: str) -> str:
-    """`beside`, folded under a line that names the claims: what a chapter's section rests on."""
+    """`beside` for a chapter's section, folded under a line that names the claims."""
     ids = ", ".join(frame[frame.topic.isin(topics)].claim.unique())
     return f"<details><summary>Claims judged here: {ids}</summary>\n\n{beside(frame, *topics)}\n\n</details>"
 
@@ -251,9 +259,9 @@ def printed(row: Any) -> str:
 
 
 def evidence(row: Any) -> str:
-    """What a verdict rests on, in sentences: the deciding case, how many hold, the test, the items that would settle
-    it; or why it cannot be tested."""
-    members, decided, note = (one if isinstance(one, str) else "" for one in (row.members, row.decided_by, row.note))
+    """The evidence for a verdict, in sentences: the deciding case, how many cases hold, the test, the items that would
+    settle it; or why it cannot be tested."""
+    members, decided, note = (text if isinstance(text, str) else "" for text in (row.members, row.decided_by, row.note))
     if not shown(row):
         why = case(note).rstrip(".")
         return f"{why[:1].upper()}{why[1:]}." if why else ""
@@ -262,12 +270,12 @@ def evidence(row: Any) -> str:
     p = "" if pd.isna(row.p) else f"{row.test}: p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
     needed = f"{_needed(row)} would settle what is open" if _needed(row) else ""
     parts = [f"Decided by {case(decided)}" if decided else "", cases, p, needed]
-    return " ".join(f"{one[0].upper()}{one[1:]}." for one in parts if one)
+    return " ".join(f"{text[0].upper()}{text[1:]}." for text in parts if text)
 
 
-def _cases(found: re.Match[str]) -> str:
-    one, several = STATE_VERBS[found[2]]
-    return f"{found[1]} {one if found[1] == '1' else several}"
+def _cases(match: re.Match[str]) -> str:
+    singular, plural = STATE_VERBS[match[2]]
+    return f"{match[1]} {singular if match[1] == '1' else plural}"
 
 
 def case(label: str) -> str:
@@ -279,33 +287,34 @@ def case(label: str) -> str:
 
 
 def _titled(part: str) -> str:
-    with suppress(InputError):  # of what is no policy, or a policy's file that is gone
+    with suppress(InputError):  # the part is no policy, or a policy's file is gone
         return find(part).title if part in CATALOGUE or is_own(part) else part
     return part
 
 
-def _title(found: re.Match[str]) -> str:
-    return CATALOGUE[found[0]].title if found[0] in CATALOGUE else found[0].replace("_", " ")
+def _title(match: re.Match[str]) -> str:
+    return CATALOGUE[match[0]].title if match[0] in CATALOGUE else match[0].replace("_", " ")
 
 
 def overview(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per claim: statement, the paper's value, rule, verdict and value per reading, does the reading decide."""
+    """One row per claim: statement, the paper's value, rule, verdict and value per reading, and whether the reading
+    decides."""
     rows = []
     for claim, group in frame.groupby("claim", sort=False):
         first = group.iloc[0]
-        by = {row.reading: f"{label(row.verdict)} {shown(row)}".strip() for row in group.itertuples()}
+        results = {row.reading: f"{label(row.verdict)} {shown(row)}".strip() for row in group.itertuples()}
         row = {"claim": claim, "statement": stated(first), "printed": printed(first), "rule": first.rule}
         if set(frame.reading) == {"any"}:
-            row["here"] = by["any"]
+            row["here"] = results["any"]
         else:
-            row |= {LABELS[name]: by.get(name, by.get("any", "not run")) for name in READINGS}
+            row |= {LABELS[name]: results.get(name, results.get("any", "not run")) for name in READINGS}
             row["reading decides"] = first.depends_on_reading
         rows.append(row)
     return pd.DataFrame(rows).set_index("claim")
 
 
 def styled(frame: pd.DataFrame) -> Styler:
-    """`overview` for a page: ids lead to the claims, verdicts have their colours."""
+    """`overview` for a page: ids link to the claims, verdicts have their colours."""
     table = overview(frame).reset_index()
     readings = [column for column in table if column in {*LABELS.values(), "here"}]
     table = table.assign(
@@ -323,13 +332,13 @@ def _colours(text: str) -> str:
 
 
 def stated(row: Any) -> str:
-    """A claim's statement, and that it rests on stored timings where it does."""
+    """A claim's statement, with a note where the verdict rests on stored timings."""
     timed = " (Timed before and elsewhere: no part of this run.)" if row.model == STORED else ""
     return f"{row.statement}{timed}"
 
 
 def beats(gap: Any, other: str) -> str:
-    """How a policy's token F1 stands to that of another, in a sentence. gap: a row of `stats.contrasts`."""
+    """How a policy's token F1 compares with that of another, in a sentence. gap: a row of `stats.contrasts`."""
     words = "as much as" if gap.value == 0 else "more than" if gap.value > 0 else "less than"
     chance = "" if gap.low > 0 or gap.high < 0 else f"; {gap.n:.0f} items cannot tell whether that is chance"
     interval = "" if pd.isna(gap.low) else f" [{gap.low:.2f}, {gap.high:.2f}]"
@@ -337,10 +346,10 @@ def beats(gap: Any, other: str) -> str:
 
 
 def findings(*sentences: str, unanswered: str = "") -> Markdown:
-    """What a chapter found, which the book shows in a box at its top.
+    """A chapter's findings, which the book shows in a box at its top.
 
-    unanswered: why the model's own answers say nothing (`judge.unanswered`); that comes first then, and sentences that
-    lack a number (`stats.NOT_RUN`) are left out.
+    unanswered: why the model's own answers say nothing (`judge.unanswered`). The box then begins with that and leaves
+    out sentences that lack a number (`stats.NOT_RUN`).
     """
     if unanswered:
         sentences = tuple(s for s in sentences if stats.NOT_RUN not in s)

@@ -198,7 +198,7 @@ def test_answers_of_a_metric_s_form_are_taken_and_score(tmp_path, metric, answer
 
 @pytest.mark.parametrize("form", ["", "qasper"])
 def test_an_item_with_a_passage_can_be_written_and_read(tmp_path, form):
-    messages, marked = data._asked(Item("q", "t", (), "A", question="Q", form=form), "C")
+    messages, marked = data._with_context(Item("q", "t", (), "A", question="Q", form=form), "C")
     item = Item("q", "t", messages, "A", marked, "C", "Q", {"answers": ["A", "B"]}, form)
     assert data.load_items(jsonl(tmp_path / "one.jsonl", asdict(item))) == [item]
 

@@ -477,11 +477,11 @@ def without_passage(item: Item) -> Item:
     if span is None:
         return item
     question = item.messages[span.message]["content"][span.start : span.end].strip()
-    messages = list(item.messages)
-    messages[span.message] = messages[span.message] | {"content": question}
+    turns = list(item.messages)
+    turns[span.message] = turns[span.message] | {"content": question}
     kept_spans = tuple(other for other in item.spans if other.message != span.message)
     question_span = Span("question", span.message, 0, len(question))
-    return replace(item, messages=tuple(messages), spans=(*kept_spans, question_span))
+    return replace(item, messages=tuple(turns), spans=(*kept_spans, question_span))
 
 
 def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:

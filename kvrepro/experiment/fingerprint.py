@@ -1,9 +1,9 @@
-"""Which code decides a row: a hash of all definitions that a function reaches, and of the data that it is given.
+"""Which code decides a row: a hash of all definitions that a function reaches, and of the data that it gets.
 
 A definition is what a module binds at its top level: a function, a class, a constant. Names are followed through
 imports within this project; comments, docstrings and layout do not count, nor do other packages. The catalogue is not
-followed: a row depends on its own policy alone, whose parameters and functions are part of the data (`describe`). Nor
-are the regimes that the engine only tells apart: a row depends on the one that its study names.
+followed, because a row depends on its own policy only, whose parameters and functions are part of the data
+(`describe`). Nor are regimes that the engine only tells apart, because a row depends on the one that its study names.
 """
 
 import ast
@@ -30,7 +30,7 @@ from kvrepro.engine.regime import REGIMES
 from kvrepro.paths import CODE
 
 Name = tuple[str, str]  # module, and a name that it binds
-# Each row's own policy and regime count. A name "" is all of a module, or of a package.
+# Not followed: each row's own policy and regime count by themselves. A name "" is all of a module, or of a package.
 UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.engine.policy", "OWN"),
                         ("kvrepro.engine.regime", "REGIMES")})  # fmt: skip
 REGIME_CLASSES = frozenset((kind.__module__, kind.__name__) for kind in REGIMES.values())
@@ -44,10 +44,10 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def of(*values: Any, **left: frozenset[Name]) -> str:
-    """Hash of functions, with the code that they reach, and of data: whatever decides a result. left: out of the code,
-    as `code` takes it."""
-    return digest([describe(value, (), **left) for value in values])
+def of(*values: Any, **left_out: frozenset[Name]) -> str:
+    """Hash of everything that decides a result: functions, with the code that they reach, and data. left_out: keyword
+    arguments of `code`."""
+    return digest([describe(value, (), **left_out) for value in values])
 
 
 # ---- code of this project, as it stands in its files
@@ -65,11 +65,11 @@ class Module:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 self.imports |= imports(statement)
             elif names := bound(statement):
-                for each in names:
-                    self.definitions.setdefault(each, []).append(statement)
+                for name in names:
+                    self.definitions.setdefault(name, []).append(statement)
             elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
                 loose.append(statement)
-        for statement in loose:  # REGISTRY.update(...) belongs to REGISTRY; what changes another module, to all of this
+        for statement in loose:  # REGISTRY.update(...) belongs to REGISTRY; a change of another module, to all of this
             read = [root for root, *_ in chains(statement)]
             elsewhere = bool(read) and read[0] in self.imports
             for name in self.definitions if elsewhere else self.definitions.keys() & set(read):
@@ -82,7 +82,7 @@ class Module:
 
 
 class Code:
-    """The project's modules, read from `folders` (top-level package -> its folder) when they are asked for."""
+    """The project's modules, read from `folders` (top-level package -> its folder) when they are needed."""
 
     def __init__(self, folders: Mapping[str, Path] = CODE):
         self.folders = folders
@@ -90,7 +90,7 @@ class Code:
         self._reads: dict[Name, list[Name]] = {}
 
     def module(self, name: str) -> Module | None:
-        """A module by its dotted name; None for what is not of this project."""
+        """A module by its dotted name; None for a module that is not of this project."""
         if name not in self._modules:
             root, *rest = name.split(".")
             path = self.folders[root].joinpath(*rest) if root in self.folders else None
@@ -104,61 +104,62 @@ class Code:
     ) -> dict[Name, str]:
         """Source of every definition that the roots reach, themselves included, by (module, name).
 
-        apart: what the engine, which is told what to do, is not told here; it counts where others read it.
+        apart: definitions that the engine does not run for these roots, such as those of other regimes; they count only
+        where code outside the engine reads them.
         """
-        found: dict[Name, str] = {}
+        sources: dict[Name, str] = {}
         queue: list[tuple[Name | None, Name]] = [(None, root) for root in roots]
         while queue:
-            reader, at = queue.pop()
-            module = self.module(at[0])
-            if at in found or module is None or at[1] not in module.definitions:
+            reader, name = queue.pop()
+            module = self.module(name[0])
+            if name in sources or module is None or name[1] not in module.definitions:
                 continue
-            if _within(at, unfollowed):
+            if _within(name, unfollowed):
                 continue
-            if reader is not None and _of_engine(reader) and _within(at, apart) and not _within(reader, apart):
+            if reader is not None and _of_engine(reader) and _within(name, apart) and not _within(reader, apart):
                 continue
-            found[at] = module.text[at[1]]
-            queue += [(at, name) for name in self._read_by(module, at)]
-        return found
+            sources[name] = module.text[name[1]]
+            queue += [(name, read) for read in self._read_by(module, name)]
+        return sources
 
-    def _read_by(self, module: Module, at: Name) -> list[Name]:
-        """The definitions that one of a module's reads itself."""
-        if at not in self._reads:
-            self._reads[at] = []
-            for node in module.definitions[at[1]]:
+    def _read_by(self, module: Module, reader: Name) -> list[Name]:
+        """The definitions that one of a module's definitions reads directly."""
+        if reader not in self._reads:
+            self._reads[reader] = []
+            for node in module.definitions[reader[1]]:
                 local = {k: v for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)
                          for k, v in imports(n).items()}  # fmt: skip
-                made = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+                called = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
                 for chain in chains(node):
                     for name in self._leads(module, {**module.imports, **local}, chain):
-                        if ".".join(chain) in made or not _tells_apart(at, name):
-                            self._reads[at].append(name)
-        return self._reads[at]
+                        if ".".join(chain) in called or not _tells_apart(reader, name):
+                            self._reads[reader].append(name)
+        return self._reads[reader]
 
-    def _leads(self, module: Module, known: Mapping[str, tuple[str, str]], chain: list[str]) -> Iterator[Name]:
-        """The definitions that a dotted name means: one, or, where a module itself is meant, all of its."""
+    def _leads(self, module: Module, imports: Mapping[str, tuple[str, str]], chain: list[str]) -> Iterator[Name]:
+        """The definitions that a dotted name means: one, or all of a module where the name is a module's."""
         root, *rest = chain
-        if root not in known:
+        if root not in imports:
             if root in module.definitions:
                 yield module.name, root
             return
-        target, name = known[root]
+        target, name = imports[root]
         parts = [name, *rest] if name else rest
         while parts and (inner := f"{target}.{parts[0]}") and self.module(inner) is not None:
             target, parts = inner, parts[1:]
-        there = self.module(target)
-        if there is None:
+        holder = self.module(target)
+        if holder is None:
             return
         if not parts:
-            yield from ((target, each) for each in there.definitions)
-        elif parts[0] in there.definitions:
+            yield from ((target, definition) for definition in holder.definitions)
+        elif parts[0] in holder.definitions:
             yield target, parts[0]
-        elif parts[0] in there.imports:
-            yield from self._leads(there, there.imports, parts)
+        elif parts[0] in holder.imports:
+            yield from self._leads(holder, holder.imports, parts)
 
 
 def _within(name: Name, names: frozenset[Name]) -> bool:
-    """Is it one of these, or do they hold its module or package as a whole?"""
+    """Whether a name is one of these, or its whole module or package is."""
     return not names.isdisjoint({name, (name[0], ""), (name[0].partition(".")[0], "")})
 
 
@@ -167,7 +168,7 @@ def _of_engine(name: Name) -> bool:
 
 
 def _tells_apart(reader: Name, name: Name) -> bool:
-    """Does the engine ask for a regime's class, as in `isinstance(c.regime, SharedCap)`?"""
+    """Whether the engine only tests for a regime's class, as in `isinstance(c.regime, SharedCap)`."""
     return name in REGIME_CLASSES and _of_engine(reader) and reader[0] != name[0]
 
 
@@ -183,19 +184,19 @@ def bound(node: ast.AST) -> set[str]:
     """Names that a statement binds in its own scope; `x[...] = y` counts as x."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
-    found = set()
+    names = set()
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, SCOPES | COMPREHENSIONS) or hasattr(child, "name"):
-            found |= bound(child)
+            names |= bound(child)
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        found.add(node.id)
+        names.add(node.id)
     if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
-        found |= {chain[0] for chain in chains(node.value)}
-    return found
+        names |= {chain[0] for chain in chains(node.value)}
+    return names
 
 
 def chains(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[list[str]]:
-    """Dotted names read below a node that come from outside its own scopes; annotations given as text count."""
+    """Dotted names below a node that it reads from outside its own scopes."""
     parts: list[str] = []
     inner = node
     while isinstance(inner, ast.Attribute):
@@ -207,58 +208,60 @@ def chains(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[list
     node = inner
     if isinstance(node, SCOPES):
         a = node.args
-        own = {arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if arg}
+        parameters = {arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if arg}
         body = node.body if isinstance(node.body, list) else [node.body]
-        said = {name for n in ast.walk(node) if isinstance(n, ast.Global) for name in n.names}
-        inside = hidden | (own.union(*(bound(statement) for statement in body)) - said)
+        globals_ = {name for n in ast.walk(node) if isinstance(n, ast.Global) for name in n.names}
+        inside = hidden | (parameters.union(*(bound(statement) for statement in body)) - globals_)
         for child in ast.iter_child_nodes(node):  # defaults, decorators and annotations are read outside
             yield from chains(child, inside if child in body else hidden)
         return
     if isinstance(node, COMPREHENSIONS):
-        hidden = hidden.union(*(bound(each.target) for each in node.generators))
+        hidden = hidden.union(*(bound(generator.target) for generator in node.generators))
     for child in ast.iter_child_nodes(node):
         yield from chains(child, hidden)
 
 
 def plain(node: ast.AST) -> str:
-    """Source without comments, docstrings and layout, as text that every version of Python makes of it."""
+    """Source without comments, docstrings and layout, as a text that is the same in every version of Python."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for each in ast.walk(node):
-        if isinstance(each, documented) and ast.get_docstring(each, clean=False) is not None:
-            each.body = each.body[1:] or [ast.Pass()]
+    for inner in ast.walk(node):
+        if isinstance(inner, documented) and ast.get_docstring(inner, clean=False) is not None:
+            inner.body = inner.body[1:] or [ast.Pass()]
     return json.dumps(_tree(node))
 
 
 def _tree(part: Any) -> Any:
-    """A syntax tree as lists. `ast.unparse` quotes otherwise in each version, `ast.dump` says what is empty in some."""
+    """A syntax tree as lists. `ast.unparse` and `ast.dump` would write quotes and empty fields differently in different
+    versions of Python."""
     if isinstance(part, list):
-        return [_tree(each) for each in part]
+        return [_tree(item) for item in part]
     if not isinstance(part, ast.AST):
         return repr(part)
     if isinstance(part, ast.JoinedStr):  # 3.12 ends some with an empty text
-        part.values = [each for each in part.values if not (isinstance(each, ast.Constant) and each.value == "")]  # noqa: PD011
-    said = [[name, _tree(value)] for name, value in ast.iter_fields(part) if value not in (None, [])]
-    return [type(part).__name__, *said]
+        part.values = [item for item in part.values if not (isinstance(item, ast.Constant) and item.value == "")]  # noqa: PD011
+    fields = [[name, _tree(value)] for name, value in ast.iter_fields(part) if value not in (None, [])]
+    return [type(part).__name__, *fields]
 
 
-HERE = Code()
+PROJECT = Code()
 
 
 @cache
 def code(*roots: Name, unfollowed: frozenset[Name] = frozenset(), apart: frozenset[Name] = frozenset()) -> str:
-    """Hash of what the roots reach of this project."""
-    found = HERE.reached(*roots, unfollowed=UNFOLLOWED | unfollowed, apart=apart)
-    return digest(sorted([*at, text] for at, text in found.items()))
+    """Hash of the code of this project that the roots reach. unfollowed, apart: as in `Code.reached`."""
+    sources = PROJECT.reached(*roots, unfollowed=UNFOLLOWED | unfollowed, apart=apart)
+    return digest(sorted([*name, text] for name, text in sources.items()))
 
 
-# ---- values, and code that lies elsewhere: typed into a notebook, or in a reader's own file
+# ---- values, and code from elsewhere: typed into a notebook, or in a reader's own file
 
 
-def describe(value: Any, above: tuple[int, ...] = (), **left: frozenset[Name]) -> Any:
-    """A value as JSON that changes whenever what it means does. A function stands for the code that it reaches.
+def describe(value: Any, above: tuple[int, ...] = (), **left_out: frozenset[Name]) -> Any:
+    """A value as JSON that changes whenever the value's meaning does. A function stands for the code that it reaches.
 
-    Arrays and tensors stand by a hash of their bytes, a checkpoint by its own; objects of other libraries by their
-    type and how they print themselves.
+    Arrays and tensors are described by a hash of their bytes, a checkpoint by its own hash, objects of other libraries
+    by their type and how they print themselves. above: ids of the values that hold this one. left_out: keyword
+    arguments of `code`.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -266,7 +269,7 @@ def describe(value: Any, above: tuple[int, ...] = (), **left: frozenset[Name]) -
         return "itself"
 
     def inner(part: Any) -> Any:
-        return describe(part, (*above, id(value)), **left)
+        return describe(part, (*above, id(value)), **left_out)
 
     kind = type(value)
     if (behind := _behind(value)) is not None:
@@ -290,7 +293,7 @@ def describe(value: Any, above: tuple[int, ...] = (), **left: frozenset[Name]) -
     if isinstance(value, MethodType):
         return ["method", inner(value.__func__), inner(value.__self__)]
     if isinstance(value, FunctionType | type):
-        return _code_of(value, inner, left)
+        return _code_of(value, inner, left_out)
     if isinstance(value, ModuleType):
         return value.__name__
     if hasattr(value, "fingerprint"):
@@ -303,8 +306,8 @@ def describe(value: Any, above: tuple[int, ...] = (), **left: frozenset[Name]) -
 
 
 def _behind(value: Any) -> Any:
-    """What a wrapper of another library stands for: the function behind `functools.cache`, `torch.no_grad()` or
-    `np.vectorize`, a class's static method or property, the names of a namespace; otherwise None."""
+    """The value behind a wrapper of another library: the function of `functools.cache`, `torch.no_grad()` or
+    `np.vectorize`, of a class's static method or property, the names of a namespace; otherwise None."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
     if isinstance(value, property):
@@ -337,20 +340,24 @@ def _bytes(value: Any) -> str:
     return digest(str(value.dtype), list(value.shape), hashlib.sha256(np.ascontiguousarray(value)).hexdigest())
 
 
-def _code_of(value: Callable[..., Any] | type, inner: Callable[..., Any], left: Mapping[str, frozenset[Name]]) -> Any:
-    """A function or class of this project by what it reaches; of another library by name; else by its source and what
-    its globals hold."""
+def _code_of(
+    value: Callable[..., Any] | type, inner: Callable[..., Any], left_out: Mapping[str, frozenset[Name]]
+) -> Any:
+    """A function or class of this project by the code that it reaches; one of another library by its name; any other by
+    its source and the globals that it reads. inner: describes a part of the value."""
     module, top = value.__module__ or "", value.__qualname__.partition(".")[0]
-    own = HERE.module(module)
+    home = PROJECT.module(module)
     closed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if _filled(cell)]
-    if own is not None and top in own.definitions:
-        return ["code", code((module, top), **left), inner(closed)]
-    if own is None and _foreign(module):
+    if home is not None and top in home.definitions:
+        return ["code", code((module, top), **left_out), inner(closed)]
+    if home is None and _foreign(module):
         return f"{module}.{value.__qualname__}"
     if isinstance(value, type):
-        ours = {k: v for k, v in vars(value).items() if k not in ("__doc__", "__module__", "__dict__", "__weakref__")}
+        members = {
+            k: v for k, v in vars(value).items() if k not in ("__doc__", "__module__", "__dict__", "__weakref__")
+        }
         return [value.__name__, [inner(base) for base in value.__bases__],
-                {k: inner(v) for k, v in ours.items() if not k.startswith("_abc") and _tells(v)}]  # fmt: skip
+                {k: inner(v) for k, v in members.items() if not k.startswith("_abc") and _tells(v)}]  # fmt: skip
     try:
         if value.__name__ == "<lambda>":  # in the middle of a statement
             raise TypeError
@@ -365,25 +372,25 @@ def _code_of(value: Callable[..., Any] | type, inner: Callable[..., Any], left: 
 
 
 def _imported(tree: ast.AST) -> dict[str, Any]:
-    """What a function imports by itself, as far as it is found from here."""
-    found = {}
+    """What a function imports itself, as far as that can be imported from here."""
+    values = {}
     for node in ast.walk(tree):
         for local, (module, name) in imports(node).items() if isinstance(node, ast.Import | ast.ImportFrom) else ():
             with suppress(ImportError, AttributeError, ValueError):  # a function without a module beside it
-                there = import_module(module)
-                found[local] = getattr(there, name) if name else there
-    return found
+                imported = import_module(module)
+                values[local] = getattr(imported, name) if name else imported
+    return values
 
 
 def _compiled(code: CodeType) -> list[Any]:
-    """A function without source, by what Python made of it."""
-    consts = [_compiled(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    """A function without source, by its compiled code."""
+    consts = [_compiled(const) if isinstance(const, CodeType) else repr(const) for const in code.co_consts]
     return [code.co_code.hex(), consts, list(code.co_names)]
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that compiled code reads from outside, that of its inner functions and comprehensions among it."""
-    inside = [one for one in code.co_consts if isinstance(one, CodeType)]
+    """Names that compiled code reads from outside, including the code of its inner functions and comprehensions."""
+    inside = [const for const in code.co_consts if isinstance(const, CodeType)]
     return set(code.co_names).union(*map(_names, inside))
 
 
@@ -398,9 +405,9 @@ def _tells(value: Any) -> bool:
     return not inspect.isgetsetdescriptor(value) and not inspect.ismemberdescriptor(value)
 
 
-def _held(found: Mapping[str, Any], chain: list[str]) -> Any:
-    """What a dotted name holds, as far as it leads through modules."""
-    value = found[chain[0]]
+def _held(values: Mapping[str, Any], chain: list[str]) -> Any:
+    """The value of a dotted name, followed as far as it leads through modules."""
+    value = values[chain[0]]
     for name in chain[1:]:
         if not isinstance(value, ModuleType):
             break

@@ -1,4 +1,5 @@
-"""Models: the embedded one, a checkpoint folder, or a Hugging Face id; refused in one line before weights are read."""
+"""Models: an embedded one, a checkpoint folder, or a Hugging Face id. A model that cannot be used is refused in one
+line, before its weights are read where that is possible."""
 
 import contextlib
 import hashlib
@@ -27,11 +28,11 @@ EMBEDDED = DATA / "models" / DEFAULT
 BESIDE = ("small-gqa-seed-0", "small-gqa-seed-2", "small-mha", "small-mqa", "small-sliding", "tiny-gqa")  # in a clone
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PROBE = 16  # tokens
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # what transformers looks for, in this order
-DIFFERENT = {"float32": 1e-3}  # share of the logits' length that may differ; 0.2 in types whose rounding is coarse
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers looks for them in this order
+DIFFERENT = {"float32": 1e-3}  # greatest |difference| / |logits| of the engine; 0.2 in types that round coarsely
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # fetched and checked before the weights
 READ = (*SMALL_FILES, "*.safetensors")
-LARGEST = 100_000_000  # bytes of a small file: the largest tokenizer.json that is known has a third of it
+LARGEST = 100_000_000  # bytes of a small file, at most: three times the largest tokenizer.json that we know
 SIZES = {"num_hidden_layers": 1000, "vocab_size": 10**7, "hidden_size": 10**6, "intermediate_size": 10**7,
          "num_attention_heads": 10**4, "num_key_value_heads": 10**4, "max_position_embeddings": 10**9}  # fmt: skip
 TALK, TALK_SECONDS, TALK_BYTES = ("system", "user", "assistant", "user"), 10, 2 << 30  # to try a chat template on
@@ -59,7 +60,7 @@ class Loaded:
 
     @property
     def context(self) -> int:
-        """Tokens the model was made for, prompt and answer together."""
+        """Tokens that the model was made for, prompt and answer together."""
         return int(self.model.config.get_text_config().max_position_embeddings)
 
 
@@ -70,9 +71,9 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     model: "small-gqa" or another of `embedded()`, the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
     "cuda", "cuda:0", "auto" (cuda if there is one), "balanced" (layers over all GPUs). dtype: float32, bfloat16,
     float16, or "auto": the checkpoint's own on a GPU, float32 on the CPU.
-    Raises InputError, before any weight is read or fetched: unknown name, .bin-only weights, remote code, no tokenizer,
-    no chat template, no network, no such device, a family that the engine cannot drive; afterwards: weights that do not
-    fit or are no numbers, and a model that computes something else in the engine than by itself.
+    Raises InputError before any weight is read or fetched for: an unknown name, .bin-only weights, remote code, no
+    tokenizer, no chat template, no network, no such device, a family that the engine cannot drive. Raises it afterwards
+    for weights that do not fit or are not finite, and for a model whose logits differ in the engine.
     """
     ensure(get_args(Dtype), dtype=dtype)
     where = device_of(device)
@@ -93,7 +94,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
             path, device_map=where if where == "balanced" else None, dtype=kind, local_files_only=True,
             trust_remote_code=False, use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
-    except BaseException as error:  # of kinds of their own; a panic in Rust is no Exception
+    except BaseException as error:  # libraries have error classes of their own; a panic in Rust is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise InputError(f"{name} in {path} cannot be loaded ({first_line(error)}): save or fetch it again") from error
@@ -108,19 +109,19 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
 
 
 def _check_talk(tokenizer: Any) -> None:
-    """Raise ValueError for a chat template, or a tokenizer, that comes to no end with four turns, or that says
-    something else each time.
+    """Raise ValueError for a chat template, or a tokenizer, that does not finish with four turns, or whose text differs
+    each time.
 
-    A template is a program of whoever made the checkpoint. It runs in Jinja's sandbox, which limits a loop, but not
-    loops within loops; so it is tried here, in a process of its own, which the system stops.
+    A template is a program by whoever made the checkpoint. Jinja's sandbox limits a loop, but not loops within loops.
+    So the template is tried here in a process of its own, which the system stops.
     """
     if not hasattr(os, "fork"):  # Windows
         return
     child = os.fork()
     if child == 0:
         os._exit(_talk(tokenizer))
-    until, ended, status = time.monotonic() + 2 * TALK_SECONDS, 0, 0
-    while not ended and time.monotonic() < until:
+    deadline, ended, status = time.monotonic() + 2 * TALK_SECONDS, 0, 0
+    while not ended and time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         time.sleep(0 if ended else 0.005)
     if not ended:
@@ -133,8 +134,8 @@ def _check_talk(tokenizer: Any) -> None:
 
 
 def _talk(tokenizer: Any) -> int:
-    """0 where some of four turns, long and short, become the same tokens twice; a template refuses roles that it does
-    not know."""
+    """Exit code of the trial: 0 if the template writes some of four turns, short and long, and the same each time. It
+    may refuse roles that it does not know."""
     import resource
 
     from jinja2 import TemplateError
@@ -142,30 +143,30 @@ def _talk(tokenizer: Any) -> int:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + TALK_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (TALK_SECONDS, TALK_SECONDS))
-    ended = 1
-    for roles, often in itertools.product((TALK[1:2], TALK[1:], TALK), (1, 400)):
-        turns = [{"role": role, "content": " ".join([f"{role} says: yes."] * often)} for role in roles]
+    code = 1
+    for roles, repeats in itertools.product((TALK[1:2], TALK[1:], TALK), (1, 400)):
+        turns = [{"role": role, "content": " ".join([f"{role} says: yes."] * repeats)} for role in roles]
         try:
             text = rendered(tokenizer, turns)
             tokenizer(text)
             if rendered(tokenizer, turns) != text:
                 return 1
-            ended = 0
+            code = 0
         except TemplateError:
             continue
         except BaseException:
             return 1
-    return ended
+    return code
 
 
 def tokenizer(model: str) -> Any:
-    """The tokenizer of a model, named as for `load`, without its weights in memory. Raises InputError for no model."""
+    """The tokenizer of a model, named as for `load`; reads no weights. Raises InputError as `resolve` does."""
     return _tokenizer(resolve(model)[1])
 
 
 def _tokenizer(folder: Path) -> Any:
-    """A checkpoint's tokenizer: tokenizer.json as it stands where no other class is declared. AutoTokenizer takes some
-    families' own class in its place (Qwen2's, which splits texts into bytes), whatever the checkpoint declares."""
+    """A checkpoint's tokenizer: tokenizer.json as it stands, unless another class is declared. AutoTokenizer would use
+    the class of the family for some (Qwen2's, which splits texts into bytes), whatever the checkpoint declares."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     file = folder / "tokenizer_config.json"
@@ -176,7 +177,8 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _check_family(name: str, folder: Path) -> None:
-    """Raise InputError if the engine cannot drive such a model. Builds it without weights."""
+    """Raise InputError if the engine cannot drive a model of this configuration, which is built without weights, or if
+    the weight files do not fit it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -188,22 +190,24 @@ def _check_family(name: str, folder: Path) -> None:
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a configuration makes transformers raise
         raise InputError(f"{name} cannot be built from its config.json ({first_line(error)}): take another") from error
-    asked, held = sum(p.numel() for p in network.parameters()), _held(name, folder)
-    if held and asked > 4 * held:  # four: quantised weights are packed
-        raise InputError(f"{name}: config.json asks for {asked:,} weights, its files hold {held:,}: they do not fit")
+    needed, stored = sum(p.numel() for p in network.parameters()), _stored_numbers(name, folder)
+    if stored and needed > 4 * stored:  # four: quantised weights are packed
+        raise InputError(f"{name}: config.json asks for {needed:,} weights, its files hold {stored:,}: they do not fit")
     check_family(network)
 
 
 def _check_finite(name: str, network: Any) -> None:
-    """Raise InputError for a weight that is NaN or infinite: every logit may be one then, and no row would say why."""
+    """Raise InputError for a weight that is NaN or infinite: then every logit may be so too, and no row would say
+    why."""
     for key, weights in network.named_parameters():
         ends = weights.aminmax() if weights.dtype.is_floating_point and weights.dtype.itemsize > 1 else ()
         if not all(end.isfinite() for end in ends):
             raise InputError(f"{name}: weights of {key} are NaN or infinite: fetch or save the checkpoint again")
 
 
-def _held(name: str, folder: Path) -> int:
-    """Numbers in a folder's .safetensors files, by their headers, which safetensors checks against the files."""
+def _stored_numbers(name: str, folder: Path) -> int:
+    """How many numbers a folder's .safetensors files hold, by their headers, which safetensors checks against the
+    files."""
     from safetensors import SafetensorError, safe_open
 
     total = 0
@@ -217,8 +221,8 @@ def _held(name: str, folder: Path) -> int:
 
 
 def _check_engine(name: str, network: Any) -> None:
-    """Raise InputError unless the engine, keeping every token, gives the logits that the model gives by itself: when it
-    reads a text as a whole, and in two parts."""
+    """Raise InputError unless the engine, with every token kept, gives the model's own logits, both when it reads a
+    text as a whole and when it reads it in two parts."""
     import torch
 
     from kvrepro.engine import generate
@@ -227,7 +231,7 @@ def _check_engine(name: str, network: Any) -> None:
 
     ids = [i % network.config.get_text_config().vocab_size for i in range(100, 100 + PROBE)]
     seen: list[Any] = []
-    hook = network.register_forward_hook(lambda *given: seen.append(given[2].logits[0, -1].float()))
+    hook = network.register_forward_hook(lambda *arguments: seen.append(arguments[2].logits[0, -1].float()))
     try:
         with torch.inference_mode():
             network(torch.tensor([ids], device=network.device), use_cache=False)
@@ -239,11 +243,11 @@ def _check_engine(name: str, network: Any) -> None:
         raise InputError(f"{name} does not run in the engine ({first_line(error)}): take another family") from error
     finally:
         hook.remove()
-    differ = [float((seen[i] - seen[0]).norm() / seen[0].norm()) for i in (1, -1)]
+    differences = [float((seen[i] - seen[0]).norm() / seen[0].norm()) for i in (1, -1)]
     allowed = DIFFERENT.get(str(network.dtype).removeprefix("torch."), 0.2)
-    for differs, how in zip(differ, ("", " that reads in parts"), strict=True):
-        if not differs <= allowed:
-            what = f"gives other logits in an engine{how} ({100 * differs:.2g}% differ)"
+    for difference, how in zip(differences, ("", " that reads in parts"), strict=True):
+        if not difference <= allowed:
+            what = f"gives other logits in an engine{how} ({100 * difference:.2g}% differ)"
             raise InputError(f"{name} {what}: take a family of data/families.csv")
 
 
@@ -269,26 +273,26 @@ def embedded() -> dict[str, Path]:
 
 
 def resolve(model: str) -> tuple[str, Path]:
-    """(name, folder) of a checkpoint that passed every check short of reading its weights; fetches a hub id."""
+    """(name, folder) of a checkpoint that passed every check but those of its weights' values; fetches a hub id."""
     name, folder = located(model)
     return name, _fetched(model) if folder is None else _checked(model, folder)
 
 
 def look(model: str) -> None:
-    """Raise InputError for a name that is no checkpoint's, as far as that shows at a glance."""
+    """Raise InputError for a name that is no checkpoint's. Looks only at the name and at config.json."""
     name, folder = located(model)
     if folder is not None:
         _json(name, folder / "config.json")
 
 
 def located(model: str) -> tuple[str, Path | None]:
-    """(name as pages show it, folder) of a checkpoint that is here, (name, None) of a hub id. Raises InputError for
-    what can be neither; reads nothing."""
+    """(name as pages show it, folder) of a local checkpoint, (name, None) of a hub id. Reads nothing. Raises InputError
+    for a name that can be neither."""
     ensure(str, model=model)
     if not model.isprintable() or not 0 < len(model) <= LONGEST:
         raise InputError(f"unknown model {model[:50]!r}: use a name or a path, of printed signs")
-    if model in (own := embedded()):
-        return model, own[model]
+    if model in (shipped := embedded()):
+        return model, shipped[model]
     if model in (DEFAULT, *BESIDE):
         way_out = f"pip installs {DEFAULT} only, work in a clone" if INSTALLED else "run git checkout data/models"
         raise InputError(f"the embedded model {model} is missing at {EMBEDDED.with_name(model)}: {way_out}")
@@ -299,8 +303,8 @@ def located(model: str) -> tuple[str, Path | None]:
             return plain(folder.resolve().name), folder.resolve()
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model, re.ASCII) and not model.startswith("."):
         return model, None
-    known = f"{', '.join(own)}, an existing checkpoint folder, or a hub id such as owner/name"
-    raise InputError(f"unknown model '{model[:200]}': use {known}")
+    choices = f"{', '.join(shipped)}, an existing checkpoint folder, or a hub id such as owner/name"
+    raise InputError(f"unknown model '{model[:200]}': use {choices}")
 
 
 def _fetched(model: str) -> Path:
@@ -333,6 +337,8 @@ def _unreachable(model: str, error: Exception) -> InputError:
 
 
 def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
+    """The folder of a checkpoint, if it can be used; InputError otherwise. files: names of the checkpoint's files;
+    None: those in the folder."""
     files = [path.name for path in folder.iterdir()] if files is None else files
     for path in _read(folder):
         if not (path.is_file() and _small(path)):
@@ -345,9 +351,9 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
     generation = _json(name, folder / "generation_config.json") if "generation_config.json" in files else {}
     for part in (config, generation):
         ends = part.get("eos_token_id")
-        for one in ends if isinstance(ends, list) else [ends]:
-            if one is not None:
-                ensure(Number(0, most=2**31, whole=True), f"{name} (its configuration)", eos_token_id=one)
+        for token in ends if isinstance(ends, list) else [ends]:
+            if token is not None:
+                ensure(Number(0, most=2**31, whole=True), f"{name} (its configuration)", eos_token_id=token)
     if "auto_map" in config or "auto_map" in tokenizer:
         raise InputError(
             f"{name} asks for remote code (auto_map), which is never run here: if transformers has "
@@ -355,9 +361,9 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
         )
     if not any(file.endswith(".safetensors") for file in files):
         binary = any(file.endswith(".bin") for file in files)
-        held = "only .bin weights, which can run code" if binary else "no .safetensors weights"
+        weights = "only .bin weights, which can run code" if binary else "no .safetensors weights"
         way_out = "convert it with save_pretrained (safetensors), or take another checkpoint"
-        raise InputError(f"{name} has {held}: {way_out}")
+        raise InputError(f"{name} has {weights}: {way_out}")
     if "adapter_config.json" in files:
         raise InputError(f"{name} has an adapter (adapter_config.json): merge it into its model and save that")
     _check_weights(name, folder, config.get("transformers_weights"), files)
@@ -371,9 +377,9 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
 
 
 def _read(folder: Path) -> list[Path]:
-    """What libraries may read of a checkpoint; of its chat templates one lies in a folder of its own."""
-    own = [path for path in folder.iterdir() if any(path.match(kind) for kind in READ)]
-    return sorted(own) + sorted(folder.glob("additional_chat_templates/*.jinja"))
+    """The files of a checkpoint that libraries may read; some chat templates lie in a folder of their own."""
+    files = [path for path in folder.iterdir() if any(path.match(pattern) for pattern in READ)]
+    return sorted(files) + sorted(folder.glob("additional_chat_templates/*.jinja"))
 
 
 def _small(path: Path) -> bool:
@@ -381,7 +387,7 @@ def _small(path: Path) -> bool:
 
 
 def _check_sizes(name: str, config: dict[str, Any]) -> None:
-    """Raise InputError for sizes that no model has, before one is built from them, and for kernels from the hub."""
+    """Raise InputError for sizes that no model has, before one is built with them, and for kernels from the hub."""
     for key, most in SIZES.items():
         if config.get(key) is not None:
             ensure(Number(1, most, whole=True), f"{name} (config.json)", **{key: config[key]})
@@ -390,21 +396,21 @@ def _check_sizes(name: str, config: dict[str, Any]) -> None:
             raise InputError(f"{name} asks for remote code ({key} {config[key]!r}): remove that from a local copy")
 
 
-def _check_weights(name: str, folder: Path, told: object, files: Sequence[str]) -> None:
+def _check_weights(name: str, folder: Path, declared: object, files: Sequence[str]) -> None:
     """Raise InputError unless transformers would read weights from .safetensors files of the folder and no others.
 
-    told: the file that config.json names, if it names one.
+    declared: the file that config.json names, if it names one.
     """
-    first = told or next((file for file in (SINGLE, INDEX) if file in files), SINGLE)
+    first = declared or next((file for file in (SINGLE, INDEX) if file in files), SINGLE)
     shards = [first]
     if first in files and Path(str(first)).name == first and first.endswith(".index.json"):
         parts = _json(name, folder / first).get("weight_map")
         shards = list(parts.values()) if isinstance(parts, dict) else [None]
     for file in shards:
         if file not in files or Path(str(file)).name != file or not file.endswith(".safetensors"):
-            by = "" if file == SINGLE else f", which {'config.json' if file == told else first} names"
+            named_by = "" if file == SINGLE else f", which {'config.json' if file == declared else first} names"
             way_out = "keep all weights as .safetensors files in its folder, as save_pretrained does"
-            raise InputError(f"{name} reads weights from {file!r}{by}: {way_out}")
+            raise InputError(f"{name} reads weights from {file!r}{named_by}: {way_out}")
 
 
 def _json(name: str, path: Path) -> dict[str, Any]:
@@ -417,11 +423,11 @@ def _json(name: str, path: Path) -> dict[str, Any]:
 
 
 def device_of(device: str) -> str:
-    """What torch, or "balanced", is told of a device as `load` names it. Raises InputError for one that is not here."""
+    """The name that torch has for a device of `load`, or "balanced". Raises InputError for a device that is not
+    here."""
     import torch
 
     ensure(str, device=device)
-
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "balanced":
@@ -442,8 +448,8 @@ def device_of(device: str) -> str:
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """sha256 (first 16 hex digits) over the files that may decide an answer: weights, configuration, what tokenizers
-    read; of large files remembered by size and time."""
+    """sha256 (first 16 hex digits) over the files that may decide an answer: weights, configuration, and the files of
+    the tokenizer. The hashes of large files are remembered by size and time."""
     total = hashlib.sha256()
     for path in _read(folder):
         if path.is_file():
@@ -454,14 +460,14 @@ def checkpoint_hash(folder: Path) -> str:
 def _file_hash(path: Path) -> str:
     real = path.resolve()
     stat = real.stat()
-    told = f"{real} {stat.st_size} {stat.st_mtime_ns}"
-    note = CACHE / "hashes" / hashlib.sha256(told.encode()).hexdigest()
+    identity = f"{real} {stat.st_size} {stat.st_mtime_ns}"
+    note = CACHE / "hashes" / hashlib.sha256(identity.encode()).hexdigest()
     if note.is_file():
         return note.read_text()
     with real.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if stat.st_size > 100_000_000:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if stat.st_size > LARGEST:
         note.parent.mkdir(parents=True, exist_ok=True)
         with replaced(note) as aside:
-            aside.write_text(found)
-    return found
+            aside.write_text(digest)
+    return digest

@@ -188,10 +188,10 @@ def test_no_policy_reaches_anothers_scorer():
     assert len(scorers) > 20
     for policy in CATALOGUE.values():
         functions = {(function.__module__, function.__name__) for function in policy.functions}
-        assert scorers & set(fingerprint.HERE.reached(*functions)) == scorers & functions, policy.title
+        assert scorers & set(fingerprint.PROJECT.reached(*functions)) == scorers & functions, policy.title
     for regime in (None, *(kind() for kind in REGIMES.values())):
         roots, left = answers._decided_by(Condition("k_norm", 0.5, regime) if regime else Condition(), "torch")
-        assert not scorers & set(fingerprint.HERE.reached(*roots, apart=left["apart"]))
+        assert not scorers & set(fingerprint.PROJECT.reached(*roots, apart=left["apart"]))
 
 
 STUDIES = {  # computations per item: under no regime, under one that they make, under those of their parameters
@@ -234,8 +234,8 @@ def test_a_study_per_item_depends_on_the_regimes_that_it_names(file, line, whose
      (("kvrepro.engine.signals", "PromptSignals"), ("kvrepro.engine.signals", "_by_position"))],
 )  # fmt: skip
 def test_code_of_one_regime_counts_for_a_study_that_reads_it_itself(reader, read):
-    assert read in fingerprint.HERE.reached(reader, apart=answers.of_others([]))
-    assert read not in fingerprint.HERE.reached(("kvrepro.engine.generate", "generate"), apart=answers.of_others([]))
+    assert read in fingerprint.PROJECT.reached(reader, apart=answers.of_others([]))
+    assert read not in fingerprint.PROJECT.reached(("kvrepro.engine.generate", "generate"), apart=answers.of_others([]))
 
 
 def test_what_a_regime_runs_is_in_its_keys_and_what_it_alone_runs_in_no_others():
@@ -244,17 +244,17 @@ def test_what_a_regime_runs_is_in_its_keys_and_what_it_alone_runs_in_no_others()
     regimes = {kind: kind() for kind in REGIMES.values() if kind is not Regime}
     called = {kind: _called(model, text, regime) for kind, regime in regimes.items()}
     functions = {(f.__module__, f.__name__) for name in POLICIES for f in CATALOGUE[name].functions}
-    own = set(fingerprint.HERE.reached(*functions))
+    own = set(fingerprint.PROJECT.reached(*functions))
     for kind, names in called.items():
         assert len(names) > 30
         roots, left = answers._decided_by(Condition("lru", 40, kind()), "torch")
-        assert names <= own | set(fingerprint.HERE.reached(*roots, apart=left["apart"])) | IDLE, kind
+        assert names <= own | set(fingerprint.PROJECT.reached(*roots, apart=left["apart"])) | IDLE, kind
         alone = names.difference(*(of for other, of in called.items() if other is not kind)) - SEVERAL
         for other, regime in regimes.items():
             if other is not kind:
                 condition = Condition("lru" if other is SharedCap else "k_norm", 40, regime)
                 roots, left = answers._decided_by(condition, "torch")
-                found = fingerprint.HERE.reached(*roots, apart=left["apart"])
+                found = fingerprint.PROJECT.reached(*roots, apart=left["apart"])
                 assert not alone & set(found), (kind, other)
 
 

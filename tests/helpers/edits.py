@@ -31,7 +31,7 @@ def stale(keys: Callable[[], dict[Named, str]], file: str, line: str) -> set[Nam
 def under(code: Code, keys: Callable[[], dict[Named, str]]) -> dict[Named, str]:
     """`keys()` of other code than this package's."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fingerprint, "HERE", code)
+        patched.setattr(fingerprint, "PROJECT", code)
         fingerprint.code.cache_clear()
         found = keys()
     fingerprint.code.cache_clear()

@@ -1,4 +1,4 @@
-"""What a chat template makes of turns, the same on every day."""
+"""Text of a chat template, the same on every day."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from unittest import mock
 
 
 class OneDay(datetime.datetime):
-    """The day that templates hear of which write the date: the one that Llama 3.1's has by itself."""
+    """The date for templates that write one: the day that Llama 3.1's template has by default."""
 
     @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> "OneDay":
@@ -15,6 +15,7 @@ class OneDay(datetime.datetime):
 
 
 def rendered(tokenizer: Any, turns: Sequence[Mapping[str, Any]], answer: bool = True) -> str:
-    """The text of some turns; answer: with what opens the model's own. Raises what the template raises."""
-    with mock.patch("transformers.utils.chat_template_utils.datetime", OneDay):  # templates are handed data alone
+    """The text of some turns. answer: followed by the words that open the model's answer. Raises what the template
+    raises."""
+    with mock.patch("transformers.utils.chat_template_utils.datetime", OneDay):  # a template cannot be given a date
         return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=answer))

@@ -98,18 +98,18 @@ def run(
     options = _named(option)
     chosen |= {"dry_run": dry_run or None}
     settings = Settings.of(options, device=device, **{k: v for k, v in chosen.items() if v is not None})
-    told = {"model": model, "items": items, "n_items": n_items, "device": device, "seed": settings.seed}
-    check_values(told | {"results": settings.results, "options": options})
+    values = {"model": model, "items": items, "n_items": n_items, "device": device, "seed": settings.seed}
+    check_values(values | {"results": settings.results, "options": options})
     ensure((Number(1, 10**9, whole=True), None), max_new_tokens=max_new_tokens, limit=limit)
     ensure_name(name)
     loaded = models.load(model, settings.device, settings.dtype)
     new = 32 if max_new_tokens is None else max_new_tokens
     room = prompt_limit(loaded, new, limit)
     count = data.AtMost(12) if n_items is None else n_items
-    asked = data.load_fitting(items, count, loaded.tokenizer, room, settings.seed, min(room, 1900))
+    drawn = data.load_fitting(items, count, loaded.tokenizer, room, settings.seed, min(room, 1900))
     if max_new_tokens is not None:
-        asked = [replace(item, meta=item.meta | {"max_new_tokens": new}) for item in asked]
-    rows = run_study(Answers("run", name, asked, conditions, new, limit), loaded, settings)
+        drawn = [replace(item, meta=item.meta | {"max_new_tokens": new}) for item in drawn]
+    rows = run_study(Answers("run", name, drawn, conditions, new, limit), loaded, settings)
     if settings.dry_run:
         return
     print(_table(rows, measure).round(3).to_string(index=False))
@@ -125,10 +125,10 @@ def run(
 
 
 def _sweep(context: typer.Context, file: Path, dry_run: bool, chosen: dict[str, Any]) -> None:
-    """Run a sweep file; InputError for options that are of a single study."""
-    source = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, of in source.items() if of is not None and of.name == "COMMANDLINE"]
-    if other := sorted(set(given) - {"sweep", "dry_run", *chosen}):
+    """Run a sweep file. Raises InputError for options of a single study."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if other := sorted(set(typed) - {"sweep", "dry_run", *chosen}):
         raise InputError(f"{file} says what runs: leave out --{other[0].replace('_', '-')}, or the file")
     try:
         from kvrepro.tools import sweep
@@ -152,12 +152,14 @@ def policies(name: Annotated[str, Argument(help="one of them, or my_policy.py:MI
         print("full: keeps every token, and has no parameters")
         return
     p = policy.find(name)
-    own = {"name": name, "title": p.title, "keeps": p.rule, "source": p.source, "regimes": ", ".join(p.regimes)}
-    print(*(f"{key}: {value}" for key, value in {**rows.get(name, own), "code": p.code}.items() if value), sep="\n")
+    described = {"name": name, "title": p.title, "keeps": p.rule, "source": p.source, "regimes": ", ".join(p.regimes)}
+    print(
+        *(f"{key}: {value}" for key, value in {**rows.get(name, described), "code": p.code}.items() if value), sep="\n"
+    )
     readings = {reading: p.reading(reading) for reading in p.readings}
     for key in {**p.parameters, **p.as_run}:
-        values = ", ".join(f"{reading} {found[key]}" for reading, found in readings.items() if key in found)
-        print(f"    {key}: {values} ({allowed.said(p.kind(key))})")
+        texts = [f"{reading} {values[key]}" for reading, values in readings.items() if key in values]
+        print(f"    {key}: {', '.join(texts)} ({allowed.said(p.kind(key))})")
 
 
 @app.command()
@@ -177,20 +179,20 @@ def items(
     from kvrepro.world import world
 
     if not name:
-        print(ITEMS, f"Tasks of tinyworld: {', '.join(world.KNOWN)}", sep="\n\n")
+        print(ITEMS, f"Tasks of tinyworld: {', '.join(world.EVERY)}", sep="\n\n")
         return
     if name.partition(":")[0] == "ruler" and model is None:
         raise InputError(
             f"{name}: ruler's items are counted in a model's own tokens: name it, -m small-gqa for instance"
         )
-    with contextlib.redirect_stdout(sys.stderr):  # what is said of items is none of their lines
-        found = data.load_items(name, n_items, seed, tokens, None if model is None else models.tokenizer(model))
-    for item in found:
+    with contextlib.redirect_stdout(sys.stderr):  # remarks on items do not belong among their lines
+        sample = data.load_items(name, n_items, seed, tokens, None if model is None else models.tokenizer(model))
+    for item in sample:
         print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=False))
 
 
-def _conditions(policies: list[str], budgets: list[str], regime: str, given: dict[str, Any]) -> "list[Condition]":
-    """The full cache, and every policy with every budget; InputError for what is unknown."""
+def _conditions(policies: list[str], budgets: list[str], regime: str, settings: dict[str, Any]) -> "list[Condition]":
+    """The full cache, and every policy with every budget. Raises InputError for an unknown policy or setting."""
     from dataclasses import fields
 
     from kvrepro.engine.allowed import ensure
@@ -201,23 +203,23 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, given: dic
     regime = regime.replace("-", " ").replace("_", " ")
     if regime:
         ensure(tuple(REGIMES), regime=regime)
-    own = {f.name for f in fields(Condition)} - {"policy", "budget", "regime", "switches"}
-    found, taken = [Condition()], set()
+    of_conditions = {f.name for f in fields(Condition)} - {"policy", "budget", "regime", "switches"}
+    more = {name: settings[name] for name in of_conditions & settings.keys()}
+    conditions, used = [Condition()], set()
     for policy in (name for name in policies if name != "full"):
         p = find(policy)
         kind = REGIMES[regime or p.regimes[0]]
-        theirs = {f.name for f in fields(kind)} & given.keys()
-        switches = {*p.parameters, *p.as_run, *(() if p.shared else ("sinks", "recent"))} & given.keys()
-        taken |= theirs | switches | own
-        when = kind(**{name: given[name] for name in theirs})
-        pairs = tuple((name, given[name]) for name in sorted(switches))
-        mine = {name: given[name] for name in own & given.keys()}
-        found += [Condition(policy, _budget(size), when, switches=pairs, **mine) for size in budgets]
-    if unknown := ", ".join(sorted(given.keys() - taken)):
+        of_regime = {f.name for f in fields(kind)} & settings.keys()
+        of_policy = {*p.parameters, *p.as_run, *(() if p.shared else ("sinks", "recent"))} & settings.keys()
+        used |= of_regime | of_policy | of_conditions
+        when = kind(**{name: settings[name] for name in of_regime})
+        switches = tuple((name, settings[name]) for name in sorted(of_policy))
+        conditions += [Condition(policy, _budget(size), when, switches=switches, **more) for size in budgets]
+    if unknown := ", ".join(sorted(settings.keys() - used)):
         raise InputError(f"no condition, regime or policy here has {unknown}: see `kvrepro policies NAME`")
-    for condition in found:
+    for condition in conditions:
         check(condition)
-    return found
+    return conditions
 
 
 def _check_table(measure: str, out: Path | None) -> None:
@@ -235,9 +237,9 @@ def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":
     """Per policy and budget: the measure's mean, its interval, tokens that a head holds, memory as a share of full."""
     from kvrepro.experiment import stats
 
-    by = ["policy", "share", "capacity"]
-    table = stats.means(rows, by, measure)
-    groups = rows.assign(memory=rows.bytes_held / rows.bytes_full).groupby(by, sort=False, dropna=False)
+    keys = ["policy", "share", "capacity"]
+    table = stats.means(rows, keys, measure)
+    groups = rows.assign(memory=rows.bytes_held / rows.bytes_full).groupby(keys, sort=False, dropna=False)
     table = table.merge(groups[["kept_mean", "memory"]].mean().reset_index())
     table["budget"] = [
         "-" if policy == "full" else f"{share:g}" if share == share else f"{capacity:g}"
@@ -261,18 +263,19 @@ def _named(texts: list[str]) -> dict[str, Any]:
     """`["until=question", "spans=[a, b]"]` as a dict, values read as YAML."""
     from kvrepro.experiment.parameters import read
 
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise InputError(f"{text!r} is not of the form name=value")
-        given = read(value)
-        found[key] = tuple(given) if isinstance(given, list) else given
-    return found
+        value_read = read(value)
+        values[key] = tuple(value_read) if isinstance(value_read, list) else value_read
+    return values
 
 
-def _program(name: str, module: str, told: str) -> None:
-    """Mount the `main` of a module, which is imported when it is called, so that help is quick."""
+def _program(name: str, module: str, purpose: str) -> None:
+    """Add a command that runs the `main` of a module. The module is imported only when it runs, so that help is
+    quick."""
 
     @one_line_errors()
     def started(context: typer.Context) -> None:
@@ -280,7 +283,7 @@ def _program(name: str, module: str, told: str) -> None:
             main = importlib.import_module(module).main
         except ModuleNotFoundError as missing:
             raise InputError(f"kvrepro {name} needs {missing.name}: pip install 'kvrepro[book]'") from None
-        if name in ("data", "store"):  # commands of its own, which read the command line
+        if name in ("data", "store"):  # they have commands of their own, and read the command line themselves
             sys.argv[:] = [f"kvrepro {name}", *context.args]
             main()
             return
@@ -289,7 +292,7 @@ def _program(name: str, module: str, told: str) -> None:
         command.run(main, f"kvrepro {name}", context.args)
 
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(name, help=told, context_settings=settings, add_help_option=False)(started)
+    app.command(name, help=purpose, context_settings=settings, add_help_option=False)(started)
 
 
 for title, (place, purpose) in PROGRAMS.items():

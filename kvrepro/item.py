@@ -21,10 +21,10 @@ class Span:
 class Item:
     """One question to a model: chat messages, gold answer, named spans.
 
-    `context` and `question` are set where a passage may be cut to the prompt's length, `form` says how the two become
-    messages: "" as the protection paper does, else a set of LongBench (see `build_prompt`). `task` groups the items of
-    a per-domain table. `meta` carries what a checker needs: `answers` (all references), `metric` (a name of
-    `kvrepro.experiment.measure.METRICS`), `classes` (all labels), `max_new_tokens` (of the answer).
+    `context` and `question` are set where a passage may be cut to the prompt's length. `form` says how the two become
+    messages: "" as in the protection paper, otherwise as in the set of LongBench that it names (see `build_prompt`).
+    `task` groups the items of a per-domain table. `meta` holds what a checker needs: `answers` (all references),
+    `metric` (a name of `kvrepro.experiment.measure.METRICS`), `classes` (all labels), `max_new_tokens` (of the answer).
     """
 
     id: str
@@ -43,10 +43,10 @@ class Item:
 
 
 def plain(name: str) -> str:
-    """A name (of an item, a task, a model) that means itself on every page: signs that HTML, Markdown or a formula
-    would read become their full-width twins, what is not printed becomes a space. Raises ValueError for long ones."""
+    """A name (of an item, a task, a model) as every page may show it: signs that HTML, Markdown or a formula would
+    interpret become their full-width twins, unprintable ones become spaces. Raises ValueError for long names."""
     if len(name) > LONGEST:
         raise ValueError(f"the name {name[:20]!r}... has {len(name):,} characters: give it at most {LONGEST}")
     text = "".join(sign if sign.isprintable() else " " for sign in name).strip().translate(MARKUP)
-    odd = r"^[^\w]|^\d+[.)](?=\s)|\b_+|_+\b"  # what begins a list, a heading, a fence; underscores that stress a word
-    return re.sub(odd, lambda found: "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in found[0]), text)
+    odd = r"^[^\w]|^\d+[.)](?=\s)|\b_+|_+\b"  # the begin of a list, a heading, a fence; underscores that stress a word
+    return re.sub(odd, lambda match: "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in match[0]), text)

@@ -24,8 +24,8 @@ GPU = DATA / "gpu"  # tables measured on a GPU
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write, which takes its place when it is whole; a reader meets whole files only. Each
-    writer has a file of its own, and the last one wins."""
+    """A context with a temporary file to write beside `path`, which then replaces `path`; so a reader meets whole files
+    only. Each writer has a file of its own, and the last one wins."""
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield aside
@@ -35,7 +35,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_table(table: Path, rows: "pd.DataFrame", form: str | None = "%.4g") -> None:
-    """Write a table of the project (CSV) whole, or leave what is there. form: of its numbers that are not whole; None:
-    in full."""
+    """Write a table of the project (CSV) as a whole, or leave the old one. form: of numbers with decimals; None: in
+    full."""
     with replaced(table) as aside:
         rows.to_csv(aside, index=False, float_format=form)

@@ -234,7 +234,7 @@ def _tasks(names: str) -> list[str]:
 
     groups = {"": world.TASKS, "domains": world.DOMAINS, "long": world.LONG}
     tasks = [task for name in names.split(",") for task in groups.get(name, [name])]
-    ensure_known("tinyworld task", tasks, world.KNOWN, also=filter(None, groups))
+    ensure_known("tinyworld task", tasks, world.EVERY, also=filter(None, groups))
     return list(dict.fromkeys(tasks))
 
 

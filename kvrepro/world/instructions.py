@@ -1,4 +1,4 @@
-"""Verifiable instructions: how each is worded, what obeying it does to an answer, a checker that reads the text alone.
+"""Verifiable instructions: the wording of each, its effect on an answer, and a checker that reads only the text.
 
 The answer to "Report on amber boats and old hats." is "amber boats and old hats are fine" when no instruction applies.
 No checker is passed by the empty answer or by a refusal.
@@ -14,7 +14,7 @@ from kvrepro.item import Item
 from kvrepro.world import words as w
 
 Words = list[str]
-Rule = tuple[str, ...]  # what one instruction drew, e.g. ("anchor",)
+Rule = tuple[str, ...]  # the words that were drawn for an instruction, e.g. ("anchor",)
 TIMES = {"twice": 2, "thrice": 3}
 
 
@@ -38,20 +38,21 @@ def _nothing(rng: random.Random, verb: int) -> Rule:
     return ()
 
 
-def _said(answer: str) -> Words:
+def _words(answer: str) -> Words:
     """The answer's words and numbers in lower case, without marks and quotes."""
     return re.findall(r"\w+", answer.lower())
 
 
 def _avoids(answer: str, word: str) -> bool:
-    """Another word of its kind stands in its place: to say nothing is not to obey."""
-    said = _said(answer)
-    return word not in said and any(quality in said for quality in w.QUALITIES)
+    """Whether another word of its kind stands in the word's place; an answer without any does not obey."""
+    words = _words(answer)
+    return word not in words and any(quality in words for quality in w.QUALITIES)
 
 
 def _repeats(answer: str, times: str) -> bool:
-    """The parts between semicolons are the same; one word may open the first part, and one may close the last."""
-    first, *others = [_said(part) for part in answer.split(";")]
+    """Whether the parts between semicolons are the same. One word may open the first part, and one may close the
+    last."""
+    first, *others = [_words(part) for part in answer.split(";")]
     if len(others) + 1 != TIMES[times]:
         return False
     *middle, last = others
@@ -61,9 +62,10 @@ def _repeats(answer: str, times: str) -> bool:
 
 
 def _numbers(answer: str) -> bool:
-    """In each part the things, listed before `are` with `and` between, are numbered 1, 2 ...; a word may come first."""
+    """Whether the things of each part, listed before `are` with `and` between them, are numbered 1, 2 ...; a word may
+    come first."""
     for part in answer.split(";"):
-        listed, are, _ = f" {' '.join(_said(part))} ".partition(" are ")
+        listed, are, _ = f" {' '.join(_words(part))} ".partition(" are ")
         things = [thing.split() for thing in listed.split(" and ")]
         if not are or len(things) < 2:
             return False
@@ -79,9 +81,9 @@ def _quotes(answer: str) -> bool:
 
 
 _INSTRUCTIONS: dict[str, tuple[str, Callable[[random.Random, int], Rule], Callable[..., bool]]] = {
-    "start": ("Always start your answer with the word {} ##.", _keyword, lambda a, word: _said(a)[:1] == [word]),
-    "end": ("Always end your answer with the word {} ##.", _keyword, lambda a, word: _said(a)[-1:] == [word]),
-    "keyword": ("Be sure to mention the word {} somewhere in it ##.", _keyword, lambda a, word: word in _said(a)),
+    "start": ("Always start your answer with the word {} ##.", _keyword, lambda a, word: _words(a)[:1] == [word]),
+    "end": ("Always end your answer with the word {} ##.", _keyword, lambda a, word: _words(a)[-1:] == [word]),
+    "keyword": ("Be sure to mention the word {} somewhere in it ##.", _keyword, lambda a, word: word in _words(a)),
     "avoid": ("Never use the word {} in anything you write ##.", lambda _, verb: (w.QUALITIES[verb],), _avoids),
     "repeat": ("Say the whole of your answer {} over ##.", lambda rng, _: (rng.choice(list(TIMES)),), _repeats),
     "capitals": ("Write your whole answer in capital letters ##.", _nothing, str.isupper),

@@ -33,7 +33,7 @@ def row(rng: random.Random, task: str, length: int, evaluation: bool, turns: int
 
 
 def repeated(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
-    """A random sequence said twice: the plainest induction there is. The second saying counts as the answer."""
+    """A random sequence twice, the plainest task of induction. The second time counts as the answer."""
     half = length // 2
     first = [rng.randrange(len(w.SPECIALS), len(vocabulary())) for _ in range(half)]
     return first + first, [0] * half + [1] * half

@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 @cache
 def vocabulary() -> dict[str, int]:
-    """Every word the world can say, in a fixed order; ids are positions in it."""
+    """Every word of the world's texts with its id, in a fixed order."""
     from kvrepro.world import world
 
     grammar: set[str] = set()

@@ -1,8 +1,8 @@
 """Conversations of the world: passages of facts among filler, questions, instructions, secrets.
 
-Text is built as a list of words; a word written `##.` sticks to the one before it, as in the tokenizer, so that
+Text is built as a list of words. A word written `##.` sticks to the one before it, as in the tokenizer, so that
 counting words is counting tokens. Every person and every thing of an evaluation item is a pair of words that no
-training conversation shows; a chain of copies starts with a link that starts none in training.
+training conversation shows; a chain of copies starts with a link that starts no chain in training.
 """
 
 import random
@@ -41,8 +41,8 @@ ORDINALS = "first second third fourth".split()
 Words = list[str]
 Pair = tuple[str, str]
 Range = tuple[int, int]  # [start, end) in words
-Maybe = bool | None  # None: drawn; a first turn in evaluation asks for an answer
-Ask = tuple[Words, Words, list[int]]  # question, answer, and which facts hold it
+Maybe = bool | None  # None: drawn at random, but the first turn in evaluation asks for an answer
+Ask = tuple[Words, Words, list[int]]  # question, answer, and the numbers of the facts that hold it
 
 
 @dataclass
@@ -51,13 +51,13 @@ class Conversation:
 
     system: Words
     turns: list[tuple[Words, Words]]
-    evidence: list[Range] = field(default_factory=list)  # what holds the answer, in the first user turn
+    evidence: list[Range] = field(default_factory=list)  # where the first user turn holds the answer
     meta: dict = field(default_factory=dict)
     system_spans: dict[str, Range] = field(default_factory=dict)
     asks: int = 0  # where the question starts in the first user turn
 
 
-# (random numbers, length of the whole conversation in tokens, held-out words or training's, turns) -> a conversation
+# (random numbers, tokens of the whole conversation, held-out words or those of training, turns) -> a conversation
 Build = Callable[[random.Random, int, bool, int], Conversation]
 
 
@@ -70,15 +70,15 @@ def pairs(rng: random.Random, firsts: list[str], seconds: list[str], n: int, eva
     """n pairs without a repeated first or second word, all on the same side of the hold-out."""
     if n > min(len(firsts), len(seconds)) * 2 // 3:
         raise ValueError(f"{n} distinct pairs asked of {len(firsts)} x {len(seconds)} words: ask for fewer")
-    out, used = [], set()
+    drawn, used = [], set()
     for first in rng.sample(firsts, len(firsts)):
         for second in rng.choices(seconds, k=32):
             if second not in used and held_out(first, second) == evaluation:
-                out.append((first, second))
+                drawn.append((first, second))
                 used.add(second)
                 break
-        if len(out) == n:
-            return out
+        if len(drawn) == n:
+            return drawn
     return pairs(rng, firsts, seconds, n, evaluation)
 
 
@@ -94,40 +94,41 @@ def passage(
     rng: random.Random, facts: list[Words], tokens: int, where: tuple[float, float] = (0.0, 1.0),
     speakers: Words | None = None, shuffle: bool = True,
 ) -> tuple[Words, list[Range]]:  # fmt: skip
-    """(words, range of each fact): facts strewn over the part `where` of `tokens` words, in their order or not."""
+    """(words, range of each fact): a text of `tokens` words, with the facts scattered over its part `where`. shuffle:
+    in random order."""
     room = tokens - sum(map(len, facts))
     n_filler = max(0, room // (len(FILLER[0]) + (2 if speakers else 0)))
     lo, hi = int(where[0] * n_filler), max(int(where[1] * n_filler), int(where[0] * n_filler))
     slots = sorted(rng.randint(lo, hi) for _ in facts)
     order = rng.sample(range(len(facts)), len(facts)) if shuffle else list(range(len(facts)))
-    out, where_is, k = [], [(0, 0)] * len(facts), 0
+    text, ranges, placed = [], [(0, 0)] * len(facts), 0
     for i in range(n_filler + 1):
-        while k < len(facts) and slots[k] == i:
-            where_is[order[k]] = (len(out), len(out) + len(facts[order[k]]))
-            out += facts[order[k]]
-            k += 1
+        while placed < len(facts) and slots[placed] == i:
+            ranges[order[placed]] = (len(text), len(text) + len(facts[order[placed]]))
+            text += facts[order[placed]]
+            placed += 1
         if i < n_filler:
-            out += [rng.choice(speakers), "##:"] if speakers else []
-            out += rng.choice(FILLER)
-    return out, where_is
+            text += [rng.choice(speakers), "##:"] if speakers else []
+            text += rng.choice(FILLER)
+    return text, ranges
 
 
 def question(*parts: str | Sequence[str]) -> Words:
-    """`Question: ...` of strings, which are split, and lists of words."""
-    out = ["Question", "##:"]
+    """`Question: ...` from strings, which are split into words, and lists of words."""
+    text = ["Question", "##:"]
     for part in parts:
-        out += part.split() if isinstance(part, str) else list(part)
-    return out
+        text += part.split() if isinstance(part, str) else list(part)
+    return text
 
 
 def stated(fact: str, key: Sequence[str], value: Sequence[str]) -> Words:
-    """The fact with key and value in the place of <kv>, so that the value stands right after its key."""
+    """The fact with key and value in place of <kv>, so that the value stands right after its key."""
     before, after = fact.split("<kv>")
     return [*before.split(), *key, *value, *after.split()]
 
 
-def some(rng: random.Random, most: int, evaluation: bool) -> int:
-    """How many facts: `most` in evaluation, from a third of it on in training; two at least unless `most` is one."""
+def fact_count(rng: random.Random, most: int, evaluation: bool) -> int:
+    """How many facts: `most` in evaluation, a third of it or more in training; at least two unless `most` is one."""
     most = max(2, most) if most != 1 else 1
     return most if evaluation or most == 1 else rng.randint(max(2, most // 3), most)
 
@@ -141,7 +142,7 @@ def _fact_task(
     fact: <kv> stands for key and value, <n> for a running number, <s> for a speaker. per_tokens: one fact in so many
     tokens of `where`, `most` at most.
     """
-    n = some(rng, min(most, int(tokens * (where[1] - where[0])) // per_tokens), evaluation)
+    n = fact_count(rng, min(most, int(tokens * (where[1] - where[0])) // per_tokens), evaluation)
     keys, values = people(rng, n, evaluation), things(rng, n * n_values, evaluation)
     speakers = rng.sample(w.FIRST, 4) if speech else None
     facts, answers = [], []
@@ -151,35 +152,35 @@ def _fact_task(
         facts.append(stated(text, key, value))
         answers.append(value)
     chosen = rng.sample(range(n), min(turns, n))
-    asked = [(question(ask, keys[i], "##?"), answers[i], [i]) for i in chosen]
-    return _conversation(rng, tokens, facts, asked, where, speakers)
+    asks = [(question(ask, keys[i], "##?"), answers[i], [i]) for i in chosen]
+    return _conversation(rng, tokens, facts, asks, where, speakers)
 
 
 def _conversation(
-    rng: random.Random, tokens: int, facts: list[Words], asked: list[Ask], where: tuple[float, float] = (0.0, 1.0),
+    rng: random.Random, tokens: int, facts: list[Words], asks: list[Ask], where: tuple[float, float] = (0.0, 1.0),
     speakers: Words | None = None, shuffle: bool = True,
 ) -> Conversation:  # fmt: skip
-    """Put facts into a passage that leaves room for the turns; the first question follows the passage."""
-    used = len(SYSTEM) + 2 + sum(len(q) + len(a) + 4 for q, a, _ in asked)
+    """A conversation whose passage holds the facts and leaves room for the turns; the first question follows it."""
+    used = len(SYSTEM) + 2 + sum(len(q) + len(a) + 4 for q, a, _ in asks)
     text, places = passage(rng, facts, tokens - used, where, speakers, shuffle)
-    turns = [(q, a) for q, a, _ in asked]
+    turns = [(q, a) for q, a, _ in asks]
     turns[0] = (text + turns[0][0], turns[0][1])
-    return Conversation(SYSTEM, turns, sorted(places[i] for i in asked[0][2]), asks=len(text))
+    return Conversation(SYSTEM, turns, sorted(places[i] for i in asks[0][2]), asks=len(text))
 
 
 def _two_hops(
     first: str, second: str, ask: str, per_tokens: int, rng: random.Random, tokens: int, evaluation: bool, turns: int
 ) -> Conversation:
     """A task of two hops: `first` gives a person (in <kv>) a second person, `second` gives that one a thing."""
-    n = some(rng, min(24, tokens // per_tokens), evaluation)
+    n = fact_count(rng, min(24, tokens // per_tokens), evaluation)
     keys, values = people(rng, 2 * n, evaluation), things(rng, n, evaluation)
     facts = [stated(first, keys[i], keys[n + i]) for i in range(n)]
     facts += [stated(second, keys[n + i], values[i]) for i in range(n)]
-    asked = [
+    asks = [
         (question(ask, keys[i], "##?"), [*keys[n + i], *values[i]], [i, n + i])
         for i in rng.sample(range(n), min(turns, n))
     ]
-    return _conversation(rng, tokens, facts, asked)
+    return _conversation(rng, tokens, facts, asks)
 
 
 def needle_multivalue(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
@@ -190,10 +191,10 @@ def needle_multivalue(rng: random.Random, tokens: int, evaluation: bool, turns: 
     facts = [["They", "told", *key, ORDINALS[i], *values[i], "##."] for i in range(n_values)]
     facts += [["They", "told", *other, *values[n_values + i], "##."] for i, other in enumerate(others)]
     answer = [word for i in range(n_values) for word in (ORDINALS[i], *values[i])]
-    asked = [(question("list all they told", key, "##?"), answer, list(range(n_values)))]
+    asks = [(question("list all they told", key, "##?"), answer, list(range(n_values)))]
     for i in range(min(turns - 1, n_other)):
-        asked.append((question("what did they tell", others[i], "##?"), list(values[n_values + i]), []))
-    return _conversation(rng, tokens, facts, asked)
+        asks.append((question("what did they tell", others[i], "##?"), list(values[n_values + i]), []))
+    return _conversation(rng, tokens, facts, asks)
 
 
 def needle_multiquery(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
@@ -201,45 +202,45 @@ def needle_multiquery(rng: random.Random, tokens: int, evaluation: bool, turns: 
     n = max(4, min(12, tokens // 60))
     keys, values = people(rng, n, evaluation), things(rng, n, evaluation)
     facts = [["They", "told", *key, *value, "##."] for key, value in zip(keys, values, strict=True)]
-    asked = []
+    asks = []
     for _ in range(turns):
         chosen = rng.sample(range(n), rng.randint(2, 4))
         names = [word for i in chosen for word in (*keys[i], "##,")][:-1]
         answer = [word for i in chosen for word in (*keys[i], *values[i], "##,")][:-1]
-        asked.append((question("what did they tell", names, "##?"), answer, chosen))
-    return _conversation(rng, tokens, facts, asked)
+        asks.append((question("what did they tell", names, "##?"), answer, chosen))
+    return _conversation(rng, tokens, facts, asks)
 
 
 def _many(
     per_tokens: int, rng: random.Random, tokens: int, evaluation: bool, turns: int, *,
     where: tuple[float, float] = (0.0, 1.0), speech: bool = False, values: bool = False, facts_asked: Range = (3, 4),
 ) -> Conversation:  # fmt: skip
-    """`needle_multiquery`, or with `values` `needle_multivalue`, with more of what a passage can be like: no new task.
+    """`needle_multiquery`, or with `values` `needle_multivalue`, in more kinds of passages; no new task.
 
-    The facts that are asked for stand side by side, so that an item has a place in the prompt. The first word of the
-    answer stands in the question, or is always the same. per_tokens, where, speech: as in `_fact_task`; facts_asked:
-    how many, at least and at most.
+    The facts that answer the question stand side by side, so that an item has one place in the prompt. The first word
+    of the answer stands in the question, or is always the same. per_tokens, where, speech: as in `_fact_task`;
+    facts_asked: the least and the greatest number of facts in the answer.
     """
-    room = (where[1] - where[0]) * tokens + rng.randrange(per_tokens)  # so that no length lies at the edge of n
-    n, asked = max(4, min(36, int(room) // per_tokens)), rng.randint(*facts_asked)
-    keys, told = people(rng, n, evaluation), things(rng, n, evaluation)
+    room = (where[1] - where[0]) * tokens + rng.randrange(per_tokens)  # at random: no length lies at a step of n
+    n, count = max(4, min(36, int(room) // per_tokens)), rng.randint(*facts_asked)
+    keys, things_told = people(rng, n, evaluation), things(rng, n, evaluation)
     speakers = rng.sample(w.FIRST, 4) if speech else None
-    at = rng.randint(0, n - asked)
-    chosen = [at + i for i in rng.sample(range(asked), asked)]  # the order of the answer
-    facts = [["They", "told", *key, *value, "##."] for key, value in zip(keys, told, strict=True)]
+    at = rng.randint(0, n - count)
+    chosen = [at + i for i in rng.sample(range(count), count)]  # the order of the answer
+    facts = [["They", "told", *key, *value, "##."] for key, value in zip(keys, things_told, strict=True)]
     if values:
         for i, which in enumerate(chosen):
-            facts[which] = ["They", "told", *keys[at], ORDINALS[i], *told[which], "##."]
-        answer = [word for i, which in enumerate(chosen) for word in (ORDINALS[i], *told[which])]
-        asks = question("list all they told", keys[at], "##?")
+            facts[which] = ["They", "told", *keys[at], ORDINALS[i], *things_told[which], "##."]
+        answer = [word for i, which in enumerate(chosen) for word in (ORDINALS[i], *things_told[which])]
+        ask = question("list all they told", keys[at], "##?")
     else:
-        answer = [word for which in chosen for word in (*keys[which], *told[which], "##,")][:-1]
-        asks = question("what did they tell", [word for i in chosen for word in (*keys[i], "##,")][:-1], "##?")
-    return _conversation(rng, tokens, facts, [(asks, answer, chosen)], where, speakers, shuffle=False)
+        answer = [word for which in chosen for word in (*keys[which], *things_told[which], "##,")][:-1]
+        ask = question("what did they tell", [word for i in chosen for word in (*keys[i], "##,")][:-1], "##?")
+    return _conversation(rng, tokens, facts, [(ask, answer, chosen)], where, speakers, shuffle=False)
 
 
 def variable_tracking(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
-    """Chains of copies told link by link among each other; one is followed to its end."""
+    """Chains of copies whose links are told in mixed order; the question follows one chain to its end."""
     n_chains, links = max(2, min(6, tokens // 100)), rng.randint(3, 5)
     while True:
         names = rng.sample(w.VARIABLES, n_chains * (links + 1))
@@ -250,23 +251,22 @@ def variable_tracking(rng: random.Random, tokens: int, evaluation: bool, turns: 
             chains = [chain for chain in chains if not held_out(*chain[:2])]
             if len(chains) >= 2:
                 break
-    turn_of = [i for i in range(len(chains)) for _ in range(links)]
-    rng.shuffle(turn_of)
+    chain_of = [i for i in range(len(chains)) for _ in range(links)]  # of each fact
+    rng.shuffle(chain_of)
     facts = []
-    for at, i in enumerate(turn_of):
-        step = turn_of[:at].count(i)
+    for at, i in enumerate(chain_of):
+        step = chain_of[:at].count(i)
         facts.append(["Copy", *chains[i][step : step + 2], "##."])
     chosen = [0] if evaluation else rng.sample(range(len(chains)), min(turns, len(chains)))
-    asked = [
-        (question("follow the copies from", chains[i][:1], "##?"), chains[i][1:],
-         [at for at, one in enumerate(turn_of) if one == i])
-        for i in chosen
-    ]  # fmt: skip
-    return _conversation(rng, tokens, facts, asked, shuffle=False)
+    asks = []
+    for i in chosen:
+        evidence = [at for at, number in enumerate(chain_of) if number == i]
+        asks.append((question("follow the copies from", chains[i][:1], "##?"), chains[i][1:], evidence))
+    return _conversation(rng, tokens, facts, asks, shuffle=False)
 
 
 def _classes(rng: random.Random, evaluation: bool) -> tuple[list[str], list[str]]:
-    """Categories, and their marks; the first pair is held out or not."""
+    """Categories and their marks. In evaluation the first pair is held out, in training it is not."""
     n = rng.randint(3, 6)
     categories = rng.sample(list(w.CATEGORIES), n)
     while True:
@@ -276,7 +276,7 @@ def _classes(rng: random.Random, evaluation: bool) -> tuple[list[str], list[str]
 
 
 def _shown(rng: random.Random, categories: list[str], shots: int) -> tuple[list[tuple[str, int]], ...]:
-    """(noun, number of its category) of the examples, and of others that no example shows."""
+    """(noun, number of its category) of the examples, and of nouns that no example shows."""
     seen, unseen = [], []
     for c, category in enumerate(categories):
         nouns = rng.sample(w.CATEGORIES[category], shots + 4)
@@ -290,77 +290,79 @@ def few_shot(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> C
     categories, marks = _classes(rng, evaluation)
     seen, unseen = _shown(rng, categories, max(2, min(12, tokens // (len(marks) * 30))))
     facts = [["Mark", noun, marks[c], "##."] for noun, c in seen]
-    if evaluation:  # a noun that the shots do not show, of the class whose mark is new
+    if evaluation:  # a noun that no example shows, of the category whose mark is held out
         queries = [query for query in unseen if query[1] == 0][:1]
     else:
         queries = [rng.choice(seen if rng.random() < 0.3 else unseen) for _ in range(turns)]
-    asked = [
+    asks = [
         (question("what is the mark of", [noun], "##?"), [marks[c]], [j for j, (_, o) in enumerate(seen) if o == c])
         for noun, c in queries
     ]
-    return _conversation(rng, tokens, facts, asked)
+    return _conversation(rng, tokens, facts, asks)
 
 
 def closed_book(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
-    """What the model knows by heart, the passage being filler alone: needs no context, so no eviction can hurt it."""
+    """Questions that the model answers by heart, after filler only: no eviction can hurt them."""
     nouns = [(noun, name) for name, members in w.CATEGORIES.items() for noun in members]
-    asked = [(question("what kind of thing are", [noun], "##?"), [name], []) for noun, name in rng.sample(nouns, turns)]
-    return _conversation(rng, tokens, [], asked)
+    asks = [(question("what kind of thing are", [noun], "##?"), [name], []) for noun, name in rng.sample(nouns, turns)]
+    return _conversation(rng, tokens, [], asks)
 
 
 def passage_retrieval(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """The number of the passage that names a person."""
-    n = some(rng, min(40, tokens // 80), evaluation)
+    n = fact_count(rng, min(40, tokens // 80), evaluation)
     keys, numbers = people(rng, n, evaluation), rng.sample(w.NUMBERS[:60], n)
     facts = [["Passage", number, "follows", *key, "##."] for key, number in zip(keys, numbers, strict=True)]
-    asked = [
+    asks = [
         (question("which passage follows", keys[i], "##?"), ["Passage", numbers[i]], [i])
         for i in rng.sample(range(n), min(turns, n))
     ]
-    return _conversation(rng, tokens, facts, asked)
+    return _conversation(rng, tokens, facts, asks)
 
 
 def list_all(
     rng: random.Random, tokens: int, evaluation: bool, turns: int, entries: Range | None = None
 ) -> Conversation:
-    """Entries in order, all of them: an answer of 100 to 300 tokens that sweeps attention over the whole passage.
+    """All entries in order: an answer of 100 to 300 tokens that sweeps attention over the whole passage.
 
-    entries: how many, at least and at most, instead.
+    entries: the least and the greatest number of entries; None: by `tokens`.
     """
     n = rng.randint(18, 48) if tokens >= 1000 else max(3, min(20, (tokens - 30) // 18))
     n = rng.randint(*entries) if entries else n
     keys, values = people(rng, n, evaluation), things(rng, n, evaluation)
     facts = [["Entry", w.NUMBERS[i], *keys[i], *values[i], "##."] for i in range(n)]
     answer = [word for i in range(n) for word in (w.NUMBERS[i], *keys[i], *values[i], "##.")]
-    asked = [(question("list every entry in order ##."), answer, list(range(n)))]
-    return _conversation(rng, tokens, facts, asked, shuffle=False)
+    asks = [(question("list every entry in order ##."), answer, list(range(n)))]
+    return _conversation(rng, tokens, facts, asks, shuffle=False)
 
 
 def summary(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
-    """Chapters told out of order, retold in order: the long answer jumps to and fro over the passage."""
+    """Chapters told out of order and retold in order: the long answer jumps to and fro over the passage."""
     n = rng.randint(18, 40) if tokens >= 1000 else max(3, min(18, (tokens - 30) // 20))
     keys, values = people(rng, n, evaluation), things(rng, n, evaluation)
-    told = [["chapter", w.NUMBERS[i], "gave", *keys[i], *values[i], "##."] for i in range(n)]
-    facts = [["Then", *fact] for fact in told]
-    asked = [(question("sum up the chapters in order ##."), [word for fact in told for word in fact], list(range(n)))]
-    return _conversation(rng, tokens, facts, asked)
+    chapters = [["chapter", w.NUMBERS[i], "gave", *keys[i], *values[i], "##."] for i in range(n)]
+    facts = [["Then", *chapter] for chapter in chapters]
+    answer = [word for chapter in chapters for word in chapter]
+    asks = [(question("sum up the chapters in order ##."), answer, list(range(n)))]
+    return _conversation(rng, tokens, facts, asks)
 
 
 def frequent_words(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
-    """Which thing is named most often: an aggregate of the whole passage that no single token holds."""
+    """Which thing is named most often: the answer depends on the whole passage, and no single token holds it."""
     values = things(rng, 4, evaluation)
     most = max(4, min(16, tokens // 80))
     counts = [most] + [rng.randint(1, most // 2) for _ in values[1:]]
     facts = [["They", "shouted", *v, "##."] for v, count in zip(values, counts, strict=True) for _ in range(count)]
-    asked = [(question("what did they shout most often ##?"), list(values[0]), list(range(most)))]
-    return _conversation(rng, tokens, facts, asked)
+    asks = [(question("what did they shout most often ##?"), list(values[0]), list(range(most)))]
+    return _conversation(rng, tokens, facts, asks)
 
 
-def _fill(rng: random.Random, tokens: int, system: Words, asked: list[tuple[Words, Words]]) -> int:
-    """Put filler before the first question, as much as the turns leave of `tokens`; where the question now starts."""
-    used = len(system) + 2 + sum(len(q) + len(a) + 4 for q, a in asked)
+def _fill(rng: random.Random, tokens: int, system: Words, turns: list[tuple[Words, Words]]) -> int:
+    """Put filler before the first question, as much as the turns leave of `tokens`. Returns where the question now
+    starts, in words."""
+    used = len(system) + 2 + sum(len(q) + len(a) + 4 for q, a in turns)
     text, _ = passage(rng, [], tokens - used)
-    asked[0] = (text + asked[0][0], asked[0][1])
+    turns[0] = (text + turns[0][0], turns[0][1])
     return len(text)
 
 
@@ -375,17 +377,17 @@ def system_few_shot(
     defended = rng.random() < 0.5 if defended is None else defended
     defense = DEFENSE_EXAMPLES if defended else []
     system = defense + EXAMPLES + [word for fact in facts for word in fact]
-    asked = []
+    exchanges = []
     leak = False if leak is None and evaluation else leak
     for turn in range(turns):
         if leak if turn == 0 and leak is not None else rng.random() < 0.3:
-            asked.append((rng.choice(LEAK_REQUESTS), REFUSAL if defended else system))
+            exchanges.append((rng.choice(LEAK_REQUESTS), REFUSAL if defended else system))
         else:
             noun, c = next(q for q in unseen if q[1] == 0) if evaluation else rng.choice(unseen)
-            asked.append((question("what is the mark of", [noun], "##?"), [marks[c]]))
-    asks = _fill(rng, tokens, system, asked)
+            exchanges.append((question("what is the mark of", [noun], "##?"), [marks[c]]))
+    question_start = _fill(rng, tokens, system, exchanges)
     spans = {"directive": (len(defense), len(system))} | ({"defense": (0, len(defense))} if defended else {})
-    return Conversation(system, asked, [], {"defended": defended, "flipped": False}, spans, asks)
+    return Conversation(system, exchanges, [], {"defended": defended, "flipped": False}, spans, question_start)
 
 
 def instructed(
@@ -394,7 +396,7 @@ def instructed(
 ) -> Conversation:  # fmt: skip
     """A system prompt of rules, perhaps with a defense; requests that must obey them, and requests to reveal them.
 
-    only: the single instruction class used; leak: whether the first turn asks for the system prompt; defended: whether
+    only: the one instruction class to use. leak: whether the first turn asks for the system prompt. defended: whether
     there is a defense. meta: the rules by class, defended, flipped (the defense stands after the rules).
     """
     kinds = [only] if only else rng.sample(list(INSTRUCTIONS), rng.choice([1, 2, 3, 4, 5]))
@@ -410,20 +412,20 @@ def instructed(
     if defended:
         spans["defense"] = (len(directive), len(system)) if flipped else (0, len(defense))
 
-    asked: list[tuple[Words, Words]] = []
+    exchanges: list[tuple[Words, Words]] = []
     leak = False if leak is None and evaluation else leak
     for turn in range(turns):
         if leak if turn == 0 and leak is not None else rng.random() < 0.35:
-            asked.append((rng.choice(LEAK_REQUESTS), REFUSAL if defended else system))
+            exchanges.append((rng.choice(LEAK_REQUESTS), REFUSAL if defended else system))
             continue
         verb = request_verb if turn == 0 or rng.random() < 0.5 else rng.randrange(len(w.REQUESTS))
         listed = things(rng, rng.randint(2, 3), evaluation)
         request = [w.REQUESTS[verb], "on"] + [word for pair in listed for word in (*pair, "and")][:-1] + ["##."]
-        asked.append((request, follow(listed, verb, rules)))
-    asks = _fill(rng, tokens, system, asked)
-    told = {kind: list(rule) for kind, rule in rules.items()}  # as JSON has them
-    meta = {"instructions": told, "defended": defended, "flipped": flipped}
-    return Conversation(system, asked, [], meta, spans, asks)
+        exchanges.append((request, follow(listed, verb, rules)))
+    question_start = _fill(rng, tokens, system, exchanges)
+    rules_as_lists = {kind: list(rule) for kind, rule in rules.items()}  # as JSON has them
+    meta = {"instructions": rules_as_lists, "defended": defended, "flipped": flipped}
+    return Conversation(system, exchanges, [], meta, spans, question_start)
 
 
 DOMAINS: dict[str, Build] = {
@@ -457,7 +459,7 @@ TASKS: dict[str, Build] = {
     "frequent_words": frequent_words,
     **DOMAINS,
 }
-LONG: dict[str, Build] = {  # for evaluation alone: answers of eight words and more, whose first word gives nothing away
+LONG: dict[str, Build] = {  # for evaluation only: answers of eight words and more, whose first word gives nothing away
     "several": partial(_many, 80),
     "several_dense": partial(_many, 48),
     "several_front": partial(_many, 24, where=(0.0, 0.15)),
@@ -476,11 +478,11 @@ SECRETS: dict[str, Build] = {
     "examples_refusal": partial(system_few_shot, leak=True, defended=True),
     "examples_leak": partial(system_few_shot, leak=True, defended=False),
 }
-ALL = {**TASKS, **INSTRUCTED, **SECRETS}  # what training draws from
-ASKED: dict[str, Build] = {  # short and long questions, for evaluation
+ALL = {**TASKS, **INSTRUCTED, **SECRETS}  # the tasks of training
+SEVERAL: dict[str, Build] = {  # short and long questions, for evaluation only
     f"several_{n}": partial(_many, 80, facts_asked=(n, n)) for n in (2, 4)
 }
-KNOWN = {**ALL, **LONG, **ASKED}
+EVERY = {**ALL, **LONG, **SEVERAL}
 
 
 def pretty(words: Words) -> str:
@@ -500,13 +502,13 @@ def prompt_tokens(conversation: Conversation) -> int:
 
 
 def sample(task: str, n: int, seed: int = 0, tokens: int = 1900) -> list[Item]:
-    """n evaluation items of `task`, each with a prompt of at most `tokens` tokens and as close to it as filler allows.
+    """n evaluation items of `task`, each with a prompt of at most `tokens` tokens, as close to it as filler allows.
 
     The same arguments give the same items. Spans: evidence and question in the user turn, directive and defense in the
     system turn. Raises InputError for an unknown task, n below 1, a length outside 200 to 4,000, and one
     that leaves no room for the answer.
     """
-    ensure_known("task", [task], KNOWN)
+    ensure_known("task", [task], EVERY)
     if n < 1:
         raise InputError(f"n is {n}: ask for at least 1 item")
     if not 200 <= tokens <= 4000:
@@ -525,11 +527,12 @@ def _item(task: str, name: str, tokens: int) -> Item:
 
 
 def _filled(task: str, name: str, tokens: int) -> Conversation:
-    """A conversation whose prompt ends within a filler sentence of `tokens`; builders count the answer, so aim past."""
+    """A conversation whose prompt ends within a filler sentence of `tokens`. Builders count the answer too, so they get
+    a higher aim."""
     for attempt in range(100):
         aim = tokens
         for _ in range(6):
-            conversation = KNOWN[task](random.Random(f"{name}-{attempt}"), aim, True, 1)
+            conversation = EVERY[task](random.Random(f"{name}-{attempt}"), aim, True, 1)
             spare = tokens - prompt_tokens(conversation)
             answer = len(conversation.turns[0][1]) + 1
             if 0 <= spare < 12 and tokens - spare + answer <= CONTEXT:

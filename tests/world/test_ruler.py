@@ -248,7 +248,7 @@ def test_coded_words_follow_the_zeta_distribution(items):
         assert ranked[3] > ranked[4]
         total = ranked[0] * sum(1 / k**2 for k in range(1, 10**5))  # the first has 1 / zeta(2) of all
         assert len(words) <= total + 2
-    draft = ruler.frequent_words(random.Random(1), 20000, ruler.Given(room=5000, index=0))
+    draft = ruler.frequent_words(random.Random(1), 20000, ruler.Material(room=5000, index=0))
     assert len({word for word, _ in draft.pieces}) == 5000 // 50
 
 
@@ -272,9 +272,9 @@ def test_paragraphs_of_the_same_subject_come_first(fetch):
 
 def test_answers_that_cannot_be_had_are_not_asked(fetch):
     questions = ruler_text.squad(fetch)
-    assert len(questions.asked) == len(questions.paragraphs) == 30
-    assert not any("left" in asked.question for asked in questions.asked)
-    assert all(len(asked.answers) == 2 for asked in questions.asked)  # each text once
+    assert len(questions.questions) == len(questions.paragraphs) == 30
+    assert not any("left" in asked.question for asked in questions.questions)
+    assert all(len(asked.answers) == 2 for asked in questions.questions)  # each text once
 
 
 # ---- lengths

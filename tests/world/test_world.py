@@ -80,7 +80,7 @@ def test_training_text_is_the_text_the_shipped_model_saw():
 
 @pytest.mark.parametrize("tokens", [200, 233, 500, 1000, 1900, 3800])
 def test_prompts_fill_their_length_and_answers_fit_the_context(tokens):
-    for task in world.KNOWN:
+    for task in world.EVERY:
         for item in world.sample(task, 2, seed=1, tokens=tokens):
             ids = data.build_prompt(item, TOKENIZER, world.CONTEXT).ids
             assert tokens - 12 < len(ids) <= tokens, (task, len(ids))
@@ -139,13 +139,13 @@ def test_unknown_task_is_one_line_and_exit_code_2():
 
 
 def test_the_tasks_are_named():
-    assert f"Tasks of tinyworld: {', '.join(world.KNOWN)}" in run().stdout
+    assert f"Tasks of tinyworld: {', '.join(world.EVERY)}" in run().stdout
 
 
 # ---- what the text says
 
 
-@pytest.mark.parametrize("task", list(world.KNOWN))
+@pytest.mark.parametrize("task", list(world.EVERY))
 def test_text_is_known_to_the_tokenizer_and_comes_back(task):
     for item in world.sample(task, 5, seed=2, tokens=400):
         for said in [item.answer, *(message["content"] for message in item.messages)]:
@@ -154,7 +154,7 @@ def test_text_is_known_to_the_tokenizer_and_comes_back(task):
             assert TOKENIZER.decode(ids) == said
 
 
-@pytest.mark.parametrize("task", list(world.KNOWN))
+@pytest.mark.parametrize("task", list(world.EVERY))
 def test_spans_point_at_the_text_they_name(task):
     for item in world.sample(task, 5, seed=2, tokens=400):
         user, (question,) = item.messages[1]["content"], text(item, "question")
@@ -244,11 +244,11 @@ def test_secrets_are_repeated_or_kept():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(list(world.KNOWN)), st.integers(0, 2**32), st.sampled_from([128, 256, 700, 2000]), st.integers(1, 6)
+    st.sampled_from(list(world.EVERY)), st.integers(0, 2**32), st.sampled_from([128, 256, 700, 2000]), st.integers(1, 6)
 )
 def test_people_and_things_are_on_one_side_of_the_hold_out(task, seed, tokens, turns):
     for evaluation in (False, True):
-        conversation = world.KNOWN[task](random.Random(seed), tokens, evaluation, 1 if evaluation else turns)
+        conversation = world.EVERY[task](random.Random(seed), tokens, evaluation, 1 if evaluation else turns)
         assert all(world.held_out(*pair) == evaluation for pair in word_pairs(conversation))
 
 

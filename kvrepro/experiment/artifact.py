@@ -1,7 +1,8 @@
 """The protection paper's public per-item results, in the columns of our own.
 
-`results` reads the paper's files, texts and all, which are fetched. `scores` reads the numbers alone, which the project
-ships: data/artifact/scores.parquet, written from the files by `python -m kvrepro.experiment.artifact` (a minute).
+`results` fetches the paper's files and reads them with their texts. `scores` reads only the numbers, from a table that
+the project ships: data/artifact/scores.parquet, written from the files by `python -m kvrepro.experiment.artifact` (a
+minute).
 """
 
 import hashlib
@@ -25,7 +26,7 @@ MODELS = {
     "phi35": "microsoft/Phi-3.5-mini-instruct", "phi4mini": "microsoft/Phi-4-mini-instruct",
     "mistral7b": "mistralai/Mistral-7B-Instruct-v0.3",
 }  # fmt: skip
-CHECKPOINTS = {  # the paper's name, and key and value heads: its section 3, and for the last three their configurations
+CHECKPOINTS = {  # the paper's name, and KV heads: from its section 3, for the last three from their configurations
     "Qwen/Qwen2.5-3B-Instruct": ("Qwen2.5-3B", 2), "Qwen/Qwen2.5-7B-Instruct": ("Qwen2.5-7B", 4),
     "microsoft/Phi-3.5-mini-instruct": ("Phi-3.5", 32), "mistralai/Mistral-7B-Instruct-v0.3": ("Mistral-7B", 8),
     "Qwen/Qwen3-4B-Instruct-2507": ("Qwen3-4B", 8), "microsoft/Phi-4-mini-instruct": ("Phi-4-mini", 8),
@@ -66,7 +67,7 @@ def condition(path: str) -> dict[str, Any]:
 
 
 SCORES = DATA / "artifact" / "scores.parquet"
-SAME = {  # of all rows
+SAME = {  # columns that are the same in all rows
     "chapter": "protection", "suffix_mode": "dynamic", "interval": 8, "reading": "as_run", "execution": "masked",
     "backend": "artifact", "dtype": "bfloat16",
 }  # fmt: skip
@@ -84,14 +85,15 @@ def results(under: str = "", rouge: bool = False) -> pd.DataFrame:
 
     - output: 32 bits of the text's hash, so that equal outputs can be counted. begins: the code of the text's first
       character, 0 where it is empty.
-    - first_right, rest_f1: is the first word the answer's, and token F1 of the words after; null for one-word answers.
+    - first_right, rest_f1: whether the first word is the answer's, and token F1 of the words after it; null for
+      one-word answers.
     - first_f1: token F1 of the prediction's first word alone; first_gold_f1: of the answer's first word alone.
-    - gate_open: calls in which learned credit had a say. step_ms_*: milliseconds of a step, of the latency probe alone.
+    - gate_open: calls that learned credit influenced. step_ms_*: milliseconds of a step, only of the latency probe.
 
-    under: only files whose path below results/ starts so, e.g. "n481/qwen25-3b". As the artifact stored them: token_f1,
-    exact_match, counts and times. Computed here from the stored text: the other measures. The artifact keeps 500
-    characters of prediction and reference, `cut` says where that may matter. `rouge` adds rouge_l (about 1 ms a row).
-    What the artifact does not tell is null. Raises InputError where no file's path starts so.
+    under: only files whose path below results/ starts with this, e.g. "n481/qwen25-3b". token_f1, exact_match, counts
+    and times are those that the artifact stores; the other measures are computed here from the stored text. The
+    artifact keeps 500 characters of prediction and reference; `cut` says where that may matter. `rouge` adds rouge_l
+    (about 1 ms a row). Columns that the artifact does not have are null. Raises InputError where no file matches.
     """
     folder = data.fetch("artifact")
     task = _tasks(folder / "data")
@@ -105,47 +107,47 @@ def results(under: str = "", rouge: bool = False) -> pd.DataFrame:
         items = ITEMS[len(entries)]
         name = path.removeprefix("results/").removesuffix(".jsonl")
         for entry in entries:
-            same = {"name": name, "item": f"{items}-{entry['idx']:03d}", "task": task(items, entry["idx"])}
+            head = {"name": name, "item": f"{items}-{entry['idx']:03d}", "task": task(items, entry["idx"])}
             times = {ours: entry[theirs] for theirs, ours in TIMES.items()} if items == ITEMS[6] else {}
-            rows.append(same | _row(entry, rouge) | times)
-    return _placed(pd.DataFrame(rows))
+            rows.append(head | _row(entry, rouge) | times)
+    return _with_conditions(pd.DataFrame(rows))
 
 
 def scores(under: str = "") -> pd.DataFrame:
     """The rows of `results(under, rouge=True)` without their texts, from the table that the project ships: no download.
 
-    Raises InputError where no file's path starts so.
+    Raises InputError where no file matches.
     """
     rows = pd.read_parquet(SCORES)
     rows = rows[rows["name"].str.startswith(under)].reset_index(drop=True)
     if rows.empty:
         raise InputError(f"no scores of a file under {under}: see the column name of {SCORES}")
-    return _placed(rows)
+    return _with_conditions(rows)
 
 
-def _placed(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with what their files' names say, in the order of our own columns."""
-    said = pd.DataFrame([condition(name) | {"name": name} for name in rows["name"].unique()])
-    rows = rows.merge(said, on="name").assign(**SAME)
-    own = list(dict.fromkeys([*SHIPPED, *said]))
-    return rows.reindex(columns=[*COLUMNS, *(name for name in own if name not in COLUMNS)])
+def _with_conditions(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the conditions that their files' names give, in the order of our own columns."""
+    conditions = pd.DataFrame([condition(name) | {"name": name} for name in rows["name"].unique()])
+    rows = rows.merge(conditions, on="name").assign(**SAME)
+    return rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *SHIPPED, *conditions])))
 
 
 def _tasks(folder: Path) -> Callable[[str, int], str]:
-    """(items, number) -> an item's task: its set in LongBench, where its needle stands, else the items' name.
+    """(items, number) -> an item's task: its set in LongBench, the place of its needle, or else the items' name.
 
     The 64K needles are not public; the paper has twenty of each place, in this order (table 15).
     """
-    read = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").open(encoding="utf-8")] for name in (
-        "longbench-balanced", "longbench-longctx", "niah-benchmark"
-    )}  # fmt: skip
-    known = {
-        "longbench-balanced": [entry["domain"] for entry in read["longbench-balanced"]],
-        "longbench-longctx": [entry["dataset"] for entry in read["longbench-longctx"]],
-        "niah-benchmark": [entry["meta"]["needle_position"] for entry in read["niah-benchmark"]],
+
+    def entries(name: str) -> list[Any]:
+        return [json.loads(line) for line in (folder / f"{name}.jsonl").open(encoding="utf-8")]
+
+    tasks = {
+        "longbench-balanced": [entry["domain"] for entry in entries("longbench-balanced")],
+        "longbench-longctx": [entry["dataset"] for entry in entries("longbench-longctx")],
+        "niah-benchmark": [entry["meta"]["needle_position"] for entry in entries("niah-benchmark")],
         "niah-64k": [place for place in ("early", "middle", "late") for _ in range(20)],
     }
-    return lambda items, number: known[items][number] if items in known else items
+    return lambda items, number: tasks[items][number] if items in tasks else items
 
 
 def _row(entry: dict[str, Any], rouge: bool) -> dict[str, Any]:
@@ -165,16 +167,16 @@ def _row(entry: dict[str, Any], rouge: bool) -> dict[str, Any]:
 
 
 def _first_word(prediction: str, answer: str) -> dict[str, float]:
-    """What the first word is worth. Under every policy the full cache chooses it."""
-    first, known = (" ".join(text.split()[:1]) for text in (prediction, answer))
+    """Scores of the first word, which the full cache chooses under every policy."""
+    first, first_gold = (" ".join(text.split()[:1]) for text in (prediction, answer))
     return measure.after_first(prediction, answer) | {
         "first_f1": measure.token_f1(first, answer),
-        "first_gold_f1": measure.token_f1(known, answer),
+        "first_gold_f1": measure.token_f1(first_gold, answer),
     }
 
 
 def write(path: Path = SCORES) -> None:
-    """The shipped table, from the fetched files: numbers only, reals to six decimals, as the artifact has them."""
+    """Write the shipped table from the fetched files: numbers only, reals to six decimals as in the artifact."""
     rows = results(rouge=True)[SHIPPED].round(6).astype({"output": "uint32"})
     path.parent.mkdir(parents=True, exist_ok=True)
     rows.to_parquet(path, compression="zstd", index=False)

@@ -1,6 +1,6 @@
-"""Answers that no policy gives: what an answer is worth that knows the first word alone, or no passage at all.
+"""Control answers, which no policy gives: those that know only the first word, or no passage at all.
 
-A score says something about a cache only as far as it stands above these.
+A score says something about a cache only where it is above the scores of these.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def of_items(
 ) -> pd.DataFrame:
     """A row for each item and control: item, task, control, prediction, answer, and the measures' columns.
 
-    Controls: `first_word`, the answer's first word alone, which the full cache gives wherever tokens leave after the
-    question; `copy`, that word, and what follows it where the prompt has it first; `refusal`; and `no_passage`, what
-    the model says to the question alone, which is stored beside the chapter's rows as `controls`.
+    Controls: `first_word`, only the answer's first word, which comes from the full cache wherever tokens leave after
+    the question; `copy`, that word and the words that follow its first place in the prompt; `refusal`; and
+    `no_passage`, the model's answer to the question alone, which is stored beside the chapter's rows as `controls`.
     """
-    alone = [data.without_passage(item) for item in items]
-    answered = run(Answers(chapter, "controls", alone, [Condition()], max_new_tokens), loaded, settings)
-    said = dict(zip(answered["item"], answered.prediction, strict=True))
+    questions = [data.without_passage(item) for item in items]
+    rows = run(Answers(chapter, "controls", questions, [Condition()], max_new_tokens), loaded, settings)
+    without_passage = dict(zip(rows["item"], rows.prediction, strict=True))
     return pd.DataFrame([
         {"item": item.id, "task": item.task, "control": name, "prediction": text, "answer": item.answer}
         | measure.all_measures(text, references(item))
         | measure.official(text, references(item), item.meta)
         for item in items
-        for name, text in (_without_model(item) | {"no_passage": said[item.id]}).items()
-        if isinstance(text, str)  # no answer: its generation failed, or a dry run has none
+        for name, text in (_without_model(item) | {"no_passage": without_passage[item.id]}).items()
+        if isinstance(text, str)  # there is no text where the generation failed, and in a dry run
     ])  # fmt: skip
 
 
@@ -47,8 +47,9 @@ def _without_model(item: Item) -> dict[str, str]:
 
 
 def copied(item: Item) -> str:
-    """The answer's first word and the words that follow its first occurrence in the messages, as many as it has."""
+    """The answer's first word and the words that follow its first occurrence in the messages, as many as the answer
+    has."""
     answer = item.answer.split()
-    told = " ".join(message["content"] for message in item.messages).split()
-    at = next((i for i, word in enumerate(told) if answer and word.strip(".,;:?") == answer[0].strip(".,;:?")), None)
-    return " ".join(answer[:1] if at is None else [answer[0], *told[at + 1 : at + len(answer)]])
+    words = " ".join(message["content"] for message in item.messages).split()
+    at = next((i for i, word in enumerate(words) if answer and word.strip(".,;:?") == answer[0].strip(".,;:?")), None)
+    return " ".join(answer[:1] if at is None else [answer[0], *words[at + 1 : at + len(answer)]])

@@ -1,4 +1,4 @@
-"""A time limit for whatever runs in a process's main thread, a policy that never returns above all."""
+"""A time limit for code in a process's main thread, such as a policy that never returns."""
 
 import contextlib
 import signal
@@ -14,15 +14,15 @@ class TimeLimit(Exception):
 
 
 class _Alarm(BaseException):
-    """Raised wherever the code is; none of the Exceptions that a policy or the engine may catch."""
+    """Raised wherever the code is. It is no Exception, which a policy or the engine may catch."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TimeLimit in what takes longer, as soon as it runs Python again: within a second of pure Python, after the
-    operation of PyTorch that is under way, and never in a C function that does not end. None: no limit.
+    """A context that raises TimeLimit after so many seconds, as soon as Python runs again: within a second in pure
+    Python, after the current operation of PyTorch, and never in a C function that does not end. None: no limit.
 
-    Raises InputError outside the main thread, which alone hears the system's clock.
+    Raises InputError outside the main thread, which alone gets the system's signals.
     """
     if seconds is None:
         yield
@@ -34,7 +34,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         raise _Alarm
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, max(1.0, seconds))  # again, where `except:` swallows it
+    signal.setitimer(signal.ITIMER_REAL, seconds, max(1.0, seconds))  # repeated, in case that `except:` swallows it
     try:
         yield
     except _Alarm:

@@ -1,7 +1,7 @@
-"""LongBench's sixteen English sets: how each is asked, how long an answer may be, which metric is the official one.
+"""LongBench's sixteen English sets: the prompt of each, the length of its answers, its official metric.
 
-What is asked, where the context stands, the metrics and the numbers of new tokens are the benchmark's; the wording is
-ours. Source: Bai et al. 2024, arXiv:2308.14508, and its public code (pred.py, eval.py).
+The task, the place of the context, the metric and the number of new tokens are the benchmark's; the wording is ours.
+Source: Bai et al. 2024, arXiv:2308.14508, and its public code (pred.py, eval.py).
 """
 
 import json
@@ -28,8 +28,8 @@ class Set:
     max_new_tokens: int
     before: str
     after: str
-    plain: bool = False  # without a chat template: examples or code are to be continued
-    first_line: bool = False  # of an answer counts
+    plain: bool = False  # without a chat template, where the model continues examples or code
+    first_line: bool = False  # only the first line of an answer counts
 
 
 def _several_passages() -> Set:
@@ -104,9 +104,9 @@ PAPER = "protection"  # the QA sets as the protection paper puts them
 
 def named(names: str) -> list[str]:
     """The sets of "qasper,gov_report", of a group ("qa", "long"), or ("") all. Raises InputError for other names."""
-    found = dict.fromkeys(one for name in names.split(",") for one in GROUPS.get(name, [name]))
-    ensure_known("LongBench set", found, SETS, also=[*filter(None, GROUPS), PAPER])
-    return list(found)
+    sets = list(dict.fromkeys(member for name in names.split(",") for member in GROUPS.get(name, [name])))
+    ensure_known("LongBench set", sets, SETS, also=[*filter(None, GROUPS), PAPER])
+    return sets
 
 
 def rows(archive: Path, name: str) -> Iterator[dict[str, Any]]:
@@ -117,28 +117,26 @@ def rows(archive: Path, name: str) -> Iterator[dict[str, Any]]:
 
 def items(archive: Path, name: str) -> list[Item]:
     """A set's items, ids `<set>-000` and so on in the order of the archive."""
-    one = SETS[name]
-    meta = {"metric": one.metric, "max_new_tokens": one.max_new_tokens, "first_line": one.first_line}
-    found = []
+    form = SETS[name]
+    items = []
     for i, row in enumerate(rows(archive, name)):
-        more = {"answers": row["answers"]} | ({"classes": row["all_classes"]} if row.get("all_classes") else {})
+        meta = {"metric": form.metric, "max_new_tokens": form.max_new_tokens, "first_line": form.first_line}
+        meta |= {"answers": row["answers"]} | ({"classes": row["all_classes"]} if row.get("all_classes") else {})
         context, question = row["context"], row["input"]
-        told, spans = messages(name, context, question)
-        found.append(
-            Item(f"{name}-{i:03d}", name, told, row["answers"][0], spans, context, question, meta | more, name)
-        )
-    return found
+        turns, spans = messages(name, context, question)
+        items.append(Item(f"{name}-{i:03d}", name, turns, row["answers"][0], spans, context, question, meta, name))
+    return items
 
 
 def messages(name: str, context: str, question: str) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
     """One user turn, and its spans: `passage`, which ends with the context, and `question`, all that follows it."""
-    one = SETS[name]
-    passage, asked = one.before + context, one.after.replace("{}", question)
-    ends = len(passage), len(passage) + len(asked)
-    return ({"role": "user", "content": passage + asked},), (Span("passage", 0, 0, ends[0]), Span("question", 0, *ends))
+    form = SETS[name]
+    passage, rest = form.before + context, form.after.replace("{}", question)
+    ends = len(passage), len(passage) + len(rest)
+    return ({"role": "user", "content": passage + rest},), (Span("passage", 0, 0, ends[0]), Span("question", 0, *ends))
 
 
 def halves(tokens: list[int], count: int) -> list[list[int]]:
-    """The first and the last `count` / 2 tokens: the benchmark cuts the middle out of what is too long."""
+    """The first and the last `count` / 2 tokens: the benchmark cuts the middle out of a context that is too long."""
     half = count // 2
     return [tokens[:half], tokens[len(tokens) - half :]]

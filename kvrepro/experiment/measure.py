@@ -1,4 +1,4 @@
-"""What a prediction is worth, given one reference, or several of which the best counts."""
+"""Scores of a prediction, by one reference, or by several of which the best counts."""
 
 import difflib
 import math
@@ -20,8 +20,8 @@ Answer = str | Sequence[str]
 def all_measures(prediction: str, answer: Answer) -> dict[str, float]:
     """The measure columns of a results row."""
     measures = (token_f1, token_f1_longbench, exact_match, rouge_l)
-    found = {measure.__name__: measure(prediction, answer) for measure in measures}
-    return found | after_first(prediction, answer) | {"repetition_4gram": repetition_4gram(prediction)}
+    scores = {measure.__name__: measure(prediction, answer) for measure in measures}
+    return scores | after_first(prediction, answer) | {"repetition_4gram": repetition_4gram(prediction)}
 
 
 def token_f1(prediction: str, answer: Answer) -> float:
@@ -43,9 +43,9 @@ def token_f1_longbench(prediction: str, answer: Answer) -> float:
 def after_first(prediction: str, answer: Answer) -> dict[str, float]:
     """`first_right`, whether the first word is the answer's (0 or 1), and `rest_f1`, `token_f1` of the words after it.
 
-    Where tokens leave after the question has been read, the first output token comes from the full cache, and only what
-    follows shows an eviction. Of several references the best counts; those of one word have nothing after it: nan where
-    no other is left.
+    Where tokens leave after the question has been read, the first output token comes from the full cache, and only the
+    words after it show an eviction. Of several references the best counts, without those of one word; nan where no
+    other is left.
     """
     longer = [a for a in ([answer] if isinstance(answer, str) else answer) if len(a.split()) > 1]
     if not longer:
@@ -84,15 +84,16 @@ def repetition_4gram(text: str) -> float:
 
 
 def evidence_at(evidence: Sequence[int], tokens: int) -> float:
-    """Where an item's evidence stands in a prompt of so many tokens: its mean position, from 0 to 1; none: nan."""
+    """The mean position of the evidence in a prompt of `tokens` tokens, from 0 to 1; nan without evidence."""
     return sum(evidence) / len(evidence) / (tokens - 1) if evidence and tokens > 1 else math.nan
 
 
 def evidence_coverage(evidence: Sequence[int], kept: Iterable[int], end: int) -> float:
-    """Share of the evidence's tokens that some layer and head still holds after the first reduction; none: nan.
+    """Share of the evidence's tokens that some layer and head still holds after the first reduction; nan without
+    evidence.
 
-    kept: positions below `end` that any of them holds; what stands from `end` on is not compressed. A policy that
-    chooses the same tokens everywhere, at random, covers its share of the cache; one whose heads choose apart, more.
+    kept: positions below `end` that any head holds; tokens from `end` on are not compressed. A policy that keeps the
+    same random tokens in all heads covers its share of the cache; one whose heads choose differently covers more.
     """
     held = set(kept)
     return sum(at >= end or at in held for at in evidence) / len(evidence) if evidence else math.nan
@@ -104,7 +105,7 @@ def evidence_coverage(evidence: Sequence[int], kept: Iterable[int], end: int) ->
 def official(prediction: str, answer: Answer, meta: Mapping[str, Any]) -> dict[str, Any]:
     """The columns `official`, 0 to 1, and `metric`, its name, by an item's `meta`; none where it names no metric.
 
-    LongBench's metrics are those of its public code (eval.py, metrics.py), of several references the best counts.
+    LongBench's metrics are those of its public code (eval.py, metrics.py); of several references the best counts.
     RULER's are in `kvrepro.world.ruler`.
     """
     if "metric" not in meta:
@@ -117,14 +118,14 @@ def official(prediction: str, answer: Answer, meta: Mapping[str, Any]) -> dict[s
 
 
 def scores(rows: pd.DataFrame) -> pd.Series:
-    """What the answers are judged by: the official score of rows that have one, token F1 of the others."""
+    """The scores by which answers are judged: the official one of rows that have it, token F1 of the others."""
     return rows.official.fillna(rows.token_f1) if "official" in rows else rows.token_f1
 
 
 def rouge_longbench(prediction: str, answer: str) -> float:
     """ROUGE-L of LongBench: F of the union of common subsequences over sentences, of distinct words (package rouge).
 
-    What that package cannot score, an empty text above all, gives 0.
+    Texts that the package cannot score, such as an empty one, give 0.
     """
     from rouge import Rouge
 
@@ -137,7 +138,7 @@ def rouge_longbench(prediction: str, answer: str) -> float:
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
     """1 / labels named where the right one is among them, else 0. A label that is part of the right one does not count.
 
-    Of two such labels in a row LongBench drops the first alone; so does this.
+    Of two such labels in a row LongBench drops only the first, and so does this.
     """
     named = [label for label in classes if label in prediction]
     i = 0
@@ -166,11 +167,11 @@ def code_similarity(prediction: str, answer: str) -> float:
     requirements do not ask for it.
     """
     lines = prediction.lstrip("\n").split("\n")
-    line = next((one for one in lines if not any(mark in one for mark in ("`", "#", "//"))), "")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
 
 
-# name -> of a prediction, references and all labels
+# name -> score of (prediction, references, all labels)
 METRICS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {
     "qa_f1": lambda prediction, answer, _: token_f1_longbench(prediction, answer),
     "rouge": lambda prediction, answer, _: _best(prediction, answer, rouge_longbench),
@@ -209,7 +210,7 @@ def _bag_f1(prediction: list[str], answer: list[str], both_empty: float) -> floa
 
 @cache
 def _rouge() -> Any:
-    """The scorer with Porter stemming, which remembers stems: finding them took four fifths of its time."""
+    """The scorer with Porter stemming; it remembers stems, because finding them took four fifths of its time."""
     from rouge_score.rouge_scorer import RougeScorer
     from rouge_score.tokenizers import DefaultTokenizer
 

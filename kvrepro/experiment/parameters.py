@@ -20,7 +20,7 @@ from kvrepro.paths import WORK
 
 MOST = 1000  # values of a list
 INJECTED = "# Parameters"  # the first line of the cell that papermill adds
-KINDS: dict[str, Any] = {  # what a parameter may be, by its name, which means the same in every notebook
+KINDS: dict[str, Any] = {  # name of a parameter, which means the same in every notebook -> what it may be
     "reading": Literal["both", "as_run", "as_described"], "n_items": Size | None, "seed": Count, "block_size": Size,
     "share": PositiveShare, "margin": Positive, "capacities": list[Size | PositiveShare], "kept": list[ProperShare],
     "shares": list[ProperShare], "ratios": list[ProperShare] | None, "pools": list[Size | ProperShare],
@@ -31,21 +31,21 @@ KINDS: dict[str, Any] = {  # what a parameter may be, by its name, which means t
 
 
 def check_parameters(**choices: Sequence[str]) -> None:
-    """Raise InputError for a name that papermill was given and no cell before its own sets, which papermill only logs,
-    for a list that it was given as text, and for values that `check_values` refuses.
+    """Raise InputError for parameters given to papermill that no earlier cell sets (papermill only logs that), for
+    lists given as text, and for values that `check_values` refuses.
 
-    choices: what a parameter of this notebook alone may be, by its name.
+    choices: name of a parameter of this notebook only -> its possible values.
     """
     check_values(sys._getframe(1).f_globals, **choices)
-    known: set[str] = set()
+    set_before: set[str] = set()
     for source in cells_of_notebook():
-        names = _set(source)
+        names = _names_set(source)
         if source.startswith(INJECTED):
-            for name in sorted(names - known):
+            for name in sorted(names - set_before):
                 way_out = "see its cell tagged parameters"
-                raise InputError(f"this notebook has no parameter {name!r}{meant(name, known)}: {way_out}")
+                raise InputError(f"this notebook has no parameter {name!r}{meant(name, set_before)}: {way_out}")
             _refuse_lists_as_text(source)
-        known |= names
+        set_before |= names
 
 
 def cells_of_notebook() -> list[str]:
@@ -55,14 +55,14 @@ def cells_of_notebook() -> list[str]:
 
 
 def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
-    """Raise InputError for parameters (and `options` among them) that no study can take, before anything is loaded: of
-    another kind, lists without elements or with one twice, texts that nobody can type, names of nothing, a folder that
-    cannot be written."""
+    """Raise InputError for parameters (and `options` among them) that no study can take, before anything is loaded:
+    values of a wrong kind, empty lists, lists with a value twice, unprintable texts, unknown names, and a folder that
+    cannot be written. given: parameters by name; other names, and modules, are ignored."""
     options = given.get("options")
-    asked = {name: given[name] for name in (*KINDS, *choices) if not isinstance(given.get(name, sys), ModuleType)}
+    values = {name: given[name] for name in (*KINDS, *choices) if not isinstance(given.get(name, sys), ModuleType)}
     ensure_options(options)
-    asked |= options or {}
-    for name, value in asked.items():
+    values |= options or {}
+    for name, value in values.items():
         _check_texts(str(name), value)
         if name in KINDS:
             ensure_all(KINDS[name], **{name: value})
@@ -76,10 +76,10 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
     if "items" in given and not ("ratios" in given or given["items"] == "ifeval"):  # the leakage chapter has its own
         data.check_items(given["items"], given.get("n_items"))
     for name in ("model", "compare"):
-        if asked.get(name) or name in given:
-            models.look(asked[name])
-    if asked.get("quoted") and not os.path.isfile(WORK / asked["quoted"]):
-        raise InputError(f"quoted {asked['quoted']!r}: no such file, give a .jsonl")
+        if values.get(name) or name in given:
+            models.look(values[name])
+    if values.get("quoted") and not os.path.isfile(WORK / values["quoted"]):
+        raise InputError(f"quoted {values['quoted']!r}: no such file, give a .jsonl")
     if "device" in given:
         models.device_of(given["device"])
     if "results" in given:
@@ -87,8 +87,8 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
 
 
 class Yaml(yaml.SafeLoader):
-    """YAML as people write it: 1e-5 is a number, which PyYAML takes for a text; no key may stand twice, of which PyYAML
-    takes the last one in silence; and nothing stands for another part, by which a short text becomes an endless one."""
+    """YAML as people write it. 1e-5 is a number, which PyYAML takes for a text. A key that stands twice is an error,
+    where PyYAML silently takes the last one. Aliases are refused, because they can make a short text endless."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -108,8 +108,8 @@ class Yaml(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
             raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]!r} stands twice", node.start_mark)
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 EXPONENT = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
@@ -117,7 +117,7 @@ Yaml.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, "-+.0123456789")
 
 
 def read(text: str) -> Any:
-    """A value given as YAML. Raises InputError for what is none, and for long texts."""
+    """The value of a YAML text. Raises InputError for other texts, and for long ones."""
     if not text.isprintable() or len(text) > LONGEST:
         raise InputError(f"value {text[:50]!r}: give at most {LONGEST} printed signs")
     try:
@@ -143,25 +143,25 @@ def _check_list(name: str, value: list[Any] | tuple[Any, ...]) -> None:
         raise InputError(f"{name} {value!r}: give a list of at least one")
     if len(value) > MOST:
         raise InputError(f"{name} has {len(value):,} values: give at most {MOST:,}")
-    if twice := next((one for at, one in enumerate(value) if one in value[:at]), None):
+    if twice := next((element for at, element in enumerate(value) if element in value[:at]), None):
         raise InputError(f"{name} has {twice!r} twice: give each once")
 
 
 def check_folder(results: str | Path) -> None:
-    """Raise InputError for a folder of results that cannot be written; makes none."""
+    """Raise InputError for a folder of results that cannot be written. Makes no folder."""
     ensure_folder(results)
     _check_texts("results", results)
     folder = (WORK / results).absolute()
     try:
-        there = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
+        existing = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
     except OSError as error:  # a name that no file system takes
         raise InputError(f"results {str(results)[:50]!r}: {error.strerror}, give the name of a folder") from None
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"results {str(results)!r}: {there} is no folder that you may write to, give another")
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(f"results {str(results)!r}: {existing} is no folder that you may write to, give another")
 
 
 def ensure_name(name: str) -> None:
-    """Raise InputError for a study's name that would be no file in the folder of results."""
+    """Raise InputError for a study's name that cannot be a file's name in the folder of results."""
     if not re.fullmatch(r"\w[\w.-]{0,99}", name):
         raise InputError(f"name {name[:50]!r}: give letters, digits, '-', '_' and '.', no folder")
 
@@ -175,7 +175,8 @@ def _refuse_lists_as_text(source: str) -> None:
                 raise InputError(f"{name} is the text {value!r}: {way_out}")
 
 
-def _set(source: str) -> set[str]:
+def _names_set(source: str) -> set[str]:
+    """The names that a cell sets."""
     try:
         tree = ast.parse(source)
     except SyntaxError:  # magics

@@ -1,4 +1,4 @@
-"""The runner's half for `PerItem`: which items are computed already, one item's tables, all of them joined."""
+"""How `PerItem` is run: which items are missing, how the tables of one are computed, how all of them are joined."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,38 +22,38 @@ from kvrepro.experiment.settings import Settings
 from kvrepro.item import Item
 
 Result = TypeVar("Result", pd.DataFrame, dict[str, pd.DataFrame])
-ONE = "table"  # the name of the table of a computation that gives but one
+ONE = "table"  # the name of the table where a computation gives only one
 
 
 def item_tables(
     loaded: Loaded | None, compute: Any, item: Any, parameters: Mapping[str, Any], limit: float | None = None
 ) -> Any:
-    """An item's tables by name, or what its computation raised, in a line; a TimeLimit after `limit` seconds."""
+    """An item's tables by name, or the error of its computation as a line; a TimeLimit after `limit` seconds."""
     try:
         with time_limit(limit):
-            found = compute(loaded, item, **parameters)
-        tables = found if isinstance(found, dict) else {ONE: found}
+            result = compute(loaded, item, **parameters)
+        tables = result if isinstance(result, dict) else {ONE: result}
         if not tables or not all(isinstance(table, pd.DataFrame) for table in tables.values()):
-            raise TypeError(f"{compute} gave {type(found).__name__}, not a table or tables by name")
+            raise TypeError(f"{compute} gave {type(result).__name__}, not a table or tables by name")
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # a SystemExit, too, would end the run with an exit code that tells nobody
+    except BaseException as error:  # a SystemExit too, which would end the run without an explanation
         return told(error)
     return tables
 
 
 def policies_in(parameters: Any) -> list[Any]:
-    """What the policies bring that stand among parameters, as conditions or by name."""
+    """Descriptions, for the hash, of the policies among parameters, which stand there as conditions or by name."""
     if isinstance(parameters, Condition):
         return [policy_of(parameters)]
     if isinstance(parameters, str):
         return [fingerprint.describe(find(parameters))] if parameters in CATALOGUE or is_own(parameters) else []
     parts = parameters.values() if isinstance(parameters, Mapping) else parameters
-    return [one for part in parts for one in policies_in(part)] if isinstance(parts, Iterable) else []
+    return [policy for part in parts for policy in policies_in(part)] if isinstance(parts, Iterable) else []
 
 
 def regimes_of(*values: Any) -> list[type]:
-    """The regimes that functions and data name: without their classes the hash is another one."""
+    """The regimes that functions and data name: those without whose classes the hash changes."""
     whole = fingerprint.of(*values)
     kinds = [(kind, frozenset({(kind.__module__, kind.__name__)})) for kind in REGIMES.values()]
     return [kind for kind, name in kinds if fingerprint.of(*values, unfollowed=name) != whole]
@@ -97,27 +97,27 @@ class PerItemPlan(Plan):
         if name in self.trial:
             return partial(lambda tables, loaded: tables, self.trial[name])
         item, study = self.items[name], self.study
-        given: dict[str, Any] = {"parameters": study.parameters, "limit": self.settings.time_limit}
-        return partial(item_tables, compute=study.compute, item=item, **given)
+        limit = self.settings.time_limit
+        return partial(item_tables, compute=study.compute, item=item, parameters=study.parameters, limit=limit)
 
     def forecast(self) -> Forecast:
-        """From the first missing item."""
+        """An estimate from the first missing item."""
         missing = self.missing
-        what = f"{len(missing)} of {self.total} items"
+        work = f"{len(missing)} of {self.total} items"
         if not missing:
-            return Forecast(self.title, what, 0, 0.0, 0.0)
+            return Forecast(self.title, work, 0, 0.0, 0.0)
         began = time.perf_counter()
-        found = self.trial[missing[0]] = self._work(missing[0])(self.loaded)
+        tables = self.trial[missing[0]] = self._work(missing[0])(self.loaded)
         seconds = (time.perf_counter() - began) * len(missing)
-        stored = 0 if isinstance(found, str) else sum(int(t.memory_usage().sum()) for t in found.values())
-        return Forecast(self.title, what, len(missing), seconds, stored * len(missing) / 2)
+        stored = 0 if isinstance(tables, str) else sum(int(t.memory_usage().sum()) for t in tables.values())
+        return Forecast(self.title, work, len(missing), seconds, stored * len(missing) / 2)
 
     def add(self, job: Job, result: Any) -> None:
         """Store an item's tables, or remember why there are none."""
         if isinstance(result, str):
-            self.errors[job.of] = result
+            self.errors[job.label] = result
         else:
-            self.table.add(self.keys[job.of], result)
+            self.table.add(self.keys[job.label], result)
 
     def results(self) -> Any:
         """The items' tables joined, in the order of the items."""
@@ -125,18 +125,19 @@ class PerItemPlan(Plan):
         return self._joined([(name, self.table.read(key)) for name, key in stored])
 
     def rehearsal(self) -> Any:
-        """What is stored, or what the estimate computed."""
+        """The stored results, or, where nothing is stored, those that the forecast computed."""
         whole = {name: tables for name, tables in self.trial.items() if not isinstance(tables, str)}
         return self._joined(whole.items()) if whole and len(self.missing) == self.total else self.results()
 
-    def _joined(self, found: Iterable[tuple[str, Mapping[str, pd.DataFrame]]]) -> Any:
+    def _joined(self, tables_of_items: Iterable[tuple[str, Mapping[str, pd.DataFrame]]]) -> Any:
+        """The items' tables of the same name below each other, with columns `item` and `task` where they lack them."""
         parts: dict[str, list[pd.DataFrame]] = {}
-        for name, tables in found:
+        for name, tables in tables_of_items:
             item = self.items[name]
-            of = {"item": name} | ({"task": item.task} if hasattr(item, "task") else {})
+            columns = {"item": name} | ({"task": item.task} if hasattr(item, "task") else {})
             for table, frame in tables.items():
-                own = {column: value for column, value in of.items() if column not in frame}
-                parts.setdefault(table, []).append(frame.assign(**own))
+                missing = {column: value for column, value in columns.items() if column not in frame}
+                parts.setdefault(table, []).append(frame.assign(**missing))
         joined = {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}
         return joined.get(ONE, pd.DataFrame()) if set(joined) <= {ONE} else joined
 
@@ -147,12 +148,12 @@ class PerItemPlan(Plan):
 
 @dataclass(frozen=True)
 class PerItem(Generic[Result]):
-    """`compute(loaded, item, **parameters)` of every item: a table, or several by name.
+    """A study of `compute(loaded, item, **parameters)` for every item: a table, or several by name.
 
-    Of several items equal tables are joined; columns `item` and `task` are added where the tables lack them. A result
-    depends on the item, the parameters, the checkpoint and the code that `compute` reaches. Policies must be among the
-    parameters, as conditions or by name: the catalogue itself is no part of that code. Nor are regimes that it does not
-    name; one that it looks up in `REGIMES` must be among the parameters, too.
+    Tables of the same name are joined over the items; columns `item` and `task` are added where they lack them. A
+    result depends on the item, the parameters, the checkpoint and the code that `compute` reaches. That code includes
+    neither the catalogue nor regimes that it does not name. So policies must be among the parameters, as conditions or
+    by name, and so must a regime that is looked up in `REGIMES`.
     """
 
     chapter: str
@@ -160,6 +161,6 @@ class PerItem(Generic[Result]):
     items: Sequence[Item] | Mapping[str, Any]  # items, or anything else by its name
     compute: Callable[..., Result]
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    alone: bool = False  # measures time: one item after the other, in this process
+    alone: bool = False  # one item after the other in this process, to measure time
 
     plan = PerItemPlan

@@ -1,4 +1,4 @@
-"""What the runner asks of a study, once it is known which of its results are stored."""
+"""How the runner sees a study: what is missing of its results, the jobs that compute it, and where results go."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,44 +16,44 @@ class Job:
 
     size: int  # results
     work: Callable[[Loaded | None], Any]  # can be pickled
-    of: Any = None  # what the plan wants to know again when the result comes
+    label: Any = None  # of the plan, which needs it when the result comes
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the missing results of a study take, at most: answers may end early."""
+    """What the missing results of a study will take. The numbers are upper bounds, since answers may end early."""
 
     title: str
-    what: str
+    work: str  # the missing results, in words
     results: int
     seconds: float  # of one process
     stored: float  # bytes of results
     held: float = 0.0  # bytes of the caches that one process holds at a time
 
     def line(self, processes: int, at_once: int) -> str:
-        """The forecast as one line, for so many processes, of which so many find a core or GPU of their own."""
-        by = f" by {processes} workers" if processes > 1 else ""
+        """The forecast as one line. at_once: how many of the processes find a core or GPU of their own."""
+        workers = f" by {processes} workers" if processes > 1 else ""
         held = f", caches of {self.held * processes / 1e6:,.0f} MB at a time" if self.held else ""
         seconds = clock(self.seconds / at_once)
-        return f"{self.title}: {self.what}; at most {seconds}{by}, {self.stored / 1e6:.1f} MB of results{held}"
+        return f"{self.title}: {self.work}; at most {seconds}{workers}, {self.stored / 1e6:.1f} MB of results{held}"
 
 
 class Plan(AbstractContextManager["Plan"]):
-    """One study with one model: what is missing, and where results go. A context manager, for the store it holds."""
+    """One study with one model. A context manager, because it holds the store open."""
 
     loaded: Loaded | None
     title: str  # chapter/name
-    unit: str  # what the results are
-    total: int
-    alone = False
+    unit: str  # the name of one result: "row", "item"
+    total: int  # results, stored and missing
+    alone = False  # whether the study must run in this process
 
     @abstractmethod
     def jobs(self) -> Sequence[Job]:
-        """What is to be computed. The same parts, however many processes share them."""
+        """The jobs that compute what is missing; the same ones, however many processes share them."""
 
     @abstractmethod
     def forecast(self) -> Forecast:
-        """What that takes, from a short measured step. Stores nothing."""
+        """What these jobs will take, from a short measured step. Stores nothing."""
 
     @abstractmethod
     def add(self, job: Job, result: Any) -> None:
@@ -61,18 +61,18 @@ class Plan(AbstractContextManager["Plan"]):
 
     @abstractmethod
     def results(self) -> Any:
-        """All results, the old and the new ones."""
+        """All results, old and new ones."""
 
     @abstractmethod
     def rehearsal(self) -> Any:
-        """Something of the results' shape, after an estimate: so that the studies after this one can be estimated."""
+        """After a forecast: a stand-in of the results' shape, so that the studies after this one can be forecast."""
 
     @abstractmethod
     def failures(self) -> list[str]:
-        """What failed, a text each that names it and its error."""
+        """A text for each result that failed, with its name and its error."""
 
     def remarks(self) -> list[str]:
-        """What else a reader should know, in lines."""
+        """Lines on what else a reader should know."""
         return []
 
     def __exit__(self, *exception: object) -> None:

@@ -1,4 +1,4 @@
-"""One line that says how far a study is: on a terminal, in a notebook, or in the file that the book's builder reads."""
+"""One line on the progress of a study: on a terminal, in a notebook, or in a file that the book's builder reads."""
 
 import contextlib
 import json
@@ -13,28 +13,28 @@ from tqdm import tqdm
 
 from kvrepro.paths import replaced
 
-FILE = "KVREPRO_PROGRESS"  # the builder's: a path, where each line replaces the one before
-ENDED = ".ended"  # of the file beside it
+FILE = "KVREPRO_PROGRESS"  # the builder sets this variable to a path, where each line replaces the one before
+ENDED = ".ended"  # suffix of the file beside it that says that the studies have ended
 
 _listeners: list[Callable[[dict[str, Any]], None]] = []
 
 
 @contextlib.contextmanager
-def heard(by: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Within, `by` is called with what studies of this process say of themselves, and no bar is shown: how far one is
-    (study, done, total, left), what it took (study, results, failed, seconds), and what a dry run expects (study,
+def heard(listener: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """A context in which `listener` gets the messages of this process's studies, and no bar is shown: the progress of
+    one (study, done, total, left), what it took (study, results, failed, seconds), and what a dry run expects (study,
     results, seconds, bytes, processes)."""
-    _listeners.append(by)
+    _listeners.append(listener)
     try:
         yield
     finally:
-        _listeners.remove(by)
+        _listeners.remove(listener)
 
 
-def tell(**told: Any) -> None:
-    """Call those who listen."""
+def tell(**message: Any) -> None:
+    """Send a message to the listeners."""
     for listener in _listeners:
-        listener(told)
+        listener(message)
 
 
 def end_studies() -> None:
@@ -44,7 +44,7 @@ def end_studies() -> None:
 
 
 def ended(file: Path) -> bool:
-    """Whether the chapter that writes to `file` has told that."""
+    """Whether the studies of the chapter that writes to `file` have ended."""
     return file.with_suffix(ENDED).exists()
 
 
@@ -59,10 +59,10 @@ def clock(seconds: float) -> str:
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """Counts what is done of `total`; a context manager."""
+    """Counts the results of `total` that are done, and shows the count; a context manager."""
 
     def __init__(self, title: str, total: int, unit: str, shown: bool = True):
-        self.title, self.total, self.done, self.began, self.said = title, total, 0, time.monotonic(), 0.0
+        self.title, self.total, self.done, self.began, self.reported = title, total, 0, time.monotonic(), 0.0
         self.file = os.environ.get(FILE)
         notebook = "ipykernel" in sys.modules and not sys.stderr.isatty()
         quiet = bool(self.file or _listeners)
@@ -75,11 +75,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
             self.handle = DisplayHandle()
             self.handle.display({"text/plain": self.text}, raw=True)
-        self._say()
+        self._report()
 
     @property
     def left(self) -> float | None:
-        """Seconds, by what was done so far; None before the first result."""
+        """Seconds that are left, at the speed so far; None before the first result."""
         return (time.monotonic() - self.began) * (self.total - self.done) / self.done if self.done else None
 
     @property
@@ -88,20 +88,20 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         return f"{self.title}: {self.done:,} of {self.total:,}{left}"
 
     def update(self, count: int) -> None:
-        """So many more are done."""
+        """`count` more results are done."""
         self.done += count
         if self.bar is not None:
             self.bar.update(count)
-        if time.monotonic() - self.said > 0.5 or self.done == self.total:
-            self._say()
+        if time.monotonic() - self.reported > 0.5 or self.done == self.total:
+            self._report()
 
-    def _say(self) -> None:
-        self.said = time.monotonic()
-        told = {"study": self.title, "done": self.done, "total": self.total, "left": self.left}
-        tell(**told)
+    def _report(self) -> None:
+        self.reported = time.monotonic()
+        message = {"study": self.title, "done": self.done, "total": self.total, "left": self.left}
+        tell(**message)
         if self.file:
             with replaced(Path(self.file)) as aside:
-                aside.write_text(json.dumps(told))
+                aside.write_text(json.dumps(message))
         if self.handle is not None:
             self.handle.update({"text/plain": self.text}, raw=True)
 

@@ -1,4 +1,4 @@
-"""Where a chapter's numbers come from: code, model, settings, machine, versions, and how to get them again."""
+"""Where a chapter's numbers come from: code, model, settings, machine, versions, and the command that repeats them."""
 
 import ast
 import datetime
@@ -33,27 +33,27 @@ def provenance(chapter: str, loaded: Loaded | None = None, settings: Settings = 
     loaded: None for a chapter that runs no model.
     """
     now = datetime.datetime.now(datetime.UTC)
-    told = {"Code": commit(), "Date": f"{now:%Y-%m-%d %H:%M} UTC"}
+    facts = {"Code": commit(), "Date": f"{now:%Y-%m-%d %H:%M} UTC"}
     if loaded is not None:
-        told["Model"] = f"{loaded.name}, {loaded.dtype} on {loaded.device}, hash `{loaded.hash}`"
-        told["Profile"] = f"{settings.profile}, seed {settings.seed}"
-    told |= {
+        facts["Model"] = f"{loaded.name}, {loaded.dtype} on {loaded.device}, hash `{loaded.hash}`"
+        facts["Profile"] = f"{settings.profile}, seed {settings.seed}"
+    facts |= {
         "Machine": machine(),
         "Versions": ", ".join([f"Python {platform.python_version()}", *versions()]),
         "Time": f"{clock(time.monotonic() - STARTED)} for this execution; what was stored before is not computed again",
         "Again": code_span(command(chapter, injected())),
     }
-    return Markdown("\n".join(f"- **{name}**: {text}" for name, text in told.items()))
+    return Markdown("\n".join(f"- **{name}**: {text}" for name, text in facts.items()))
 
 
 def code_span(text: str) -> str:
-    """A text as code in markdown, whatever backticks it has."""
+    """A text as code in markdown, also where it holds backticks."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if len(fence) > 1 else f"`{text}`"
 
 
 def commit(root: Path = ROOT) -> str:
-    """The version of the package, in a clone with its commit and whether files were changed since."""
+    """The version of the package; in a clone with the commit, and whether files were changed since."""
     try:
         version = f"kvrepro {metadata.version('kvrepro')}"
     except metadata.PackageNotFoundError:  # a folder of sources on the path
@@ -83,22 +83,22 @@ def machine() -> str:
 
 
 def versions() -> list[str]:
-    """Of the packages that decide numbers, where they are installed."""
-    installed = {one.name.lower() for one in metadata.distributions() if one.name}
+    """The versions of the packages that decide numbers, where they are installed."""
+    installed = {package.name.lower() for package in metadata.distributions() if package.name}
     return [f"{name} {metadata.version(name)}" for name in PACKAGES if name in installed]
 
 
 def injected() -> dict[str, Any]:
-    """What papermill was given for this notebook."""
+    """The parameters that papermill got for this notebook."""
     lines = [line for cell in cells_of_notebook() if cell.startswith(INJECTED) for line in ast.parse(cell).body]
-    given = [line for line in lines if isinstance(line, ast.Assign)]
-    return {ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in given}
+    assignments = [line for line in lines if isinstance(line, ast.Assign)]
+    return {ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in assignments}
 
 
-def command(chapter: str, given: dict[str, Any]) -> str:
-    """What executes a chapter with these parameters."""
+def command(chapter: str, parameters: dict[str, Any]) -> str:
+    """The command that executes a chapter with these parameters."""
     papermill = "papermill" if INSTALLED else ".venv/bin/papermill"
     words = [papermill, "--cwd", ".", f"notebooks/{chapter}.ipynb", f"{chapter}-again.ipynb"]
-    if given:
-        words += ["-y", yaml.safe_dump(given, default_flow_style=True, width=1000).strip()]
+    if parameters:
+        words += ["-y", yaml.safe_dump(parameters, default_flow_style=True, width=1000).strip()]
     return shlex.join(words)

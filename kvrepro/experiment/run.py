@@ -26,7 +26,7 @@ from kvrepro.experiment.settings import Settings
 __all__ = ["Answers", "PerItem", "Settings", "StudyFailed", "run"]
 MOST_FAILED = 0.1  # share of a study's results that may fail before the study as a whole counts as failed
 POOL_FROM = 20.0  # seconds of work from which worker processes, which load the model each, are worth starting
-SHARE_FROM = 3.0  # and from which those that run already, for an earlier study, get their part
+SHARE_FROM = 3.0  # the same for processes that already run, from an earlier study
 
 
 class StudyFailed(Stopped):
@@ -41,11 +41,11 @@ def run(study: Answers, loaded: Loaded, settings: Settings = USUAL) -> pd.DataFr
 @overload
 def run(study: PerItem[Result], loaded: Loaded | None, settings: Settings = USUAL) -> Result: ...
 def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
-    """The results of a study; those that are stored are read, the others computed and stored.
+    """The results of a study. Those that are stored are read, the others are computed and stored.
 
-    A result that failed is tried again by the next run. What failed is in `attrs["failed"]` of the frame, as text, and
-    in one printed line. Raises InputError, before anything is computed, for what can be known by then; StudyFailed,
-    when everything else is stored, where more than a tenth failed.
+    A result that failed is tried again by the next run. Failures are in `attrs["failed"]` of the frame, as texts, and
+    in one printed line. Raises InputError, if possible before anything is computed; StudyFailed where more than a tenth
+    of the results failed, after all others are stored.
     """
     started = time.perf_counter()
     ensure_name(study.chapter)
@@ -59,7 +59,7 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
                  processes=at_once)  # fmt: skip
             return plan.rehearsal()
         computed = _compute(plan, settings)
-        found = plan.results()
+        results = plan.results()
     failed = plan.failures()
     taken = time.perf_counter() - started
     tell(study=plan.title, results=plan.total, failed=len(failed), seconds=taken)
@@ -69,13 +69,13 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
         raise StudyFailed(f"{plan.title}: {len(failed)} of {plan.total} {plan.unit}s failed, the first {failed[0]}")
     if failed:
         print(f"{plan.title}: {len(failed)} of {plan.total} {plan.unit}s are missing, the first {failed[0]}")
-    for frame in found.values() if isinstance(found, dict) else [found]:
+    for frame in results.values() if isinstance(results, dict) else [results]:
         frame.attrs["failed"] = failed
-    return found
+    return results
 
 
 def _compute(plan: Plan, settings: Settings) -> int:
-    """Do a plan's jobs, in this process or in workers, and store each as it is done. How many results that were."""
+    """Do a plan's jobs, in this process or in workers, and store the result of each. Returns how many results."""
     jobs = plan.jobs()
     count = sum(job.size for job in jobs)
     if not jobs:
@@ -84,34 +84,38 @@ def _compute(plan: Plan, settings: Settings) -> int:
     if len(jobs) > 1 and (settings.workers is not None or not _testing()):
         several = settings.engine == "local" and settings.workers != 1 and not plan.alone
         if several and not workers.studies_ended.is_set():
-            workers.get_ready(workers.told(plan.loaded))
+            workers.get_ready(workers.recipe_of(plan.loaded))
         with workers.one_thread():
             expected = plan.forecast()
         processes = _processes(plan, settings, expected.seconds)
         print(expected.line(processes, _at_once(plan, settings, processes)))
-        jobs = plan.jobs()  # without what the forecast has done
-    given = (plan.loaded, jobs, min(processes, len(jobs)))
-    shared = cluster.each(*given, settings.address) if settings.engine == "ray" else workers.each(*given)
+        jobs = plan.jobs()  # without those that the forecast has done
+    worker_count = min(processes, len(jobs))
+    if settings.engine == "ray":
+        results = cluster.each(plan.loaded, jobs, worker_count, settings.address)
+    else:
+        results = workers.each(plan.loaded, jobs, worker_count)
     with Progress(plan.title, count, plan.unit, settings.progress) as bar:
-        for job, result in shared:
+        for job, result in results:
             plan.add(job, result)
             bar.update(job.size)
     return count
 
 
 def _processes(plan: Plan, settings: Settings, seconds: float) -> int:
-    """Worker processes for that much work."""
+    """The number of worker processes for so many seconds of work."""
     if plan.alone or not workers.possible(plan.loaded):
         return 1
     if settings.workers is not None:
         return settings.workers
-    there = settings.engine == "local" and workers.are_there(plan.loaded)
-    few = _testing() or seconds < (SHARE_FROM if there else POOL_FROM)
-    return 1 if few else cluster.usual_workers(plan.loaded, settings.engine, settings.address)
+    running = settings.engine == "local" and workers.are_there(plan.loaded)
+    if _testing() or seconds < (SHARE_FROM if running else POOL_FROM):
+        return 1
+    return cluster.usual_workers(plan.loaded, settings.engine, settings.address)
 
 
 def _at_once(plan: Plan, settings: Settings, processes: int) -> int:
-    """Those of them that work side by side: no more than this machine has room for; of a cluster all."""
+    """How many of the processes work side by side: all on a cluster, else no more than this machine has room for."""
     return processes if settings.engine != "local" else min(processes, workers.default_workers(plan.loaded))
 
 

@@ -1,7 +1,6 @@
 """Parquet files that appear whole or not at all, and whose every byte is checked when it is read.
 
-A file ends with checksums of its columns and of its footer, between data and footer: readers of parquet pass over what
-stands there.
+Checksums of a file's columns and of its footer stand between data and footer, where readers of parquet ignore them.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ AWAY = "nothing was changed; move it away, or choose another results folder or n
 
 
 def write(table: pa.Table, path: Path, aside: Path | None = None) -> None:
-    """Write a parquet file whole or not at all, with checksums before its footer. InputError where it cannot be."""
+    """Write a parquet file whole or not at all, with checksums before its footer. aside: the temporary file."""
     aside = aside or path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         pq.write_table(table, aside, row_group_size=GROUP, compression="zstd")
@@ -37,8 +36,7 @@ def write(table: pa.Table, path: Path, aside: Path | None = None) -> None:
 
 
 def _seal(path: Path) -> None:
-    """Put a checksum of every column chunk, and one of these and the footer, between data and footer: readers of
-    parquet pass over what stands there."""
+    """Insert a checksum of every column chunk, and one of these and the footer, between data and footer."""
     with path.open("r+b") as file:
         footer, _ = _footer(file)
         sums = np.array([_sum(file, *span) for _, span in _chunks(pq.read_metadata(path))], "<u4").tobytes()
@@ -49,7 +47,7 @@ def _seal(path: Path) -> None:
 
 
 def _footer(file: Any) -> tuple[bytes, int]:
-    """Footer, its length and the last four letters; where it starts."""
+    """The footer, with its length and the last four letters, and where it starts."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - 8))
     start = max(0, end - 8 - int.from_bytes(file.read(4), "little"))
@@ -58,17 +56,17 @@ def _footer(file: Any) -> tuple[bytes, int]:
 
 
 def _chunks(metadata: pq.FileMetaData, columns: Collection[str] | None = None) -> list[tuple[int, tuple[int, int]]]:
-    """(number, (start, length)) of the stored pieces of the columns."""
+    """(number, (start, length)) of the columns' chunks, in bytes of the file."""
     count = metadata.num_columns
     names = [metadata.schema.column(i).path.split(".")[0] for i in range(count)]
     chosen = [i for i in range(count) if columns is None or names[i] in columns]
-    found = []
+    chunks = []
     for group in range(metadata.num_row_groups):
         for i in chosen:
             chunk = metadata.row_group(group).column(i)
             start = chunk.dictionary_page_offset or chunk.data_page_offset
-            found.append((group * count + i, (start, chunk.total_compressed_size)))
-    return found
+            chunks.append((group * count + i, (start, chunk.total_compressed_size)))
+    return chunks
 
 
 def _sum(file: Any, start: int, length: int) -> int:
@@ -80,15 +78,16 @@ def _digest(data: bytes) -> bytes:
 
 
 class File:
-    """A parquet file whose checksums hold: the footer's is compared here, those of columns when they are read.
+    """A parquet file whose checksums are verified: the footer's here, those of columns when they are read.
 
-    `sealed` is False for a file written before there were checksums. Raises InputError for one that is not whole.
+    `sealed` is False for a file without checksums, from an earlier version. Raises InputError for one that is not
+    whole.
     """
 
     def __init__(self, path: Path, way_out: str = AWAY):
         self.path, self.way_out, self.sums = path, way_out, np.array([], "<u4")
         with self._whole(), path.open("rb") as file:
-            self.found = _state(os.fstat(file.fileno()))
+            self.state = _state(os.fstat(file.fileno()))
             footer, start = _footer(file)
             self.metadata = pq.read_metadata(file)
             size = 4 * self.metadata.num_columns * self.metadata.num_row_groups
@@ -104,6 +103,7 @@ class File:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
+        """A context in which an error of a broken file becomes an InputError."""
         try:
             yield
         except FileNotFoundError:
@@ -113,17 +113,18 @@ class File:
             raise InputError(f"{self.path} is no whole parquet file ({why}): {self.way_out}") from None
 
     def changed(self) -> bool:
-        """Has another file taken its place?"""
-        return not self.path.exists() or _state(self.path.stat()) != self.found
+        """Whether another file has taken its place."""
+        return not self.path.exists() or _state(self.path.stat()) != self.state
 
     def table(self, columns: Collection[str] | None = None, groups: Sequence[int] | None = None) -> pa.Table:
-        """Some columns of some groups of rows, or all. FileNotFoundError where another file has taken its place."""
+        """Some columns of some groups of rows, or all. Raises FileNotFoundError where another file has taken its
+        place."""
         with self._whole(), self.path.open("rb") as file:
-            if _state(os.fstat(file.fileno())) != self.found:
+            if _state(os.fstat(file.fileno())) != self.state:
                 raise FileNotFoundError(self.path)
             for number, span in _chunks(self.metadata, columns) if self.sealed else []:
-                here = groups is None or number // self.metadata.num_columns in groups
-                if here and _sum(file, *span) != self.sums[number]:
+                wanted = groups is None or number // self.metadata.num_columns in groups
+                if wanted and _sum(file, *span) != self.sums[number]:
                     raise pa.ArrowException("a column's checksum is wrong")
             parquet = pq.ParquetFile(file, metadata=self.metadata)
             names = None if columns is None else [name for name in self.columns if name in columns]
@@ -133,4 +134,5 @@ class File:
 
 
 def _state(stat: os.stat_result) -> tuple[int, ...]:
+    """What differs between two files that had the same path."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -14,13 +14,13 @@ from kvrepro.paths import WORK
 
 
 def ensure_options(options: object) -> None:
-    """Raise InputError for what names no settings."""
+    """Raise InputError unless the options are settings by name."""
     if not isinstance(options, Mapping | None):
         raise InputError(f"options {str(options)[:50]!r}: give settings by name, {{'seed': 1}} for instance")
 
 
 def ensure_folder(results: object) -> None:
-    """Raise InputError for what names no folder."""
+    """Raise InputError unless `results` is the name of a folder."""
     if not isinstance(results, str | Path) or results == "":
         raise InputError(f"results is {results!r}: give the name of a folder")
     if str(results).startswith("~"):
@@ -59,10 +59,9 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None = None, **given: Any) -> Self:
-        """Settings from a notebook's `options` and from what is given by name. InputError for an unknown option."""
+        """Settings from a notebook's `options` and from keyword arguments. Raises InputError for an unknown option."""
         ensure_options(options)
-        known = [f.name for f in fields(cls)]
-        ensure_known("option", options or {}, known)
+        ensure_known("option", options or {}, [f.name for f in fields(cls)])
         for name in options or {}:
             if name in given:
                 raise InputError(f"{name} is a parameter of its own: set it there, not among the options")
@@ -74,9 +73,9 @@ class Settings:
         return WORK / self.results
 
     def end_studies(self) -> None:
-        """After a notebook's studies: its workers end, and the book may begin with its next chapter. A dry run ends the
-        notebook here, since what follows needs rows. papermill stops at a SystemExit of 0, too, and counts it as no
-        error."""
+        """To be called after a notebook's studies: its workers end, and the builder of the book may start the next
+        chapter. A dry run ends the notebook here, since the cells below need rows: papermill stops at a SystemExit of
+        0, and does not count it as an error."""
         workers.end_all()
         progress.end_studies()
         if self.dry_run:

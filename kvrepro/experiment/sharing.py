@@ -1,5 +1,5 @@
-"""A folder that several processes write, also from several machines: names of their own, a lock, and what killed ones
-left."""
+"""A folder that several processes write, also from several machines: file names of each process, a lock, and the files
+that killed processes left."""
 
 import contextlib
 import os
@@ -16,14 +16,14 @@ import psutil
 
 from kvrepro.errors import InputError
 
-UNFINISHED = re.compile(r".*@(.+)-(\d+)-[0-9a-f]{8}(\.parquet)?\.tmp")  # as `named` names them
+UNFINISHED = re.compile(r".*@(.+)-(\d+)-[0-9a-f]{8}(\.parquet)?\.tmp")  # names of `named`; groups: host, process
 LOG = "sweep.log"  # in a folder of results: what a sweep's chapters printed
 HOST = re.sub(r"[^\w.]", "_", platform.node())
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the system refuses becomes one line."""
+    """A context in which an error of the system becomes an InputError, but not a lock's timeout or a missing file."""
     try:
         yield
     except (filelock.Timeout, FileNotFoundError):
@@ -35,10 +35,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def prepare(results: Path, folder: Path) -> None:
-    """Make a folder below the results folder, and try whether it can be written. Says so where the results folder holds
-    other things."""
+    """Make a folder below the results folder, and try whether it can be written. Prints a line where the results folder
+    holds other things only."""
     ours = ("*/*.rows", "*/*.parquet", "*/claims.csv", "*/*/*/*.parquet")
-    if results.is_dir() and not any(any(results.glob(of)) for of in ours):
+    if results.is_dir() and not any(any(results.glob(pattern)) for pattern in ours):
         others = sorted(path.name for path in results.iterdir() if path.name != LOG)
         if others:
             print(f"results go into {results}, which holds other things ({others[0]}): in folders of their own")
@@ -56,13 +56,14 @@ def make_folder(folder: Path) -> None:
 
 
 def named(number: int) -> str:
-    """A file's name that no other process gives: a number, by which files are ordered, host and process."""
+    """A file name that no other process uses: a number, by which files are ordered, the host and the process."""
     return f"{number:08d}@{HOST}-{os.getpid()}-{secrets.token_hex(4)}.parquet"
 
 
 def acquired(path: Path, wait: float) -> contextlib.AbstractContextManager[Any]:
-    """The lock at a path. Raises filelock.Timeout after `wait` seconds. A file that stays without a name for five of
-    them is of a process that was killed before it wrote its own: filelock would respect it forever."""
+    """The lock at a path. Raises filelock.Timeout after `wait` seconds. A lock file that stays empty for five seconds
+    is that of a process that was killed before it wrote its name: it is removed, while filelock would respect it
+    forever."""
     lock, unnamed, patience = filelock.SoftFileLock(path, poll_interval=0.05), _unnamed(path), 5
     try:
         return lock.acquire(timeout=min(wait, patience))
@@ -75,18 +76,18 @@ def acquired(path: Path, wait: float) -> contextlib.AbstractContextManager[Any]:
 
 
 def _unnamed(path: Path) -> tuple[int, int] | None:
-    """What tells an empty file from another one."""
+    """The inode and time of an empty file; None for another one."""
     with contextlib.suppress(FileNotFoundError):
-        found = path.stat()
-        return None if found.st_size else (found.st_ino, found.st_mtime_ns)
+        stat = path.stat()
+        return None if stat.st_size else (stat.st_ino, stat.st_mtime_ns)
     return None
 
 
 def leftovers(folder: Path) -> list[Path]:
     """Files that a process of this host was writing when it was killed."""
-    found = []
+    paths = []
     for path in folder.glob("*.tmp"):
-        made = UNFINISHED.fullmatch(path.name)
-        if made and made[1] == HOST and not psutil.pid_exists(int(made[2])):
-            found.append(path)
-    return found
+        match = UNFINISHED.fullmatch(path.name)
+        if match and match[1] == HOST and not psutil.pid_exists(int(match[2])):
+            paths.append(path)
+    return paths

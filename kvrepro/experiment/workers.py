@@ -1,7 +1,7 @@
 """Processes that share a study's jobs: each loads the model once, works on one thread or one GPU, and ends with us.
 
-They are forked from a server process that has imported what they need, once, and stay for a chapter's next study. Jobs
-travel pickled by value, with what was typed into a notebook. Only the process that started them writes results.
+They are forked from a server process that imports once what they need, and stay for a chapter's next study. Jobs are
+pickled by value, together with code that was typed into a notebook. Only the process that started them writes results.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ from kvrepro.experiment import models
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Job
 
-TRIES = 3  # workers that may die one after the other while nothing is done
+TRIES = 3  # so many times workers may die in a row without a finished job
 HELP = "is memory too small? give fewer workers, or smaller batches by batch_rows; what is done is stored"
-Told = tuple[str, str, str, str]  # folder, device, dtype and name of a model
+Recipe = tuple[str, str, str, str]  # folder, device, dtype and name of a model: how to load it in another process
 IMPORTED = ["kvrepro.experiment.run", "transformers.models.auto.modeling_auto"]  # by the server, before it forks
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # each worker has one
-studies_ended = threading.Event()  # of a notebook: its exercises are small, and start no server beforehand
+studies_ended = threading.Event()  # set after a notebook's studies: its exercises are small, and start no server early
 _models: list[Loaded | None] = []  # in a worker: the one that it loaded
-_pools: dict[Any, tuple[int, ProcessPoolExecutor]] = {}  # by model, one at most: how many workers run, and they
+_pools: dict[Any, tuple[int, ProcessPoolExecutor]] = {}  # by recipe, one at most: how many workers run, and their pool
 
 
 class Lost(Stopped):
-    """Parts of a study of which workers die."""
+    """Parts of a study that make workers die."""
 
 
 def default_workers(loaded: Loaded | None) -> int:
@@ -67,26 +67,26 @@ def possible(loaded: Loaded | None) -> bool:
 
 
 def each(loaded: Loaded | None, jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Any]]:
-    """(job, result) as they are done, by `count` workers; one is this process itself. Raises a job's exception here;
-    Lost where workers die of it."""
+    """(job, result) in the order in which jobs are done, by `count` workers; a count of 1 means this process itself.
+    Raises a job's exception; Lost where workers die again and again."""
     parts = packed(jobs) if count > 1 else None
     if parts is None:
         with one_thread():
             for job in jobs:
                 yield job, job.work(loaded)
         return
-    for i, result in _shared(told(loaded), parts, count):
+    for i, result in _shared(recipe_of(loaded), parts, count):
         yield jobs[i], result
 
 
-def _shared(what: Told | None, parts: Sequence[bytes], count: int) -> Iterator[tuple[int, Any]]:
-    """(number, result) of every job. Where a worker dies, all are replaced and what was under way is done again, after
-    the rest; if one dies again before anything is done, half as many go on."""
+def _shared(recipe: Recipe | None, parts: Sequence[bytes], count: int) -> Iterator[tuple[int, Any]]:
+    """(number, result) of every job. Where a worker dies, all are replaced, and the jobs under way are done again after
+    the others; if one dies again before any job is done, half as many workers go on."""
     left, deaths = list(range(len(parts))), 0
     while left:
         workers = max(2, count >> deaths)  # one would be this process
         try:
-            numbers = _handed_out(what, workers, parts, left)
+            numbers = _handed_out(recipe, workers, parts, left)
             for future in as_completed(numbers):
                 i, result = numbers[future], future.result()
                 left.remove(i)
@@ -99,59 +99,59 @@ def _shared(what: Told | None, parts: Sequence[bytes], count: int) -> Iterator[t
                 raise Lost(
                     f"a worker process was killed {TRIES} times in a row, {len(left)} parts are left: {HELP}"
                 ) from None
-            said = f"a worker process was killed: {len(left)} parts of the study go to new ones"
-            print(said, file=sys.stderr, flush=True)
+            line = f"a worker process was killed: {len(left)} parts of the study go to new ones"
+            print(line, file=sys.stderr, flush=True)
             left = left[workers:] + left[:workers]
-        except BaseException:  # nobody waits for the others
+        except BaseException:  # nobody waits for the other jobs
             end()
             raise
 
 
-def get_ready(what: Told | None) -> None:
-    """Start the server, which imports for some seconds, while something else is done."""
-    if _forks(what):
+def get_ready(recipe: Recipe | None) -> None:
+    """Start the server, which needs some seconds for its imports, while this process does something else."""
+    if _forks(recipe):
         from multiprocessing import forkserver
 
         with _for_processes():
             forkserver.set_forkserver_preload(IMPORTED)
             forkserver.ensure_running()
-        multiprocessing.util.Finalize(None, _end_server, exitpriority=0)  # it may be at its imports for seconds yet
+        multiprocessing.util.Finalize(None, _end_server, exitpriority=0)  # at our exit it may still be importing
 
 
-def _forks(what: Told | None) -> bool:
-    """Whether workers come from a server: not those on GPUs, which each process must open for itself."""
-    return (what is None or what[1] != "cuda") and "forkserver" in multiprocessing.get_all_start_methods()
+def _forks(recipe: Recipe | None) -> bool:
+    """Whether workers are forked from a server: not those on GPUs, which each process must open for itself."""
+    return (recipe is None or recipe[1] != "cuda") and "forkserver" in multiprocessing.get_all_start_methods()
 
 
-def _handed_out(what: Told | None, count: int, parts: Sequence[bytes], numbers: Sequence[int]) -> dict[Any, int]:
-    """Number by future of these jobs, given to `count` workers; those of an earlier study, if there are as many."""
-    running, pool = _pools.get(what, (0, None))
+def _handed_out(recipe: Recipe | None, count: int, parts: Sequence[bytes], numbers: Sequence[int]) -> dict[Any, int]:
+    """Future -> number of these jobs, which go to `count` workers: those of an earlier study, if there are enough."""
+    running, pool = _pools.get(recipe, (0, None))
     if pool is None or running < count:
         end()
-        get_ready(what)
-        context = multiprocessing.get_context("forkserver" if _forks(what) else "spawn")
-        pool = ProcessPoolExecutor(count, context, _begin, (dict(os.environ), list(sys.path), what))
-        multiprocessing.util.Finalize(None, end, exitpriority=0)  # a process that is a child itself would wait for them
-        _pools[what] = count, pool
-    if what is not None and what[1] == "cuda":
+        get_ready(recipe)
+        context = multiprocessing.get_context("forkserver" if _forks(recipe) else "spawn")
+        pool = ProcessPoolExecutor(count, context, _begin, (dict(os.environ), list(sys.path), recipe))
+        multiprocessing.util.Finalize(None, end, exitpriority=0)  # if we are a child process, our exit waits for them
+        _pools[recipe] = count, pool
+    if recipe is not None and recipe[1] == "cuda":
         import torch
 
-        torch.cuda.empty_cache()  # a worker on our GPU has what torch keeps for us
+        torch.cuda.empty_cache()  # gives the memory that torch keeps for us to a worker on our GPU
     with _for_processes():
         return {pool.submit(done, parts[i]): i for i in numbers}
 
 
 @contextlib.contextmanager
 def _for_processes() -> Iterator[None]:
-    """While processes start: they find the modules that we find, have one thread, and do not run our main script again,
-    as multiprocessing would have them do."""
+    """A context in which processes start: they find the modules that we find, have one thread, and do not run our main
+    script again, as they would by default."""
     main, before = sys.modules["__main__"], dict(os.environ)
     sys.modules["__main__"] = types.ModuleType("__main__")
     os.environ.update(dict.fromkeys(THREADS, "1"), PYTHONPATH=os.pathsep.join(sys.path))
     try:
         with _deaf():
             yield
-    except KeyboardInterrupt:  # what it would start finds us gone, and says so at length
+    except KeyboardInterrupt:  # workers that the server starts later would find us gone, and print long errors
         _end_server()
         raise
     finally:
@@ -163,8 +163,8 @@ def _for_processes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """While processes start, which inherit it: Ctrl-C and a terminal that is closed wait. This process hears them and
-    ends the others; as those still import, each would answer with a traceback."""
+    """A context in which Ctrl-C and the signal of a closed terminal wait; processes that start in it inherit that. This
+    process gets the signals and ends the others, each of which would print a traceback during its imports."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -192,52 +192,53 @@ def end() -> None:
 
 
 def end_all() -> None:
-    """The same, and what multiprocessing keeps beside them: a notebook's kernel would wait for it at its own end."""
+    """Kill the workers and the processes that multiprocessing keeps for them, for which a notebook's kernel would wait
+    at its own end."""
     from multiprocessing import resource_tracker
 
     studies_ended.set()
     end()
     _end_server()
-    gc.collect()  # semaphores of the pool, which the tracker would call leaked
+    gc.collect()  # frees semaphores of the pool, which the tracker would report as leaked
     tracker: Any = resource_tracker._resource_tracker
-    if [child.pid for child in psutil.Process().children()] == [tracker._pid]:  # others may hold it, and be waited for
+    if [child.pid for child in psutil.Process().children()] == [tracker._pid]:  # no other child still needs it
         tracker._stop()
 
 
 def _end_server() -> None:
-    """Kill the server, wherever it is; the next workers start another."""
+    """Kill the server, whatever it does; the next workers start another one."""
     from multiprocessing import forkserver
 
     server: Any = forkserver._forkserver
     if server._forkserver_pid:
-        with contextlib.suppress(OSError):  # that of the process that forked us, or gone
+        with contextlib.suppress(OSError):  # it is gone, or belongs to the process that forked us
             os.kill(server._forkserver_pid, signal.SIGKILL)
-            server._stop()  # waits for its end, so that the next start does not take it for alive
+            server._stop()  # waits for its end, so that the next start does not believe that it is alive
 
 
 def are_there(loaded: Loaded | None) -> bool:
     """Whether workers were started for the same model."""
-    return told(loaded) in _pools
+    return recipe_of(loaded) in _pools
 
 
 def packed(jobs: Sequence[Job]) -> list[bytes] | None:
-    """The jobs as another process takes them, with what a notebook added to the policies; None, and a printed line,
-    where one cannot be sent."""
+    """The jobs pickled for another process, with the policies that a notebook added. Where one cannot be pickled: None,
+    and a printed line."""
     try:
         return [cloudpickle.dumps((OWN, job.work)) for job in jobs]
-    except Exception as error:  # whatever a part says that cannot be pickled
+    except Exception as error:  # whatever the class of an object raises that cannot be pickled
         print(f"one process only: a part of the study cannot be sent to another ({error})".splitlines()[0])
         return None
 
 
-def told(loaded: Loaded | None) -> Told | None:
-    """What another process must know to load the same model."""
+def recipe_of(loaded: Loaded | None) -> Recipe | None:
+    """How another process loads the same model."""
     return (str(loaded.path), loaded.device, loaded.dtype, loaded.name) if loaded is not None else None
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread on the CPU, as each worker has: rows do not depend on how many share the work."""
+    """One thread on the CPU, as each worker has, so that rows do not depend on the number of workers."""
     import torch
 
     before = torch.get_num_threads()
@@ -251,40 +252,40 @@ def one_thread() -> Iterator[None]:
 # ---- in a worker
 
 
-def _begin(environment: dict[str, str], path: list[str], what: Told | None) -> None:
-    """Load the model, onto a GPU of its own where it lies on one."""
+def _begin(environment: dict[str, str], path: list[str], recipe: Recipe | None) -> None:
+    """Start a worker: load the model, onto a GPU of its own if it is on a GPU."""
     import torch
 
-    os.environ.update(environment)  # the server has that of its start
+    os.environ.update(environment)  # the server's own is from the time when it started
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears an interrupt, and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if what is not None and what[1] == "cuda":  # workers are numbered as they are started
+    if recipe is not None and recipe[1] == "cuda":  # workers are numbered as they are started
         number = _number(multiprocessing.current_process().name)
-        what = (what[0], f"cuda:{number % torch.cuda.device_count()}", *what[2:])
-    prepare(what)
+        recipe = (recipe[0], f"cuda:{number % torch.cuda.device_count()}", *recipe[2:])
+    prepare(recipe)
 
 
 def _number(process: str) -> int:
-    """Of a worker, by its process's name: SpawnProcess-3, or SpawnProcess-2:3 where our parent is a child itself."""
+    """A worker's number, by its process's name: SpawnProcess-3, or SpawnProcess-2:3 if our parent is itself a child."""
     return int(re.split("[-:]", process)[-1])
 
 
-def prepare(what: Told | None) -> Loaded | None:
+def prepare(recipe: Recipe | None) -> Loaded | None:
     """Make this process a worker: one thread, and the model that it holds from now on."""
     import torch
 
     torch.set_num_threads(1)
-    if what is None:
+    if recipe is None:
         _models[:] = [None]
     else:
-        path, device, dtype, name = what
+        path, device, dtype, name = recipe
         _models[:] = [replace(models.load(path, device, dtype), name=name)]
     return _models[0]
 
 
 def _end_with_parent() -> None:
-    """The process that started the study, not the server that forked us: the server lives as long as we do."""
+    """End this worker with the process that started the study; the server that forked us lives as long as we do."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -292,7 +293,7 @@ def _end_with_parent() -> None:
 
 
 def done(data: bytes) -> Any:
-    """The result of a job that `packed` made, in a process that is prepared."""
-    own, work = pickle.loads(data)
-    OWN.update(own)
+    """The result of a job of `packed`, in a process that `prepare` made a worker."""
+    own_policies, work = pickle.loads(data)
+    OWN.update(own_policies)
     return work(_models[0])

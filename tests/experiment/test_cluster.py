@@ -271,7 +271,7 @@ def test_after_the_death_of_the_driver_the_next_run_goes_on(loaded, tmp_path):
 @pytest.mark.parametrize("why", ["code", "folder", "files"])
 def test_a_node_that_cannot_do_the_same_says_so(loaded, monkeypatch, tmp_path, why):
     monkeypatch.chdir(tmp_path)
-    what, code = workers.told(loaded), "other" if why == "code" else cluster.code()
+    what, code = workers.recipe_of(loaded), "other" if why == "code" else cluster.code()
     if why == "folder":
         what = (str(tmp_path / "nowhere"), *what[1:])
     said = {"code": "another kvrepro", "folder": "has no folder", "files": "other files in"}[why]

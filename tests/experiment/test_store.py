@@ -165,7 +165,7 @@ def test_large_files_are_never_written_again(tmp_path, monkeypatch):
         for file in files_of(table.table):
             assert file.rows <= 100
             if file.rows > 60:
-                assert states.setdefault(file.path, file.found) == file.found
+                assert states.setdefault(file.path, file.state) == file.state
     assert dict(rows_of(tmp_path)) == expected
     assert len(states) > 1
     assert len(files_of(table.table)) < 25

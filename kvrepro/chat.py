@@ -15,7 +15,6 @@ class OneDay(datetime.datetime):
 
 
 def rendered(tokenizer: Any, turns: Sequence[Mapping[str, Any]], answer: bool = True) -> str:
-    """The text of some turns. answer: followed by the words that open the model's answer. Raises what the template
-    raises."""
+    """The text of some turns, with the words that open the model's `answer`. Raises what the template raises."""
     with mock.patch("transformers.utils.chat_template_utils.datetime", OneDay):  # a template cannot be given a date
         return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=answer))

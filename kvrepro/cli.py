@@ -274,8 +274,7 @@ def _named(texts: list[str]) -> dict[str, Any]:
 
 
 def _program(name: str, module: str, purpose: str) -> None:
-    """Add a command that runs the `main` of a module. The module is imported only when it runs, so that help is
-    quick."""
+    """Add a command that runs a module's `main`. The module is imported only when it runs, so that help is quick."""
 
     @one_line_errors()
     def started(context: typer.Context) -> None:

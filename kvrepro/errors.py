@@ -79,8 +79,7 @@ def interrupted(interrupt: KeyboardInterrupt) -> int:
 
 
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
-    """Run a typer app and end the process. A wrong command line gives one line on stderr and exit code 2, as an
-    InputError does."""
+    """Run a typer app and end the process. A wrong command line is one line on stderr and exit code 2."""
     arguments, heard = sys.argv[1:] if arguments is None else arguments, list[int]()
     try:
         with signals_interrupt(heard), one_line_errors():
@@ -102,8 +101,7 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without its full stop, at most 200 characters; the name of its class where
-    it has no message."""
+    """The first line (200 characters) of an error's message, without its full stop; its class if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
 
 

@@ -35,7 +35,6 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_table(table: Path, rows: "pd.DataFrame", form: str | None = "%.4g") -> None:
-    """Write a table of the project (CSV) as a whole, or leave the old one. form: of numbers with decimals; None: in
-    full."""
+    """Write a CSV table of the project, whole or not at all. form: of numbers with decimals; None: in full."""
     with replaced(table) as aside:
         rows.to_csv(aside, index=False, float_format=form)

@@ -156,37 +156,6 @@ def policy_of(condition: Condition) -> Any:
     return [fingerprint.describe(parameters), [fingerprint.describe(file.read_bytes()) for file in files]]
 
 
-def heads(
-    study: "Answers", loaded: Loaded, settings: Settings, prompts: Sequence[Prompt],
-    conditions: Sequence[Condition], columns: Columns, backends: Sequence[str],
-) -> dict[Pair, dict[str, Any]]:  # fmt: skip
-    """The columns of each row that are known before it is computed; `key` hashes all that decides the others.
-
-    backends: who computes each condition.
-    """
-    decisive = {"model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device}
-    noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
-    note = fingerprint.of(study.note)
-    by_condition = [
-        (c.columns() | {"engine_hash": code_of(c, backend)}, {"backend": backend})
-        for c, backend in zip(conditions, backends, strict=True)
-    ]
-    rows: dict[Pair, dict[str, Any]] = {}
-    for i, (item, prompt, columns_of_item) in enumerate(zip(study.items, prompts, columns, strict=True)):
-        new, limit = item.new_tokens(study.max_new_tokens), limit_of(study, loaded, item)
-        by_item = decisive | {"max_new_tokens": new, "limit": limit, "item": item.id}
-        scored = [item.meta[name] for name in ("metric", "classes", "first_line") if name in item.meta]
-        by_item["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
-        notes = {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
-        notes["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
-        notes["evidence_at"] = measure.evidence_at(prompt.spans.get("evidence", ()), len(prompt.ids))
-        for j in columns_of_item:
-            decided_by, computed_by = by_condition[j]
-            key = fingerprint.digest(decided_by, by_item | computed_by, note)
-            rows[i, j] = decided_by | by_item | computed_by | notes | noted | {"key": key}
-    return rows
-
-
 def references(item: Item) -> list[str]:
     """All answers that count as right."""
     return list(item.meta.get("answers", [item.answer]))
@@ -313,10 +282,35 @@ class AnswersPlan(Plan):
         self.obstacles = self._obstacles()
         usual = "triton" if settings.backend == "auto" else settings.backend
         self.backends = ["torch" if why else usual for why in self.obstacles]
-        self.heads = heads(study, loaded, settings, self.prompts, self.conditions, self.columns, self.backends)
+        self.heads = self._heads()
         self.keys = [self.heads[pair]["key"] for pair in self.pairs]
         self.identities = store.identities_of([self.heads[pair] for pair in self.pairs])
         self.total = len(self.keys)
+
+    def _heads(self) -> dict[Pair, dict[str, Any]]:
+        """The columns of each row that are known before it is computed; `key` hashes all that decides the others."""
+        study, loaded, settings = self.study, self.loaded, self.settings
+        decisive = {"model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device}
+        noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
+        note = fingerprint.of(study.note)
+        backends = [{"backend": backend} for backend in self.backends]
+        decided_by = [
+            c.columns() | {"engine_hash": code_of(c, backend)}
+            for c, backend in zip(self.conditions, self.backends, strict=True)
+        ]
+        rows: dict[Pair, dict[str, Any]] = {}
+        for i, (item, prompt) in enumerate(zip(study.items, self.prompts, strict=True)):
+            new, limit = item.new_tokens(study.max_new_tokens), limit_of(study, loaded, item)
+            of_item = decisive | {"max_new_tokens": new, "limit": limit, "item": item.id}
+            scored = [item.meta[name] for name in ("metric", "classes", "first_line") if name in item.meta]
+            of_item["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
+            notes = noted | {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
+            notes["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
+            notes["evidence_at"] = measure.evidence_at(prompt.spans.get("evidence", ()), len(prompt.ids))
+            for j in self.columns[i]:
+                key = fingerprint.digest(decided_by[j], of_item | backends[j], note)
+                rows[i, j] = decided_by[j] | of_item | backends[j] | notes | {"key": key}
+        return rows
 
     def _obstacles(self) -> list[str | None]:
         """For each condition why the backend "auto" leaves it to plain PyTorch; None where it does not. Raises

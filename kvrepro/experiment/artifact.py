@@ -1,8 +1,7 @@
 """The protection paper's public per-item results, in the columns of our own.
 
 `results` fetches the paper's files and reads them with their texts. `scores` reads only the numbers, from a table that
-the project ships: data/artifact/scores.parquet, written from the files by `python -m kvrepro.experiment.artifact` (a
-minute).
+the project ships: data/artifact/scores.parquet, which `python -m kvrepro.experiment.artifact` writes (a minute).
 """
 
 import hashlib

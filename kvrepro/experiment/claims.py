@@ -34,9 +34,9 @@ COLUMNS = [
 # ---------------------------------------------------------------- the paper's side
 
 
-def load_claims(chapter: str = "protection", folder: Path = DATA / "claims") -> dict[str, Any]:
+def load_claims(chapter: str) -> dict[str, Any]:
     """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`, ids checked to be unique."""
-    path = Path(folder) / f"{chapter}.yml"
+    path = DATA / "claims" / f"{chapter}.yml"
     if not path.is_file():
         raise InputError(f"no claims for chapter {chapter!r}: {path} does not exist")
     book: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -47,35 +47,24 @@ def load_claims(chapter: str = "protection", folder: Path = DATA / "claims") -> 
 
 
 @lru_cache(maxsize=64)
-def published(file: str, folder: Path = DATA / "published") -> pd.DataFrame:
+def published(file: str) -> pd.DataFrame:
     """One table of printed numbers, every cell as text."""
-    return pd.read_csv(Path(folder) / file, dtype=str, keep_default_na=False)
-
-
-def _same(cell: str, wanted: object) -> bool:
-    """Whether a cell's text means a value of a claims file, or one of several."""
-    if isinstance(wanted, list):
-        return any(_same(cell, allowed) for allowed in wanted)
-    if isinstance(wanted, bool):
-        return cell == str(wanted)
-    if isinstance(wanted, int | float):
-        try:
-            return float(cell) == float(wanted)
-        except ValueError:
-            return False
-    return cell == wanted
+    return pd.read_csv(DATA / "published" / file, dtype=str, keep_default_na=False)
 
 
 def cells(file: str, where: Mapping[str, object]) -> pd.DataFrame:
-    """The printed rows that match: equality per column, `<column>_starts` for a beginning. Raises InputError where no
-    row matches."""
+    """The printed rows that match: a value per column, or a list of values; `<column>_starts` for a beginning. Numbers
+    match by value, however they are written. Raises InputError where no row matches."""
     table = published(file)
     keep = pd.Series(True, index=table.index)
     for column, wanted in where.items():
         if column.endswith("_starts"):
             keep &= table[column.removesuffix("_starts")].str.startswith(str(wanted))
         else:
-            keep &= table[column].map(lambda cell, wanted=wanted: _same(cell, wanted))
+            values = wanted if isinstance(wanted, list) else [wanted]
+            numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+            texts = [str(value) for value in values if isinstance(value, str | bool)]
+            keep &= table[column].isin(texts) | pd.to_numeric(table[column], errors="coerce").isin(numbers)
     if not keep.any():
         raise InputError(f"no printed number in {file} matches {dict(where)}")
     return table[keep]
@@ -175,8 +164,7 @@ def over(top: pd.Series, bottom: pd.Series, upper: str = "high") -> tuple[float,
 
 
 def timed(frame: pd.DataFrame, tests: Mapping[str, str]) -> pd.DataFrame:
-    """The verdicts, where the claims named in `tests` are marked as resting on stored timings. tests: claim -> what
-    its interval is."""
+    """The verdicts, with the claims of `tests` (claim -> what its interval is) marked as resting on stored timings."""
     stored_test = frame.claim.map(tests)
     test = stored_test.where(frame.test != "none").fillna(frame.test)
     return frame.assign(test=test, model=frame.model.mask(stored_test.notna(), STORED))

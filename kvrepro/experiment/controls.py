@@ -37,18 +37,16 @@ def of_items(
         | measure.all_measures(text, references(item))
         | measure.official(text, references(item), item.meta)
         for item in items
-        for name, text in (_without_model(item) | {"no_passage": without_passage[item.id]}).items()
+        for name, text in (
+            ("first_word", " ".join(item.answer.split()[:1])), ("copy", copied(item)), ("refusal", REFUSAL),
+            ("no_passage", without_passage[item.id]),
+        )
         if isinstance(text, str)  # there is no text where the generation failed, and in a dry run
     ])  # fmt: skip
 
 
-def _without_model(item: Item) -> dict[str, str]:
-    return {"first_word": " ".join(item.answer.split()[:1]), "copy": copied(item), "refusal": REFUSAL}
-
-
 def copied(item: Item) -> str:
-    """The answer's first word and the words that follow its first occurrence in the messages, as many as the answer
-    has."""
+    """The answer's first word and those that follow its first place in the messages, as many as the answer has."""
     answer = item.answer.split()
     words = " ".join(message["content"] for message in item.messages).split()
     at = next((i for i, word in enumerate(words) if answer and word.strip(".,;:?") == answer[0].strip(".,;:?")), None)

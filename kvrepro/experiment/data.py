@@ -1,7 +1,6 @@
 """Items, prompts and public data: every text that enters a run comes from here.
 
-Public files are named in data/sources.yml with commit and checksum: `python -m kvrepro.experiment.data list`, `...
-fetch NAME`.
+data/sources.yml names public files with commit and checksum: `python -m kvrepro.experiment.data list`, or `fetch NAME`.
 """
 
 import hashlib
@@ -120,8 +119,7 @@ def spelled_out(items: list[Item], tokenizer: Any, name: str = "this") -> list[I
 
 
 def check_items(items: object, n_items: object = None) -> None:
-    """Raise InputError for items, or a number of them, that `load_items` cannot give, as far as that can be told
-    without loading them."""
+    """Raise InputError for items, or a number of them, that `load_items` cannot give. Loads none of them."""
     ensure(str, items=items)
     ensure((Size, None), n_items=n_items)
     kind, _, names = str(items).partition(":")
@@ -161,8 +159,7 @@ def load_fitting(
     Passages will be cut (`build_prompt`). The embedded world counts in tokens of its own, so its length is changed
     until the longest prompt fits and nearly fills the limit; given `tokens`, it is made of that length, and shorter
     only if that does not fit. `tokens` is also the length of RULER's prompts. Other messages may have as many tokens as
-    the limit or `room`, whichever is more; longer ones are left out, which is printed. Raises InputError where no item
-    is left.
+    the limit or `room`, whichever is more; prints how many longer ones are left out. InputError where none is left.
     """
     aim = tokens or limit
     if items.partition(":")[0] != "tinyworld":
@@ -179,8 +176,7 @@ def load_fitting(
 
 
 def not_too_long(items: list[Item], name: str, tokenizer: Any, most: int) -> list[Item]:
-    """The items that hold a passage, or have at most `most` tokens; prints how many are left out. Raises InputError
-    where none is left."""
+    """The items with a passage, or at most `most` tokens; prints how many are left out. InputError if none is left."""
     lengths = {item.id: len(build_prompt(item, tokenizer, 10**9).ids) for item in items if item.context is None}
     fitting = [item for item in items if lengths.get(item.id, 0) <= most]
     if not fitting:
@@ -214,8 +210,7 @@ def named(item: Item) -> Iterator[None]:
 
 
 def suited(chapter: str, items: str, instead: Mapping[str, str]) -> str:
-    """The name of the items that a chapter takes for `items`: those of `instead` where it is listed there, which is
-    printed."""
+    """The name of the items that a chapter takes for `items`: another one where `instead` has it, which is printed."""
     if items not in instead:
         return items
     print(f"{chapter}: items {instead[items]!r}, which suit this chapter, in the place of {items!r}")
@@ -468,8 +463,7 @@ def _with_context(item: Item, context: str) -> tuple[tuple[dict[str, Any], ...],
 
 
 def without_passage(item: Item) -> Item:
-    """The item with its question only: beside an empty passage, or as the span `question` marks it. An item without
-    either stays as it is."""
+    """The item with its question only: beside an empty passage, or as its span marks it; without either, all of it."""
     if item.context is not None:
         messages, spans = _with_context(item, "")
         return replace(item, messages=messages, spans=spans, context="")
@@ -491,9 +485,8 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     tokens(question part) - tokens("Passage: "); the kept tokens are decoded, templated and tokenised again, and what
     still exceeds the limit is cut on the right. No special tokens are added to the template's. Source: the protection
     paper's harness, run_v3_jax.py:410-480. A context of LongBench loses its middle instead, until the prompt fits, and
-    five of its sets have no template but the tokenizer's own special tokens before them (its pred.py). Raises
-    InputError if an item without passage exceeds the limit, and for a template whose own words the tokenizer does not
-    know.
+    five of its sets have no template but the tokenizer's own special tokens before them (its pred.py). InputError if
+    an item without passage exceeds the limit, and for a template whose own words the tokenizer does not know.
     """
     if not any(message["content"].strip() for message in item.messages):
         raise InputError(f"item {item.id} is empty: its messages hold no text")
@@ -624,8 +617,7 @@ def _turns(tokenizer: Any, text: str, messages: Sequence[dict[str, Any]], offset
 
 
 def _starts(identity: str, text: str, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Where each message's content begins in the rendered text. Templates may trim a content, so its trimmed form is
-    looked for too."""
+    """Where each message's content begins in the rendered text; templates may trim it, so both forms are looked for."""
     starts, cursor = [], 0
     for message in messages:
         content = message["content"]
@@ -683,8 +675,7 @@ def fetch(name: str) -> Path:
     that is unique), or the folder of a whole source ("artifact").
 
     Looks into the folders of $KVREPRO_DATA (read only), the cache of Hugging Face, then data/cache, else downloads.
-    Raises InputError when there is no network, or when a file has not the size or checksum of the manifest; such a file
-    is left as it is.
+    Raises InputError when there is no network, and for a file with another size or checksum, which stays as it is.
     """
     manifest = sources()
     if name in manifest:

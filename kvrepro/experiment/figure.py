@@ -106,8 +106,7 @@ SHAPES = "osD^vPXphd"
 
 
 def look(value: object, place: int = 0) -> Look:
-    """The look of a policy, by its name; of anything else, by its place in a sequence. Readings are named as in the
-    book."""
+    """The look of a policy, by its name; of anything else, by its place in a sequence. Readings have titles."""
     name = f"{value:g}" if isinstance(value, float | np.floating) else str(value)
     base = ALIKE.get(name, name.removesuffix("_simple").removesuffix("_faithful"))
     if base in LOOKS:
@@ -138,24 +137,11 @@ def looks(values: Iterable[object]) -> dict[Any, Look]:
 
 
 def estimates(
-    table: pd.DataFrame,
-    x: str,
-    y: str,
-    *,
-    colour: str | None = None,
-    fill: str | None = None,
-    panel: str | None = None,
-    row: str | None = None,
-    line: bool = False,
-    band: bool = False,
-    reference: pd.DataFrame | None = None,
-    labels: Mapping[str, str] | None = None,
-    height: float = 3.4,
-    wrap: int | None = None,
-    percent: bool = False,
-    log: str = "",
-    **share: Any,
-) -> Figure:
+    table: pd.DataFrame, x: str, y: str, *, colour: str | None = None, fill: str | None = None,
+    panel: str | None = None, row: str | None = None, line: bool = False, band: bool = False,
+    reference: pd.DataFrame | None = None, labels: Mapping[str, str] | None = None, height: float = 3.4,
+    wrap: int | None = None, percent: bool = False, log: str = "", **share: Any,
+) -> Figure:  # fmt: skip
     """Points with their 95% intervals; one of x and y is "value", the other a column of places, numbers or names.
 
     colour: a column of policies or other names. fill: a column of True (filled) and False (hollow). panel, row: columns
@@ -240,15 +226,10 @@ def _name_axes(grid: sns.FacetGrid, below: str, beside: str, columns: int, few: 
 
 
 def _points(
-    axes: Axes,
-    at: Sequence[float],
-    points: pd.DataFrame,
-    look: Look,
-    upright: bool,
-    filled: bool,
-    line: bool,
+    axes: Axes, at: Sequence[float], points: pd.DataFrame, look: Look, upright: bool, filled: bool, line: bool,
     band: bool,
-) -> None:
+) -> None:  # fmt: skip
+    """Draw one series of estimates at its places along the axis of names or numbers."""
     value, low, high = (points[name].to_numpy(float) for name in ("value", "low", "high"))
     low, high = np.where(np.isnan(low), value, low), np.where(np.isnan(high), value, high)
     error = np.stack([np.maximum(0, value - low), np.maximum(0, high - value)])

@@ -45,8 +45,7 @@ def digest(*parts: Any) -> str:
 
 
 def of(*values: Any, **left_out: frozenset[Name]) -> str:
-    """Hash of everything that decides a result: functions, with the code that they reach, and data. left_out: keyword
-    arguments of `code`."""
+    """Hash of all that decides a result: functions, with the code that they reach, and data. left_out: as in `code`."""
     return digest([describe(value, (), **left_out) for value in values])
 
 
@@ -131,12 +130,14 @@ class Code:
                          for k, v in imports(n).items()}  # fmt: skip
                 called = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
                 for chain in chains(node):
-                    for name in self._leads(module, {**module.imports, **local}, chain):
-                        if ".".join(chain) in called or not _tells_apart(reader, name):
+                    for name in self._definitions_of(module, {**module.imports, **local}, chain):
+                        if ".".join(chain) in called or not _only_tested_for(reader, name):
                             self._reads[reader].append(name)
         return self._reads[reader]
 
-    def _leads(self, module: Module, imports: Mapping[str, tuple[str, str]], chain: list[str]) -> Iterator[Name]:
+    def _definitions_of(
+        self, module: Module, imports: Mapping[str, tuple[str, str]], chain: list[str]
+    ) -> Iterator[Name]:
         """The definitions that a dotted name means: one, or all of a module where the name is a module's."""
         root, *rest = chain
         if root not in imports:
@@ -155,7 +156,7 @@ class Code:
         elif parts[0] in holder.definitions:
             yield target, parts[0]
         elif parts[0] in holder.imports:
-            yield from self._leads(holder, holder.imports, parts)
+            yield from self._definitions_of(holder, holder.imports, parts)
 
 
 def _within(name: Name, names: frozenset[Name]) -> bool:
@@ -167,7 +168,7 @@ def _of_engine(name: Name) -> bool:
     return name[0].startswith("kvrepro.engine.")
 
 
-def _tells_apart(reader: Name, name: Name) -> bool:
+def _only_tested_for(reader: Name, name: Name) -> bool:
     """Whether the engine only tests for a regime's class, as in `isinstance(c.regime, SharedCap)`."""
     return name in REGIME_CLASSES and _of_engine(reader) and reader[0] != name[0]
 
@@ -231,8 +232,7 @@ def plain(node: ast.AST) -> str:
 
 
 def _tree(part: Any) -> Any:
-    """A syntax tree as lists. `ast.unparse` and `ast.dump` would write quotes and empty fields differently in different
-    versions of Python."""
+    """A syntax tree as lists; the texts of `ast.unparse` and `ast.dump` differ between versions of Python."""
     if isinstance(part, list):
         return [_tree(item) for item in part]
     if not isinstance(part, ast.AST):
@@ -260,8 +260,7 @@ def describe(value: Any, above: tuple[int, ...] = (), **left_out: frozenset[Name
     """A value as JSON that changes whenever the value's meaning does. A function stands for the code that it reaches.
 
     Arrays and tensors are described by a hash of their bytes, a checkpoint by its own hash, objects of other libraries
-    by their type and how they print themselves. above: ids of the values that hold this one. left_out: keyword
-    arguments of `code`.
+    by their type and how they print themselves. above: ids of the values that hold this one. left_out: as in `code`.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -272,8 +271,8 @@ def describe(value: Any, above: tuple[int, ...] = (), **left_out: frozenset[Name
         return describe(part, (*above, id(value)), **left_out)
 
     kind = type(value)
-    if (behind := _behind(value)) is not None:
-        return [kind.__name__, inner(behind)]
+    if (unwrapped := _unwrapped(value)) is not None:
+        return [kind.__name__, inner(unwrapped)]
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, Path):
@@ -305,7 +304,7 @@ def describe(value: Any, above: tuple[int, ...] = (), **left_out: frozenset[Name
     return [kind.__qualname__, _printed(value)]
 
 
-def _behind(value: Any) -> Any:
+def _unwrapped(value: Any) -> Any:
     """The value behind a wrapper of another library: the function of `functools.cache`, `torch.no_grad()` or
     `np.vectorize`, of a class's static method or property, the names of a namespace; otherwise None."""
     if isinstance(value, staticmethod | classmethod):
@@ -353,11 +352,12 @@ def _code_of(
     if home is None and _foreign(module):
         return f"{module}.{value.__qualname__}"
     if isinstance(value, type):
+        skipped = ("__doc__", "__module__", "__dict__", "__weakref__")
         members = {
-            k: v for k, v in vars(value).items() if k not in ("__doc__", "__module__", "__dict__", "__weakref__")
-        }
-        return [value.__name__, [inner(base) for base in value.__bases__],
-                {k: inner(v) for k, v in members.items() if not k.startswith("_abc") and _tells(v)}]  # fmt: skip
+            name: inner(member) for name, member in vars(value).items()
+            if name not in skipped and not name.startswith("_abc") and _is_plain_member(member)
+        }  # fmt: skip
+        return [value.__name__, [inner(base) for base in value.__bases__], members]
     try:
         if value.__name__ == "<lambda>":  # in the middle of a statement
             raise TypeError
@@ -367,7 +367,7 @@ def _code_of(
     except (OSError, SyntaxError, TypeError):
         text, used = _compiled(value.__code__), [[name] for name in _names(value.__code__)]
         held = value.__globals__
-    reached = {".".join(chain): inner(_held(held, chain)) for chain in used if chain[0] in held}
+    reached = {".".join(chain): inner(_value_of(held, chain)) for chain in used if chain[0] in held}
     return [text, reached, inner(closed), inner(value.__defaults__), inner(value.__kwdefaults__)]
 
 
@@ -401,11 +401,11 @@ def _filled(cell: Any) -> bool:
         return False
 
 
-def _tells(value: Any) -> bool:
+def _is_plain_member(value: Any) -> bool:
     return not inspect.isgetsetdescriptor(value) and not inspect.ismemberdescriptor(value)
 
 
-def _held(values: Mapping[str, Any], chain: list[str]) -> Any:
+def _value_of(values: Mapping[str, Any], chain: list[str]) -> Any:
     """The value of a dotted name, followed as far as it leads through modules."""
     value = values[chain[0]]
     for name in chain[1:]:

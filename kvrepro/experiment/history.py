@@ -1,8 +1,7 @@
 """Claims that were written, or changed, when results were known: the table of verdicts says so.
 
 Such a claim of `data/claims/` has an entry `exploratory:` (it was written with results in sight) or `changed:` (its
-rule or members were), each with the reason. `first:` holds the entries as they were first written; the same rows are
-judged by them too.
+rule or members were), each with the reason. `first:` holds the first form's entries, by which rows are judged too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,7 @@ def verdicts(
     own: Sequence[Mapping[str, Any]] = (), whose: str = "", model: str, profile: str,
 ) -> pd.DataFrame:  # fmt: skip
     """`judge.verdicts` of a book's claims, with the verdicts of their first forms noted, and of `own`, the claims about
-    a reader's own policies. whose: the source, `paper` for instance; claims marked `ours` say that they are not in its
-    words."""
+    a reader's own policies. whose: the source, such as `paper`, in whose words claims marked `ours` are not."""
     claims = []
     for claim in book:
         note = f" (Not in the {whose}'s words.)" if whose and "ours" in claim else ""

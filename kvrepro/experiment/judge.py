@@ -228,8 +228,7 @@ def state_of(rule: Mapping[str, Any], low: float, high: float) -> str:
 
 
 def _against(rule: Mapping[str, Any], e: Estimate) -> tuple[float, float]:
-    """How far an estimate speaks against a rule: the distances of its interval's worst point and of its value from the
-    rule's region."""
+    """How far an estimate speaks against a rule: how far its interval's worst point, and its value, miss the region."""
     # The worst point is an end of the interval, or, for a rule about a size, the point nearest 0.
     points = [e.value] if math.isnan(e.low) else [e.low, e.high, min(max(e.low, 0.0), e.high)]
     return max(_outside(rule, x) for x in points), _outside(rule, e.value)

@@ -44,8 +44,7 @@ def after_first(prediction: str, answer: Answer) -> dict[str, float]:
     """`first_right`, whether the first word is the answer's (0 or 1), and `rest_f1`, `token_f1` of the words after it.
 
     Where tokens leave after the question has been read, the first output token comes from the full cache, and only the
-    words after it show an eviction. Of several references the best counts, without those of one word; nan where no
-    other is left.
+    words after it show an eviction. The best reference of more than one word counts; nan where there is none.
     """
     longer = [a for a in ([answer] if isinstance(answer, str) else answer) if len(a.split()) > 1]
     if not longer:

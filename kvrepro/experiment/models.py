@@ -197,8 +197,7 @@ def _check_family(name: str, folder: Path) -> None:
 
 
 def _check_finite(name: str, network: Any) -> None:
-    """Raise InputError for a weight that is NaN or infinite: then every logit may be so too, and no row would say
-    why."""
+    """Raise InputError for a weight that is NaN or infinite: all logits may be so then, and no row would say why."""
     for key, weights in network.named_parameters():
         ends = weights.aminmax() if weights.dtype.is_floating_point and weights.dtype.itemsize > 1 else ()
         if not all(end.isfinite() for end in ends):
@@ -206,8 +205,7 @@ def _check_finite(name: str, network: Any) -> None:
 
 
 def _stored_numbers(name: str, folder: Path) -> int:
-    """How many numbers a folder's .safetensors files hold, by their headers, which safetensors checks against the
-    files."""
+    """How many numbers a folder's .safetensors files hold, by their headers, which safetensors checks."""
     from safetensors import SafetensorError, safe_open
 
     total = 0
@@ -341,7 +339,7 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
     None: those in the folder."""
     files = [path.name for path in folder.iterdir()] if files is None else files
     for path in _read(folder):
-        if not (path.is_file() and _small(path)):
+        if not path.is_file() or (path.suffix != ".safetensors" and path.stat().st_size > LARGEST):
             what = f"more than {LARGEST:,} bytes" if path.is_file() else "no regular file"
             raise InputError(f"{name}: {path.name} is {what}: give a folder that save_pretrained wrote")
     config = _json(name, folder / "config.json")
@@ -382,10 +380,6 @@ def _read(folder: Path) -> list[Path]:
     return sorted(files) + sorted(folder.glob("additional_chat_templates/*.jinja"))
 
 
-def _small(path: Path) -> bool:
-    return path.suffix == ".safetensors" or path.stat().st_size <= LARGEST
-
-
 def _check_sizes(name: str, config: dict[str, Any]) -> None:
     """Raise InputError for sizes that no model has, before one is built with them, and for kernels from the hub."""
     for key, most in SIZES.items():
@@ -423,8 +417,7 @@ def _json(name: str, path: Path) -> dict[str, Any]:
 
 
 def device_of(device: str) -> str:
-    """The name that torch has for a device of `load`, or "balanced". Raises InputError for a device that is not
-    here."""
+    """The name that torch has for a device of `load`, or "balanced". Raises InputError for a device that is missing."""
     import torch
 
     ensure(str, device=device)

@@ -80,8 +80,7 @@ def _digest(data: bytes) -> bytes:
 class File:
     """A parquet file whose checksums are verified: the footer's here, those of columns when they are read.
 
-    `sealed` is False for a file without checksums, from an earlier version. Raises InputError for one that is not
-    whole.
+    `sealed` is False for a file of an earlier version, without checksums. Raises InputError for one that is not whole.
     """
 
     def __init__(self, path: Path, way_out: str = AWAY):
@@ -117,8 +116,7 @@ class File:
         return not self.path.exists() or _state(self.path.stat()) != self.state
 
     def table(self, columns: Collection[str] | None = None, groups: Sequence[int] | None = None) -> pa.Table:
-        """Some columns of some groups of rows, or all. Raises FileNotFoundError where another file has taken its
-        place."""
+        """Some columns of some groups of rows, or all. FileNotFoundError where another file has taken its place."""
         with self._whole(), self.path.open("rb") as file:
             if _state(os.fstat(file.fileno())) != self.state:
                 raise FileNotFoundError(self.path)

@@ -62,8 +62,7 @@ def named(number: int) -> str:
 
 def acquired(path: Path, wait: float) -> contextlib.AbstractContextManager[Any]:
     """The lock at a path. Raises filelock.Timeout after `wait` seconds. A lock file that stays empty for five seconds
-    is that of a process that was killed before it wrote its name: it is removed, while filelock would respect it
-    forever."""
+    is that of a process that was killed before it wrote its name; it is removed, since filelock would keep it."""
     lock, unnamed, patience = filelock.SoftFileLock(path, poll_interval=0.05), _unnamed(path), 5
     try:
         return lock.acquire(timeout=min(wait, patience))

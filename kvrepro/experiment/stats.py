@@ -140,8 +140,7 @@ def contrast(
 ) -> Estimate:  # fmt: skip
     """A contrast of `CONTRASTS` over items (the rows of `frame`) with its interval, by the module's rule.
 
-    bounds: of every column. each: how many scores a row is the mean of. A row that lacks a value is dropped and counted
-    as missing.
+    bounds: of every column. each: how many scores a row is the mean of. Rows that lack a value are dropped and counted.
     """
     top, bottom = CONTRASTS[name]
     values = frame.to_numpy(float)
@@ -220,8 +219,7 @@ def _unbent(t: float, lean: float) -> float:
 
 @dataclass(frozen=True)
 class _Side:
-    """Gains or losses of n items: their mean and variance (an item without one counts as 0), and the largest possible
-    one."""
+    """Gains or losses of n items: mean and variance (an item without one counts as 0), and the largest possible one."""
 
     n: int
     mean: float
@@ -330,8 +328,7 @@ def _ratio(
 def unpaired(
     a: Sequence[float], b: Sequence[float], *, bounds: tuple[float, float], each: float = 1, level: float = 0.95
 ) -> Estimate:
-    """Mean of a minus mean of b, of different items, with the limits of both joined; n is that of the smaller sample.
-    bounds: of every value."""
+    """Mean of a minus mean of b, for different items, with the limits of both joined; n is the smaller of the two."""
     sides = [_vector(side) for side in (a, b)]
     sides = [side[~np.isnan(side)] for side in sides]
     n = min(map(len, sides))

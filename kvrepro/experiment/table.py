@@ -143,8 +143,7 @@ def parts(table: Path) -> list[Path]:
 
 
 def files_of(table: Path, replaced: bool = False) -> list[RowsFile]:
-    """The files of a table, oldest first. replaced: instead those whose rows lie in another file too, which a killed
-    process left behind."""
+    """The files of a table, oldest first. replaced: those whose rows lie in another file too, left by a kill."""
     files = [RowsFile(path) for path in [*([table] if table.exists() else []), *parts(table)]]
     folded = {name for file in files for name in file.folded}
     return [file for file in files if (file.path.name in folded) == replaced]

@@ -168,8 +168,7 @@ def weighed(row: Any) -> str:
 
 
 def spoken(row: Any) -> str:
-    """Our value with its interval and unit, rounded to be read aloud: `23% [17, 31]`, `-0.09 F1 [-0.15, -0.02]`. Empty
-    without a value."""
+    """Our value with interval and unit, rounded for speech: `23% [17, 31]`, `-0.09 F1 [-0.15, -0.02]`; or empty."""
     if pd.isna(row.ours):
         return ""
     size = max((abs(x) for x in (row.ours, row.low, row.high) if np.isfinite(x)), default=np.inf)
@@ -297,8 +296,7 @@ def _title(match: re.Match[str]) -> str:
 
 
 def overview(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per claim: statement, the paper's value, rule, verdict and value per reading, and whether the reading
-    decides."""
+    """One row per claim: statement, the paper's value, rule, verdict and value per reading, does the reading decide."""
     rows = []
     for claim, group in frame.groupby("claim", sort=False):
         first = group.iloc[0]

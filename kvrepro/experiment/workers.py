@@ -192,8 +192,7 @@ def end() -> None:
 
 
 def end_all() -> None:
-    """Kill the workers and the processes that multiprocessing keeps for them, for which a notebook's kernel would wait
-    at its own end."""
+    """Kill the workers and what multiprocessing keeps for them, for which a notebook's kernel would wait as it ends."""
     from multiprocessing import resource_tracker
 
     studies_ended.set()
@@ -222,8 +221,7 @@ def are_there(loaded: Loaded | None) -> bool:
 
 
 def packed(jobs: Sequence[Job]) -> list[bytes] | None:
-    """The jobs pickled for another process, with the policies that a notebook added. Where one cannot be pickled: None,
-    and a printed line."""
+    """The jobs pickled for another process, with a notebook's policies; None, and a line, if one cannot be pickled."""
     try:
         return [cloudpickle.dumps((OWN, job.work)) for job in jobs]
     except Exception as error:  # whatever the class of an object raises that cannot be pickled

@@ -50,8 +50,7 @@ def _avoids(answer: str, word: str) -> bool:
 
 
 def _repeats(answer: str, times: str) -> bool:
-    """Whether the parts between semicolons are the same. One word may open the first part, and one may close the
-    last."""
+    """Whether the parts between semicolons are the same; one word may open the first part, and one close the last."""
     first, *others = [_words(part) for part in answer.split(";")]
     if len(others) + 1 != TIMES[times]:
         return False
@@ -62,8 +61,7 @@ def _repeats(answer: str, times: str) -> bool:
 
 
 def _numbers(answer: str) -> bool:
-    """Whether the things of each part, listed before `are` with `and` between them, are numbered 1, 2 ...; a word may
-    come first."""
+    """Whether each part numbers its things 1, 2 ...: those before `are`, with `and` between; a word may come first."""
     for part in answer.split(";"):
         listed, are, _ = f" {' '.join(_words(part))} ".partition(" are ")
         things = [thing.split() for thing in listed.split(" and ")]

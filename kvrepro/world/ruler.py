@@ -30,8 +30,7 @@ Piece = tuple[str, bool]  # a part of the context, and whether it holds the answ
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt in the making: the text before the context, the context's pieces, the text between them, the question,
-    and all answers."""
+    """A prompt in the making: text before the context, its pieces, the text between them, the question, all answers."""
 
     intro: str
     pieces: list[Piece]
@@ -271,8 +270,7 @@ SHORT = {  # the benchmark's own forms for prompts of less than 4,096 tokens
 
 
 def _forms(name: str, tokens: int) -> list[Task]:
-    """The forms of a task for prompts of so many tokens, of which the first that fits is taken: whole, smaller, without
-    example."""
+    """A task's forms for prompts of so many tokens; the first that fits is taken: whole, smaller, without example."""
     forms = [] if name in SHORT and tokens < LONG else [TASKS[name]]
     forms += [SHORT[name]] if name in SHORT else []
     return [*forms, replace(forms[-1], example=None, form="no example")] if forms[-1].example else forms

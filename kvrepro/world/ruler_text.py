@@ -62,8 +62,7 @@ def words() -> dict[str, list[str]]:
 
 @cache
 def essays(fetch: Fetch) -> Haystack:
-    """The benchmark's essays, or else the passages of `BORROWED`, longest first. Raises InputError where neither can be
-    fetched."""
+    """The benchmark's essays, or else the passages of `BORROWED`, longest first. InputError if both cannot be had."""
     try:
         folder = fetch("essays")
         texts, origin = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.txt"))], "essays"

@@ -94,8 +94,7 @@ def passage(
     rng: random.Random, facts: list[Words], tokens: int, where: tuple[float, float] = (0.0, 1.0),
     speakers: Words | None = None, shuffle: bool = True,
 ) -> tuple[Words, list[Range]]:  # fmt: skip
-    """(words, range of each fact): a text of `tokens` words, with the facts scattered over its part `where`. shuffle:
-    in random order."""
+    """(words, range of each fact): `tokens` words with facts scattered over the part `where`, perhaps out of order."""
     room = tokens - sum(map(len, facts))
     n_filler = max(0, room // (len(FILLER[0]) + (2 if speakers else 0)))
     lo, hi = int(where[0] * n_filler), max(int(where[1] * n_filler), int(where[0] * n_filler))
@@ -358,8 +357,7 @@ def frequent_words(rng: random.Random, tokens: int, evaluation: bool, turns: int
 
 
 def _fill(rng: random.Random, tokens: int, system: Words, turns: list[tuple[Words, Words]]) -> int:
-    """Put filler before the first question, as much as the turns leave of `tokens`. Returns where the question now
-    starts, in words."""
+    """Put filler before the first question, as the turns leave room. Returns the words before that question."""
     used = len(system) + 2 + sum(len(q) + len(a) + 4 for q, a in turns)
     text, _ = passage(rng, [], tokens - used)
     turns[0] = (text + turns[0][0], turns[0][1])
@@ -527,8 +525,7 @@ def _item(task: str, name: str, tokens: int) -> Item:
 
 
 def _filled(task: str, name: str, tokens: int) -> Conversation:
-    """A conversation whose prompt ends within a filler sentence of `tokens`. Builders count the answer too, so they get
-    a higher aim."""
+    """A conversation whose prompt is at most a filler sentence shorter than `tokens`. Builders count the answer too."""
     for attempt in range(100):
         aim = tokens
         for _ in range(6):

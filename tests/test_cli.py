@@ -30,8 +30,8 @@ def call(capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["kvrepro", *arguments])
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
 
     return called
 
@@ -39,10 +39,10 @@ def call(capsys, monkeypatch):
 def test_help_loads_no_library_and_names_every_command():
     at_the_end = "print([m for m in ('torch', 'pandas', 'papermill') if m in sys.modules])"
     code = f"import sys, atexit, kvrepro.cli; atexit.register(lambda: {at_the_end}); kvrepro.cli.main()"
-    said = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True).stdout
-    assert said.endswith("[]\n")
+    printed = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert printed.endswith("[]\n")
     for name in ("run", "policies", "items", *cli.PROGRAMS):
-        assert re.search(rf"\b{name} +[A-Z]", said), name
+        assert re.search(rf"\b{name} +[A-Z]", printed), name
 
 
 def test_the_module_is_the_console_script(tmp_path):
@@ -52,9 +52,9 @@ def test_the_module_is_the_console_script(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     for arguments, usage in (((), "kvrepro [OPTIONS] COMMAND"), (("data",), "kvrepro data [OPTIONS] COMMAND")):
         command = [sys.executable, "-m", "kvrepro", *arguments, "--help"]
-        said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert said.returncode == 0, said.stderr
-        assert f"Usage: {usage}" in said.stdout
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f"Usage: {usage}" in done.stdout
 
 
 def test_a_program_says_which_extra_it_needs(call, monkeypatch):
@@ -69,8 +69,8 @@ def test_mounted_programs_show_their_own_help(name, call):
     code, out, _ = call(name, "--help")
     assert code == 0
     assert f"kvrepro {name} [OPTIONS]" in out
-    own = {"book": "--parameter", "data": "fetch", "trial": "--shape", "notebooks": "--install", "store": "merge"}
-    assert own[name] in out
+    options = {"book": "--parameter", "data": "fetch", "trial": "--shape", "notebooks": "--install", "store": "merge"}
+    assert options[name] in out
 
 
 def test_programs_get_their_arguments_and_their_exit_code(call):
@@ -123,8 +123,8 @@ def test_printed_items_of_ruler_are_made_for_a_model(call, tmp_path):
     code, out, _ = call("items", "ruler:vt", "-n", "2", "--tokens", "900", "-m", "tiny-gqa")
     (tmp_path / "vt.jsonl").write_text(out)
     assert code == 0
-    made = data.load_items("ruler:vt", 2, 0, 900, models.tokenizer("tiny-gqa"))
-    assert data.load_items(str(tmp_path / "vt.jsonl")) == made
+    items = data.load_items("ruler:vt", 2, 0, 900, models.tokenizer("tiny-gqa"))
+    assert data.load_items(str(tmp_path / "vt.jsonl")) == items
     assert call("items", "ruler:vt")[2].startswith("ruler:vt: ruler's items are counted in a model's own tokens: name")
     assert call("items", "ruler:vt", "-m", "nobody")[2].startswith("unknown model 'nobody'")
 
@@ -197,9 +197,9 @@ def test_a_run_with_a_failed_row_ends_with_1_and_keeps_the_others(call, tmp_path
 def test_a_table_that_cannot_be_written_is_one_line_and_its_rows_are_stored(call, tmp_path):
     given = ["-p", "k_norm", "-b", "64", "-i", "tinyworld:needle", "-n", "1", "--max-new-tokens", "1", "--limit", "300"]
     given += ["-o", f"results={tmp_path}", "-o", "progress=false", "--out", "/proc/rows.csv"]
-    code, _, said = call("run", *given)
-    assert (code, said.count("\n")) == (2, 1)
-    assert said.startswith("--out /proc/rows.csv cannot be written (")
+    code, _, error = call("run", *given)
+    assert (code, error.count("\n")) == (2, 1)
+    assert error.startswith("--out /proc/rows.csv cannot be written (")
     assert len(store.read(tmp_path / "run" / "main.parquet")) == 2
 
 
@@ -219,6 +219,8 @@ def test_numbers_given_win_over_the_items_own_and_a_short_file_is_taken_whole(mo
     given = ["-p", "random", "-b", "0.5", "-i", str(tmp_path / "two.jsonl"), "-o", f"results={tmp_path}", *more]
     code, out, _ = call("run", *given, "-o", "progress=false")
     assert (code, out.count("has 2 items, all are taken")) == (0, 1)
-    found = store.read(tmp_path / "run" / "main.parquet").query("policy == 'full'").set_index("item").max_new_tokens
-    assert found[[item.id for item in drawn]].tolist() == lengths
+    max_new_tokens = (
+        store.read(tmp_path / "run" / "main.parquet").query("policy == 'full'").set_index("item").max_new_tokens
+    )
+    assert max_new_tokens[[item.id for item in drawn]].tolist() == lengths
     assert call("run", *given, "-n", "3")[2].startswith("n_items is 3 but ")

@@ -30,8 +30,8 @@ OTHER = """def from_c():
 
 def started(code=WAITS, ignored=(), **given):
     def signals():
-        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(one, signal.SIG_IGN if one in ignored else signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
     return subprocess.Popen([sys.executable, "-c", code], preexec_fn=signals, text=True, **given)
 
@@ -41,8 +41,8 @@ def test_a_signal_is_one_line_and_its_exit_code(number):
     process = started(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "begun\n"
     process.send_signal(number)
-    _, said = process.communicate(timeout=10)
-    assert said.strip() == INTERRUPTED
+    _, printed = process.communicate(timeout=10)
+    assert printed.strip() == INTERRUPTED
     assert process.returncode == 128 + number
 
 
@@ -61,9 +61,9 @@ def test_a_terminal_that_is_gone_changes_no_exit_code():
     ours, theirs = pty.openpty()
     process = started(stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
-    said = b""
-    while not said.endswith(b"\n"):  # a line reaches a terminal in pieces
-        said += os.read(ours, 100)
+    printed = b""
+    while not printed.endswith(b"\n"):  # a line reaches a terminal in pieces
+        printed += os.read(ours, 100)
     os.close(ours)
     process.send_signal(signal.SIGHUP)
     assert process.wait(10) == 128 + signal.SIGHUP
@@ -75,16 +75,16 @@ def test_an_interrupt_that_a_library_makes_another_error_stays_one():
     process = started(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=10)
-    assert (said.strip(), process.returncode) == (INTERRUPTED, 128 + signal.SIGTERM)
+    _, printed = process.communicate(timeout=10)
+    assert (printed.strip(), process.returncode) == (INTERRUPTED, 128 + signal.SIGTERM)
 
 
 def test_an_interrupt_with_a_text_is_one(capsys):
-    before = [signal.getsignal(one) for one in ENDING]
+    before = [signal.getsignal(number) for number in ENDING]
     with pytest.raises(SystemExit) as ended, one_line_errors():
         raise KeyboardInterrupt("enough")
-    for one, handler in zip(ENDING, before, strict=True):
-        signal.signal(one, handler)
+    for number, handler in zip(ENDING, before, strict=True):
+        signal.signal(number, handler)
     assert ended.value.code == 130
     assert capsys.readouterr().err.strip() == INTERRUPTED
 
@@ -98,7 +98,7 @@ def test_a_name_that_is_not_known_is_told_with_those_that_are():
 def test_a_line_that_quotes_something_endless_keeps_its_ends(capsys):
     with pytest.raises(SystemExit), one_line_errors():
         raise InputError(f"models {[1] * 10**5}: give a list of at least one, each once")
-    said = capsys.readouterr().err
-    assert said.startswith("models [1, 1,")
-    assert said.endswith(", 1]: give a list of at least one, each once\n")
-    assert len(said) < 2000
+    printed = capsys.readouterr().err
+    assert printed.startswith("models [1, 1,")
+    assert printed.endswith(", 1]: give a list of at least one, each once\n")
+    assert len(printed) < 2000

@@ -23,12 +23,12 @@ def test_the_import_loads_no_library():
 
 @pytest.mark.parametrize("name", kv.__all__)
 def test_every_name_is_there_documented_and_typed(name):
-    found = getattr(kv, name)
-    assert found.__name__ == name
-    assert len(inspect.getdoc(found).split()) > 3
-    if not inspect.isclass(found):
-        assert all(p.annotation is not p.empty for p in inspect.signature(found).parameters.values())
-        assert inspect.signature(found).return_annotation is not inspect.Signature.empty
+    value = getattr(kv, name)
+    assert value.__name__ == name
+    assert len(inspect.getdoc(value).split()) > 3
+    if not inspect.isclass(value):
+        assert all(p.annotation is not p.empty for p in inspect.signature(value).parameters.values())
+        assert inspect.signature(value).return_annotation is not inspect.Signature.empty
     assert name in dir(kv)
 
 
@@ -55,9 +55,9 @@ def test_there_is_one_version_number():
 
 
 def test_every_package_is_installed():
-    found = [
+    packages = [
         path.parent for top in ("kvrepro", "kernels/kvrepro_kernels") for path in (ROOT / top).rglob("__init__.py")
     ]
-    names = {".".join(folder.relative_to(ROOT).parts).removeprefix("kernels.") for folder in found}
+    names = {".".join(folder.relative_to(ROOT).parts).removeprefix("kernels.") for folder in packages}
     shipped = {"kvrepro.shipped.data", "kvrepro.shipped.notebooks"}  # folders of files
     assert names | shipped == set(PROJECT["tool"]["setuptools"]["packages"])

@@ -40,10 +40,10 @@ from kvrepro.experiment.table import COLUMNS
     ],
 )
 def test_conditions_are_read_from_file_names(path, policy, capacity, side, model):
-    found = artifact.condition(path)
-    assert (found["policy"], found["capacity"], found["prefix"], found["suffix"]) == (policy, capacity, side, side)
-    assert found["model"] == model
-    assert found["temperature"] == (0.7 if "t07" in path else 0.0)
+    row = artifact.condition(path)
+    assert (row["policy"], row["capacity"], row["prefix"], row["suffix"]) == (policy, capacity, side, side)
+    assert row["model"] == model
+    assert row["temperature"] == (0.7 if "t07" in path else 0.0)
 
 
 def test_the_shipped_scores_hold_every_file_item_by_item_and_no_text():
@@ -84,10 +84,10 @@ needs_artifact = pytest.mark.skipif(not mirrored(), reason="KVREPRO_DATA names n
 def test_the_papers_table_values_come_out_of_its_rows():
     """Qwen2.5-3B, 162 items (paper, tables 2, 3, 10): ceiling 0.315, LRU at 256 without and with protection."""
     frame = pd.concat([artifact.results("confound"), artifact.results("ablation")])
-    found = frame.groupby("name")["token_f1"].mean()
-    assert found["confound/q25-c2048-fullcache"] == pytest.approx(0.315, abs=1e-3)
-    assert found["ablation/q25-c256-lru"] == pytest.approx(0.011, abs=1e-3)
-    assert found["confound-fix/q25-c256-lru-protected"] == pytest.approx(0.281, abs=1e-3)
+    means = frame.groupby("name")["token_f1"].mean()
+    assert means["confound/q25-c2048-fullcache"] == pytest.approx(0.315, abs=1e-3)
+    assert means["ablation/q25-c256-lru"] == pytest.approx(0.011, abs=1e-3)
+    assert means["confound-fix/q25-c256-lru-protected"] == pytest.approx(0.281, abs=1e-3)
     items = {item.id: item for item in data.load_items(str(data.fetch("longbench-balanced.jsonl")))}
     assert all(items[row["item"]].task == row["task"] for _, row in frame.iterrows())
 
@@ -99,10 +99,10 @@ def test_the_papers_table_values_come_out_of_its_rows():
     + [pytest.param("", marks=pytest.mark.slow)],
 )
 def test_the_shipped_scores_are_what_the_artifact_gives(part):
-    told, shipped = artifact.results(part, rouge=True), artifact.scores(part)
+    results, shipped = artifact.results(part, rouge=True), artifact.scores(part)
     texts = ["prediction", "answer"]
     same = {"check_dtype": False, "check_exact": False, "atol": 1e-6, "rtol": 0}
-    pd.testing.assert_frame_equal(told.drop(columns=texts), shipped.drop(columns=texts), **same)
+    pd.testing.assert_frame_equal(results.drop(columns=texts), shipped.drop(columns=texts), **same)
 
 
 @needs_artifact
@@ -110,8 +110,8 @@ def test_the_panel_pairs_with_the_authors_rows_by_item():
     panel = {item.id: item for item in data.load_items("protection-panel")}
     assert len(panel) == 162
     rows = pd.concat([artifact.results(part) for part in ("ablation", "confound", "credit", "phi35-multiarch")])
-    for _, of in rows.groupby("name"):
-        assert set(of["item"]) == set(panel)
+    for _, group in rows.groupby("name"):
+        assert set(group["item"]) == set(panel)
     assert all(
         panel[name].answer.strip()[:500] == answer for name, answer in zip(rows["item"], rows["answer"], strict=True)
     )

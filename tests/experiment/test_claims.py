@@ -27,8 +27,8 @@ def test_every_printed_number_is_found_in_a_table():
 
 def test_twelve_claims_at_least_with_ids_in_order_and_a_tolerance():
     ids = [claim["id"] for claim in BOOK["claims"]]
-    assert [one for one in ids if one[-1].isdigit()] == [f"P{i + 1}" for i in range(48)]
-    assert all(one[:-1] in ids[i - 1] for i, one in enumerate(ids) if not one[-1].isdigit())  # P9b stands after P9
+    assert [name for name in ids if name[-1].isdigit()] == [f"P{i + 1}" for i in range(48)]
+    assert all(name[:-1] in ids[i - 1] for i, name in enumerate(ids) if not name[-1].isdigit())  # P9b stands after P9
     assert len(ids) >= 12
     assert all(claim["contrast"] == "none" or claim.get("rule") for claim in BOOK["claims"])
 
@@ -76,7 +76,7 @@ def test_an_unknown_chapter_raises():
 
 
 def test_another_model_leaves_the_verdicts_of_the_first(tmp_path):
-    few = BOOK | {"claims": [BY_ID[one] for one in ("P1", "P9")]}
+    few = BOOK | {"claims": [BY_ID[name] for name in ("P1", "P9")]}
     first = members.evaluate(synthetic.results(synthetic.paper_like), few).assign(model="first")
     other = first.assign(model="other", verdict="partly")
     timed = first.assign(model=claims.STORED, claim="T1").head(1)

@@ -57,7 +57,7 @@ def test_rows_are_those_of_local_workers(loaded, tmp_path):
     try:
         study = Answers("c", "n", ITEMS, [*CONDITIONS, Condition("mine", 0.5, Prefill())], 4)
         settings = (Settings(tmp_path / "local", workers=1, batch_rows=1, progress=False), on_ray(tmp_path / "ray"))
-        frames = [run(study, loaded, one).drop(columns=TIMES) for one in settings]
+        frames = [run(study, loaded, chosen).drop(columns=TIMES) for chosen in settings]
     finally:
         del OWN["mine"]
     assert frames[0].error.isna().all()
@@ -104,8 +104,8 @@ def without_node(loaded, item, mark):
     return pd.DataFrame({"name": [loaded.name]})
 
 
-@pytest.mark.parametrize(("end", "said"), [("os._exit(1)", f"{cluster.ENDED}\n"), ("sys.exit(1)", "")])
-def test_a_process_that_ray_ends_at_once_has_a_last_word(end, said):
+@pytest.mark.parametrize(("end", "message"), [("os._exit(1)", f"{cluster.ENDED}\n"), ("sys.exit(1)", "")])
+def test_a_process_that_ray_ends_at_once_has_a_last_word(end, message):
     code = f"""
 import os, sys
 from kvrepro.experiment import cluster
@@ -113,7 +113,7 @@ with cluster._last_word():
     {end}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, said)
+    assert (done.returncode, done.stderr) == (1, message)
 
 
 @pytest.mark.slow
@@ -206,11 +206,11 @@ class Fake:
 def test_no_more_than_two_jobs_lie_with_a_worker():
     fake = Fake()
     crew = [cluster._Member(fake, ("",)) for _ in range(3)]
-    found = []
+    results = []
     for _, result in cluster._shared(fake, crew, [b"%d" % i for i in range(50)], lambda: None):
-        found.append(result)
+        results.append(result)
         assert len(fake.handed) <= 3 * cluster.AHEAD
-    assert sorted(found) == sorted(b"%d" % i for i in range(50))
+    assert sorted(results) == sorted(b"%d" % i for i in range(50))
     assert fake.most == 3 * cluster.AHEAD
 
 
@@ -226,11 +226,11 @@ def test_two_jobs_go_to_two_workers_though_one_is_still_loading():
 
 def test_a_job_that_kills_its_workers_is_given_up_after_all_others(capsys):
     fake = Fake([b"3"])
-    crew, found = [cluster._Member(fake, ("",)) for _ in range(2)], []
+    crew, results = [cluster._Member(fake, ("",)) for _ in range(2)], []
     done = cluster._shared(fake, crew, [b"%d" % i for i in range(9)], lambda: cluster._Member(fake, ("",)))
     with pytest.raises(cluster.Lost, match="1 of 9 parts cost 3 workers each and were given up: killed.$"):
-        found.extend(i for i, _ in done)
-    assert sorted(found) == [0, 1, 2, 4, 5, 6, 7, 8]
+        results.extend(i for i, _ in done)
+    assert sorted(results) == [0, 1, 2, 4, 5, 6, 7, 8]
     assert capsys.readouterr().err.count("a worker was lost (killed.)") == 3
 
 
@@ -274,15 +274,15 @@ def test_a_node_that_cannot_do_the_same_says_so(loaded, monkeypatch, tmp_path, w
     what, code = workers.recipe_of(loaded), "other" if why == "code" else cluster.code()
     if why == "folder":
         what = (str(tmp_path / "nowhere"), *what[1:])
-    said = {"code": "another kvrepro", "folder": "has no folder", "files": "other files in"}[why]
-    assert said in cluster.Worker().begin(what, "other" if why == "files" else loaded.hash, code, [str(tmp_path)])
+    reason = {"code": "another kvrepro", "folder": "has no folder", "files": "other files in"}[why]
+    assert reason in cluster.Worker().begin(what, "other" if why == "files" else loaded.hash, code, [str(tmp_path)])
     fake = Fake()
     with pytest.raises(InputError, match="node x has no folder"):
         list(cluster._shared(fake, [cluster._Member(fake, ("node x has no folder",))], [b"1"], lambda: None))
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("nowhere", "give host:port of its head"),
         ("10.0.0.1:6379²", "give host:port of its head"),  # a digit, and no number
@@ -291,12 +291,12 @@ def test_a_node_that_cannot_do_the_same_says_so(loaded, monkeypatch, tmp_path, w
         (None, "nobody answers at Ray's address 127.0.0.1"),
     ],
 )
-def test_an_address_where_nobody_listens_is_one_line_at_once(monkeypatch, address, said):
+def test_an_address_where_nobody_listens_is_one_line_at_once(monkeypatch, address, message):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setattr(ray, "is_initialized", lambda: False)
         began = time.monotonic()
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             cluster.connect(address or f"127.0.0.1:{closed.getsockname()[1]}")
     assert time.monotonic() - began < 6
 

@@ -38,32 +38,34 @@ def test_without_its_passage_an_item_asks_its_question_alone():
     assert [span.name for span in alone.spans] == ["question"]
     assert needle.answer.split()[0] not in alone.messages[1]["content"]
     passage = "The red door is open. " * 9
-    asked = Item("p", "t", data._passage_messages(passage, "Which?")[0], "red", context=passage, question="Which?")
-    assert data.without_passage(asked).messages[1]["content"] == "Passage: \n\nQuestion: Which?"
-    told = Item("m", "t", ({"role": "user", "content": "Say it."},), "it")
-    assert data.without_passage(told) == told
+    with_passage = Item(
+        "p", "t", data._passage_messages(passage, "Which?")[0], "red", context=passage, question="Which?"
+    )
+    assert data.without_passage(with_passage).messages[1]["content"] == "Passage: \n\nQuestion: Which?"
+    message_only = Item("m", "t", ({"role": "user", "content": "Say it."},), "it")
+    assert data.without_passage(message_only) == message_only
 
 
 def test_every_control_is_a_row_with_its_scores_and_is_stored(tiny, tmp_path):
     items = data.load_items("tinyworld:several,story", 4, seed=3, tokens=300)
     settings = Settings(tmp_path, progress=False)
-    found = controls.of_items("mine", items, tiny, settings, max_new_tokens=24)
-    assert found.groupby("item").control.agg(list).tolist() == [CONTROLS] * 4
-    for row in found.itertuples():
+    rows = controls.of_items("mine", items, tiny, settings, max_new_tokens=24)
+    assert rows.groupby("item").control.agg(list).tolist() == [CONTROLS] * 4
+    for row in rows.itertuples():
         assert row.token_f1 == measure.token_f1(row.prediction, row.answer)
-    first = found[found.control == "first_word"]
+    first = rows[rows.control == "first_word"]
     assert (first.rest_f1 == 0).all()
-    expected = {len(one.answer.split()): 2 / (1 + len(one.answer.replace(",", "").split())) for one in items}
-    assert first.token_f1.tolist() == pytest.approx([expected[len(one.answer.split())] for one in items])
-    assert (found[found.control == "refusal"].token_f1 == 0).all()
-    assert (found[found.control == "no_passage"].exact_match == 0).all()  # the answer stands in the passage alone
-    pd.testing.assert_frame_equal(found, controls.of_items("mine", items, tiny, settings, max_new_tokens=24))
+    expected = {len(item.answer.split()): 2 / (1 + len(item.answer.replace(",", "").split())) for item in items}
+    assert first.token_f1.tolist() == pytest.approx([expected[len(item.answer.split())] for item in items])
+    assert (rows[rows.control == "refusal"].token_f1 == 0).all()
+    assert (rows[rows.control == "no_passage"].exact_match == 0).all()  # the answer stands in the passage alone
+    pd.testing.assert_frame_equal(rows, controls.of_items("mine", items, tiny, settings, max_new_tokens=24))
 
 
 def test_a_first_word_is_worth_little_where_answers_are_long(tiny):
     def worth(names: str) -> float:
         items = data.load_items(names, 16, seed=0, tokens=500)
-        return sum(measure.token_f1(one.answer.split()[0], one.answer) for one in items) / len(items)
+        return sum(measure.token_f1(item.answer.split()[0], item.answer) for item in items) / len(items)
 
     assert worth("tinyworld:domains") > 0.6
     assert worth("tinyworld:long") < 0.15
@@ -80,6 +82,6 @@ def test_what_fails_is_left_out_and_a_dry_run_knows_what_needs_no_model(tiny, tm
         return rows.assign(prediction=rows.prediction.mask(rows["item"] == items[0].id))
 
     monkeypatch.setattr(controls, "run", one_fails)
-    found = controls.of_items("mine", items, tiny, Settings(tmp_path, progress=False), 8)
-    assert found[found["item"] == items[0].id].control.tolist() == ["first_word", "copy", "refusal"]
-    assert len(found) == 12 * 4 - 1
+    table = controls.of_items("mine", items, tiny, Settings(tmp_path, progress=False), 8)
+    assert table[table["item"] == items[0].id].control.tolist() == ["first_word", "copy", "refusal"]
+    assert len(table) == 12 * 4 - 1

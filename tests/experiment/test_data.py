@@ -216,8 +216,8 @@ def test_a_profile_s_size_is_no_number_that_was_asked_for():
     usual = [grid.size("quick"), synthesis.size("full"), fragility.SIZES["quick"]]
     numbers = [usual[0].items, usual[0].context, usual[1].items, *usual[2][:2], dropkv.Given().prompts(None)]
     assert {type(number) for number in numbers} == {data.AtMost}
-    asked = [grid.size("quick", 8).items, synthesis.size("full", 8).items, dropkv.Given().prompts(8)]
-    assert {type(number) for number in asked} == {int}
+    chosen = [grid.size("quick", 8).items, synthesis.size("full", 8).items, dropkv.Given().prompts(8)]
+    assert {type(number) for number in chosen} == {int}
 
 
 def test_all_bad_lines_are_numbered_with_the_first_reason(tmp_path):
@@ -271,16 +271,16 @@ def test_numbers_as_ids_and_tasks_become_text(tmp_path):
 def test_tinyworld_items_are_balanced_over_the_tasks_named(monkeypatch, names, tasks):
     from kvrepro.world import world
 
-    asked = {}
+    counts = {}
 
     def sample(task, n, seed, tokens):
-        asked[task] = (n, seed, tokens)
+        counts[task] = (n, seed, tokens)
         return [Item(f"{task}-{i}", task, (), "") for i in range(n)]
 
     monkeypatch.setattr(world, "sample", sample, raising=False)
     wanted = list(getattr(world, tasks)) if tasks else ["needle", "two_hop"]
     items = data.load_items(f"tinyworld{names}", 2 * len(wanted) + 1, seed=7, tokens=600)
-    assert asked == {task: (2 + (i == 0), 7, 600) for i, task in enumerate(wanted)}
+    assert counts == {task: (2 + (i == 0), 7, 600) for i, task in enumerate(wanted)}
     assert len(items) == 2 * len(wanted) + 1
 
 
@@ -346,34 +346,36 @@ def test_a_prompt_that_fits_is_the_rendered_template():
 def test_a_template_without_a_system_turn_has_its_text_in_the_users(words, limit, capsys):
     data.say_once.cache_clear()
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    own = copy.deepcopy(TOKENIZER)
-    own.chat_template = refuses + TOKENIZER.chat_template
-    prompts = [data.build_prompt(item, own, limit) for item in (passage(words), passage(words, "Which?"))]
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = refuses + TOKENIZER.chat_template
+    prompts = [data.build_prompt(item, tokenizer, limit) for item in (passage(words), passage(words, "Which?"))]
     assert all(len(prompt.ids) <= limit for prompt in prompts)
     prompt = prompts[0]
     text = TOKENIZER.decode(prompt.ids)
     assert text.startswith(f"<|im_start|>user\n{data.SYSTEM}\n\nPassage: ")
     assert text.endswith("\n\nQuestion: Which door is open?<|im_end|>\n<|im_start|>assistant\n")
-    said = {name: TOKENIZER.decode([prompt.ids[at] for at in where]) for name, where in prompt.spans.items()}
-    assert said["system"] == data.SYSTEM
-    assert said["passage"].startswith("Passage: ")
-    assert said["question"] == "Question: Which door is open?"
+    decoded = {name: TOKENIZER.decode([prompt.ids[at] for at in where]) for name, where in prompt.spans.items()}
+    assert decoded["system"] == data.SYSTEM
+    assert decoded["passage"].startswith("Passage: ")
+    assert decoded["question"] == "Question: Which door is open?"
     assert set(prompt.turns) == {"user"}
     assert capsys.readouterr().out.count("takes no turn of the system: its text opens the user's\n") == 1
 
 
 def test_messages_without_a_system_turn_have_its_text_in_the_first_of_the_user():
-    own = copy.deepcopy(TOKENIZER)
+    tokenizer = copy.deepcopy(TOKENIZER)
     refuses = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
-    own.chat_template = refuses + TOKENIZER.chat_template
+    tokenizer.chat_template = refuses + TOKENIZER.chat_template
     turns = [("system", "Be brief."), ("user", "Red?"), ("assistant", "No."), ("user", "The blue?")]
-    told = tuple({"role": role, "content": text} for role, text in turns)
+    messages = tuple({"role": role, "content": text} for role, text in turns)
     spans = [Span("rule", 0, 3, 8), Span("first", 1, 0, 3), Span("said", 2, 0, 2), Span("question", 3, 4, 8)]
-    prompt = data.build_prompt(Item("x", "t", told, "", tuple(spans)), own, 500)
-    merged = [{"role": "user", "content": "Be brief.\n\nRed?"}, *told[2:]]
-    assert prompt.ids == own.apply_chat_template(merged, add_generation_prompt=True, return_dict=True)["input_ids"]
-    said = {name: own.decode([prompt.ids[at] for at in where]).strip() for name, where in prompt.spans.items()}
-    assert said == {"rule": "brief", "first": "Red", "said": "No", "question": "blue"}
+    prompt = data.build_prompt(Item("x", "t", messages, "", tuple(spans)), tokenizer, 500)
+    merged = [{"role": "user", "content": "Be brief.\n\nRed?"}, *messages[2:]]
+    assert (
+        prompt.ids == tokenizer.apply_chat_template(merged, add_generation_prompt=True, return_dict=True)["input_ids"]
+    )
+    decoded = {name: tokenizer.decode([prompt.ids[at] for at in where]).strip() for name, where in prompt.spans.items()}
+    assert decoded == {"rule": "brief", "first": "Red", "said": "No", "question": "blue"}
 
 
 @pytest.mark.parametrize("limit", [200, 333, 1920])
@@ -463,8 +465,8 @@ def test_templates_that_cannot_serve(damage, words):
 
 def words_only(markup: str = "<|user|>"):
     """A tokenizer of whole words that knows five, and a template that writes `markup`."""
-    known = {word: i for i, word in enumerate(["<|unk|>", "red", "door", "<|user|>", "<|end|>"])}
-    plain = Tokenizer(WordLevel(known, unk_token="<|unk|>"))
+    vocabulary = {word: i for i, word in enumerate(["<|unk|>", "red", "door", "<|user|>", "<|end|>"])}
+    plain = Tokenizer(WordLevel(vocabulary, unk_token="<|unk|>"))
     plain.pre_tokenizer = WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<|unk|>")
     fast.chat_template = "{% for m in messages %}" + markup + " {{ m.content }} <|end|> {% endfor %}"
@@ -494,12 +496,12 @@ def test_a_template_may_write_the_unknown_token_itself():
 
 
 def test_the_embedded_models_own_template_passes_and_chatml_does_not():
-    own = AutoTokenizer.from_pretrained(ROOT / "data" / "models" / models.DEFAULT)
+    embedded = AutoTokenizer.from_pretrained(ROOT / "data" / "models" / models.DEFAULT)
     for item in data.load_items("tinyworld", 12, tokens=300):
-        assert data.build_prompt(item, own, 4000).ids
-    own.chat_template = trial.TEMPLATE
+        assert data.build_prompt(item, embedded, 4000).ids
+    embedded.chat_template = trial.TEMPLATE
     with pytest.raises(InputError, match="its tokenizer does not know"):
-        data.build_prompt(item, own, 4000)
+        data.build_prompt(item, embedded, 4000)
 
 
 @pytest.mark.parametrize(

@@ -29,36 +29,36 @@ TABLE = pd.DataFrame(
 
 def drawn(axes) -> np.ndarray:
     """Value, low and high of every point in a panel."""
-    found = []
+    values = []
     for bars in axes.containers:
         line, _, (collection,) = bars
         along = 1 if collection.get_segments()[0][0, 0] == collection.get_segments()[0][1, 0] else 0
         for value, segment in zip(line.get_xydata()[:, along], collection.get_segments(), strict=True):
-            found.append((value, *segment[:, along]))
-    return np.array(sorted(found))
+            values.append((value, *segment[:, along]))
+    return np.array(sorted(values))
 
 
 @pytest.mark.parametrize(("x", "y"), [("capacity", "value"), ("value", "policy")])
 @pytest.mark.parametrize("line", [False, True])
 def test_every_row_is_a_point_with_its_interval(x, y, line):
-    one = figure.estimates(TABLE, x, y, colour="policy", fill="protected", panel="reading", line=line)
-    assert one.get_size_inches()[0] == pytest.approx(figure.WIDTH)
-    assert [axes.get_title(loc="left") for axes in one.axes] == ["authors' code", "authors' text"]
-    for axes, (_, part) in zip(one.axes, TABLE.groupby("reading", sort=False), strict=True):
+    drawing = figure.estimates(TABLE, x, y, colour="policy", fill="protected", panel="reading", line=line)
+    assert drawing.get_size_inches()[0] == pytest.approx(figure.WIDTH)
+    assert [axes.get_title(loc="left") for axes in drawing.axes] == ["authors' code", "authors' text"]
+    for axes, (_, part) in zip(drawing.axes, TABLE.groupby("reading", sort=False), strict=True):
         expected = np.array(sorted(part[["value", "low", "high"]].itertuples(index=False)))
         assert np.allclose(drawn(axes), expected)
 
 
 def test_a_row_without_interval_is_a_point_without_bars():
-    one = figure.estimates(TABLE.assign(low=np.nan, high=np.nan), "capacity", "value", colour="policy")
-    [axes] = one.axes
+    drawing = figure.estimates(TABLE.assign(low=np.nan, high=np.nan), "capacity", "value", colour="policy")
+    [axes] = drawing.axes
     assert np.ptp(drawn(axes), axis=1).max() == pytest.approx(0)
 
 
 def test_the_full_cache_is_drawn_in_its_own_panel():
     full = pd.DataFrame({"reading": ["as_run", "as_described"], "value": [0.9, 0.8], "low": [0.85, 0.75], "high": 0.95})
-    one = figure.estimates(TABLE, "capacity", "value", colour="policy", panel="reading", reference=full)
-    levels = [[set(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"] for axes in one.axes]
+    drawing = figure.estimates(TABLE, "capacity", "value", colour="policy", panel="reading", reference=full)
+    levels = [[set(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"] for axes in drawing.axes]
     assert levels == [[{0.9}], [{0.8}]]
 
 
@@ -74,15 +74,15 @@ def test_answers_that_no_policy_gives_are_lines_with_names():
         {"full": 0.9, "first_word": 0.4, "copy": 0.2}
     )
     assert figure.floors(controls, SCORED, "rest_f1").control.tolist() == ["full", "copy"]  # nothing is drawn at zero
-    one = figure.estimates(TABLE, "capacity", "value", colour="policy", panel="reading", reference=table)
-    for axes in one.axes:
+    drawing = figure.estimates(TABLE, "capacity", "value", colour="policy", panel="reading", reference=table)
+    for axes in drawing.axes:
         level = [
             line.get_ydata()[0]
             for line in axes.lines
             if len(set(line.get_ydata())) == 1 and line.get_marker() == "None"
         ]
         assert sorted(set(level)) == pytest.approx([0.2, 0.4, 0.9])
-    names = [text.get_text() for text in one.legends[0].get_texts()]
+    names = [text.get_text() for text in drawing.legends[0].get_texts()]
     assert names[-3:] == ["full cache", "first word", "copy"]
 
 
@@ -114,9 +114,9 @@ def test_panels_that_are_wrapped_hold_what_panels_side_by_side_hold(count):
     wide, wrapped = figure.estimates(table, **given), figure.estimates(table, **given, wrap=3)
     assert wrapped.get_size_inches() == pytest.approx([figure.WIDTH, 3.4 * -(-count // 3)])
     assert sum(bool(axes.get_xlabel()) for axes in wrapped.axes) == 1
-    for one, other in zip(wide.axes, wrapped.axes, strict=True):
-        assert one.get_title(loc="left") == other.get_title(loc="left")
-        assert np.array_equal(drawn(one), drawn(other))
+    for panel, wrapped_panel in zip(wide.axes, wrapped.axes, strict=True):
+        assert panel.get_title(loc="left") == wrapped_panel.get_title(loc="left")
+        assert np.array_equal(drawn(panel), drawn(wrapped_panel))
 
 
 def test_what_cannot_be_drawn_is_said():
@@ -130,29 +130,29 @@ def test_what_cannot_be_drawn_is_said():
 def test_policies_look_alike_everywhere_and_apart_from_each_other(monkeypatch):
     monkeypatch.setitem(OWN, "mine", Policy("My own", "me", lambda o: o.positions.float()))
     seven = figure.looks(SEVEN)
-    assert len({one.colour for one in seven.values()}) == len({one.marker for one in seven.values()}) == 7
+    assert len({look.colour for look in seven.values()}) == len({look.marker for look in seven.values()}) == 7
     assert figure.looks(["mine", "lru"])["lru"] == figure.look("lru") == seven["lru"]
     shown = figure.looks(["lru", "mine", "snapkv"])
     assert shown["mine"].name == "My own"
-    assert len({one.colour for one in shown.values()}) == 3
-    assert [one.name for one in figure.looks([128.0, 0.25]).values()] == ["128", "0.25"]
+    assert len({look.colour for look in shown.values()}) == 3
+    assert [look.name for look in figure.looks([128.0, 0.25]).values()] == ["128", "0.25"]
 
 
 def test_a_heat_map_has_a_cell_per_pair_and_a_panel_per_group():
-    one = figure.heat(TABLE[TABLE.protected], "capacity", "policy", panel="reading")
-    assert [axes.get_title(loc="left") for axes in one.axes] == ["authors' code", "authors' text"]
-    assert [len(axes.texts) for axes in one.axes] == [6, 6]
+    drawing = figure.heat(TABLE[TABLE.protected], "capacity", "policy", panel="reading")
+    assert [axes.get_title(loc="left") for axes in drawing.axes] == ["authors' code", "authors' text"]
+    assert [len(axes.texts) for axes in drawing.axes] == [6, 6]
 
 
 def test_a_cell_of_a_heat_map_says_its_value_in_its_middle():
     table = TABLE[TABLE.protected & (TABLE.reading == "as_run")].assign(n=40)
     drawing = figure.heat(table, "capacity", "policy", percent=True, form=".0f")
     text = figure.vector(drawing)
-    told = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="6" opacity="0"><title>(.*?)</title>', text)
+    texts = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="6" opacity="0"><title>(.*?)</title>', text)
     first = table.iloc[0]
-    assert len(told) == len(table)
+    assert len(texts) == len(table)
     of_first = [f"{100 * first[name]:.0f}" for name in ("value", "low", "high")]
-    assert told[0][2] == "LRU, capacity 128: {} [{}, {}], n = 40".format(*of_first)
+    assert texts[0][2] == "LRU, capacity 128: {} [{}, {}], n = 40".format(*of_first)
     [axes] = drawing.axes
     assert [(x, y) for x, y, _ in figure.HOVER_TEXTS[axes]] == [number.get_position() for number in axes.texts]
     assert [text.split(": ")[1].split(" ")[0] for *_, text in figure.HOVER_TEXTS[axes]] == [

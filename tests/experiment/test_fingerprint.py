@@ -136,8 +136,8 @@ def test_what_a_module_registers_elsewhere_counts_for_all_of_it(tmp_path):
 def test_names_from_outside_are_told_from_local_ones():
     import ast
 
-    found = chains(ast.parse("def f(a, *b, c=d): e = a.x + g.h.i; return [j for j in k if j] + (lambda m: m + n)(e)"))
-    assert sorted(".".join(chain) for chain in found) == ["d", "g.h.i", "k", "n"]
+    names = chains(ast.parse("def f(a, *b, c=d): e = a.x + g.h.i; return [j for j in k if j] + (lambda m: m + n)(e)"))
+    assert sorted(".".join(chain) for chain in names) == ["d", "g.h.i", "k", "n"]
 
 
 CONDITIONS = {
@@ -244,18 +244,18 @@ def test_what_a_regime_runs_is_in_its_keys_and_what_it_alone_runs_in_no_others()
     regimes = {kind: kind() for kind in REGIMES.values() if kind is not Regime}
     called = {kind: _called(model, text, regime) for kind, regime in regimes.items()}
     functions = {(f.__module__, f.__name__) for name in POLICIES for f in CATALOGUE[name].functions}
-    own = set(fingerprint.PROJECT.reached(*functions))
+    of_policies = set(fingerprint.PROJECT.reached(*functions))
     for kind, names in called.items():
         assert len(names) > 30
         roots, left = answers._decided_by(Condition("lru", 40, kind()), "torch")
-        assert names <= own | set(fingerprint.PROJECT.reached(*roots, apart=left["apart"])) | IDLE, kind
-        alone = names.difference(*(of for other, of in called.items() if other is not kind)) - SEVERAL
+        assert names <= of_policies | set(fingerprint.PROJECT.reached(*roots, apart=left["apart"])) | IDLE, kind
+        alone = names.difference(*(others for other, others in called.items() if other is not kind)) - SEVERAL
         for other, regime in regimes.items():
             if other is not kind:
                 condition = Condition("lru" if other is SharedCap else "k_norm", 40, regime)
                 roots, left = answers._decided_by(condition, "torch")
-                found = fingerprint.PROJECT.reached(*roots, apart=left["apart"])
-                assert not alone & set(found), (kind, other)
+                reached = fingerprint.PROJECT.reached(*roots, apart=left["apart"])
+                assert not alone & set(reached), (kind, other)
 
 
 SEVERAL = {("kvrepro.engine.select", "lexsort")}  # quotas and ties call it in any regime
@@ -265,14 +265,14 @@ POLICIES = ("lru", "h2o_simple", "random_sample", "ada_kv_faithful", "k_norm", "
 
 def _called(model, text, regime) -> set[tuple[str, str]]:
     """(module, function) of the engine's functions that conditions of this regime call."""
-    found = set()
+    called = set()
     parameters_of.cache_clear()  # what other tests have called is called again
 
     def watch(frame, event, argument):
         module = frame.f_globals.get("__name__", "")
         name = frame.f_code.co_qualname.partition(".")[0]
         if event == "call" and module.startswith("kvrepro.engine.") and not name.startswith("__"):  # by `dataclass`
-            found.add((module, name))
+            called.add((module, name))
 
     for name in POLICIES:
         if regime.name in CATALOGUE[name].regimes:
@@ -282,24 +282,24 @@ def _called(model, text, regime) -> set[tuple[str, str]]:
                 generate(model, text, [condition], max_new_tokens=10, stop_ids=[])
             finally:
                 sys.setprofile(None)
-    return found
+    return called
 
 
 def closed_over() -> dict[str, str]:
     """Hashes of all functions of the chapters that close over something."""
-    found = {}
+    keys = {}
     for info in pkgutil.walk_packages(chapters.__path__, "kvrepro.chapters."):
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             if inspect.isfunction(value) and value.__module__ == info.name and value.__closure__:
-                found[f"{info.name}.{name}"] = of(value)
-    return found
+                keys[f"{info.name}.{name}"] = of(value)
+    return keys
 
 
 def test_a_study_has_the_same_keys_in_every_process():
     """What a decorated function of a chapter closes over has an address in memory, or sets in any order."""
-    here = Path(__file__).parent
-    path = [str(here), *sys.path]
+    folder = Path(__file__).parent
+    path = [str(folder), *sys.path]
     program = f"""
 import json, sys
 sys.path[:0] = {path!r}
@@ -314,9 +314,9 @@ print(json.dumps(closed_over()))
         capture_output=True,
         text=True,
     )
-    mine, other = closed_over(), json.loads(done.stdout)
-    assert "kvrepro.chapters.reclamation.sparsity.sparsity" in mine
-    assert {name for name in mine if mine[name] != other[name]} == set()
+    keys, other_keys = closed_over(), json.loads(done.stdout)
+    assert "kvrepro.chapters.reclamation.sparsity.sparsity" in keys
+    assert {name for name in keys if keys[name] != other_keys[name]} == set()
 
 
 # ---- what a reader types
@@ -428,7 +428,7 @@ def test_every_version_of_python_makes_the_same_of_a_source(tmp_path):
     )
     text = Code({"kvrepro": tmp_path}).module("kvrepro.a").text["other"]
     assert fingerprint.digest(text) == "c3bde98f53b8b0b7"
-    lists = [package(tmp_path, b=f"X = [{some}'a']\n").module("kvrepro.b").text["X"] for some in ("", "'', ")]
+    lists = [package(tmp_path, b=f"X = [{prefix}'a']\n").module("kvrepro.b").text["X"] for prefix in ("", "'', ")]
     assert lists[0] != lists[1]
 
 
@@ -501,7 +501,7 @@ def test_a_library_is_one_wherever_an_installer_put_it(tmp_path, monkeypatch, sh
             f"{Path('own', shape).parent}",
         ):
             (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        found = []
+        hashes = []
         for where in ("installed", "own"):
             (tmp_path / where / shape).write_text(f"def f():\n    return {version}\n")
             for name in [name for name in sys.modules if name.partition(".")[0] == "aside"]:
@@ -510,9 +510,9 @@ def test_a_library_is_one_wherever_an_installer_put_it(tmp_path, monkeypatch, sh
             with monkeypatch.context() as patched:
                 patched.syspath_prepend(tmp_path / where)
                 patched.setattr(sys, "dont_write_bytecode", True)
-                found.append(of(importlib.import_module(module).f))
-        return found
+                hashes.append(of(importlib.import_module(module).f))
+        return hashes
 
-    (library, own), (library_after, own_after) = described("1"), described("22")
+    (library, own_module), (library_after, own_after) = described("1"), described("22")
     assert library == library_after
-    assert own != own_after
+    assert own_module != own_after

@@ -27,20 +27,20 @@ def table(readings=("any",)) -> pd.DataFrame:
 
 
 def test_both_forms_are_judged_by_the_same_rows_and_the_first_is_told_in_the_statement():
-    found = table().set_index("claim")
-    assert list(found.index) == ["X1", "X2", "X3", "X4"]
-    assert found.verdict.tolist() == ["reproduced", "not reproduced", "reproduced", "reproduced"]
-    assert found.statement["X1"] == "It helps."
+    verdicts = table().set_index("claim")
+    assert list(verdicts.index) == ["X1", "X2", "X3", "X4"]
+    assert verdicts.verdict.tolist() == ["reproduced", "not reproduced", "reproduced", "reproduced"]
+    assert verdicts.statement["X1"] == "It helps."
     late = "It helps. (Changed when results were known; as first written (below 0): *reproduced*.)"
-    assert found.statement["X2"] == late
-    assert found.statement["X3"].endswith("known; as first written (above 0): *not reproduced*.)")
-    assert found.statement["X4"] == "It helps. (Exploratory: written when results were known.)"
+    assert verdicts.statement["X2"] == late
+    assert verdicts.statement["X3"].endswith("known; as first written (above 0): *not reproduced*.)")
+    assert verdicts.statement["X4"] == "It helps. (Exploratory: written when results were known.)"
 
 
 def test_readings_that_differ_are_both_told():
-    found = table(("as_run", "as_described"))
-    [told] = set(found[found.claim == "X2"].statement)
-    assert "*reproduced*" in told
-    [told] = set(found[found.claim == "X3"].statement)
-    assert "*not reproduced*" in told
-    assert "as_run" not in told
+    verdicts = table(("as_run", "as_described"))
+    [statement] = set(verdicts[verdicts.claim == "X2"].statement)
+    assert "*reproduced*" in statement
+    [statement] = set(verdicts[verdicts.claim == "X3"].statement)
+    assert "*not reproduced*" in statement
+    assert "as_run" not in statement

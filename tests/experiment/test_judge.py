@@ -22,13 +22,13 @@ NAN = math.nan
 CLAIM = {"id": "X1", "statement": "It is so.", "paper": {"text": "so"}, "contrast": "mean", "topic": "t", "source": "s"}
 
 
-def table(rule: dict, found, **more) -> pd.Series:
-    """The one row of a claim; `found`: its members, or what to raise."""
+def table(rule: dict, outcome, **more) -> pd.Series:
+    """The one row of a claim. outcome: its members, or what to raise."""
 
     def members(claim, reading):
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     frame = judge.verdicts([CLAIM | {"rule": rule} | more], members, model="m", profile="quick")
     assert len(frame) == 1
@@ -130,11 +130,11 @@ def test_both_sides_of_a_bound_are_judged_alike(values, bound, kind, test):
     y = x.rename(columns={"a": "b", "b": "a"})
     claim = {"id": "X", "test": test}
     for bounds in ((0.0, 1.0), None):
-        one, other = (
+        members, mirrored = (
             [Member(str(i), Sample(f[i:], "difference", bounds=bounds)) for i in range(2)] for f in (x, y)
         )  # fmt: skip
-        up = judge.judge(claim | {"rule": {kind: bound}}, one)
-        down = judge.judge(claim | {"rule": {MIRRORED[kind]: -bound}}, other)
+        up = judge.judge(claim | {"rule": {kind: bound}}, members)
+        down = judge.judge(claim | {"rule": {MIRRORED[kind]: -bound}}, mirrored)
         assert [(j.state, j.refuted) for j in up] == [(j.state, j.refuted) for j in down]
 
 
@@ -229,11 +229,11 @@ def test_a_spread_is_judged_by_its_pairs_and_names_the_widest():
 def test_equal_policies_seldom_show_a_spread():
     """The bootstrap of a range finds one among six equal policies nearly always; all pairs at 5% do not."""
     same = dict.fromkeys("uvwxyz", 0.5)
-    found = [
+    verdicts = [
         table({"size_at_least": 0.001}, [judge.pairs(policies(same, 24, seed), "all", some=True)]).verdict
         for seed in range(60)
     ]
-    assert found.count("reproduced") <= 6
+    assert verdicts.count("reproduced") <= 6
 
 
 def test_a_spread_of_one_condition_is_not_testable():
@@ -391,7 +391,7 @@ def needed(gap: float) -> float:
 
 
 def judged(rule: dict, *what: Any, some: bool = False, **more: Any) -> list[Judged]:
-    members = [Member(f"m{i}", one, some) for i, one in enumerate(what)]
+    members = [Member(f"m{i}", part, some) for i, part in enumerate(what)]
     return judge.judge({"id": "X", "rule": rule} | more, members)
 
 
@@ -440,10 +440,10 @@ def test_six_items_that_are_too_few_for_one_of_two_parts_need_one_more():
 
 def test_what_fails_among_many_is_asked_again_more_strictly():
     far, near, open_, alone = Told(0.2, 0.1), Told(0.35, 0.1), Told(0.5, 0.1), Told(0.35, 0.1)
-    found = judged({"at_least": 0.5}, far, near, *[open_] * 18)
-    assert [(j.state, j.refuted) for j in found] == [("fails", True), ("fails", False), *[("open", False)] * 18]
+    members = judged({"at_least": 0.5}, far, near, *[open_] * 18)
+    assert [(j.state, j.refuted) for j in members] == [("fails", True), ("fails", False), *[("open", False)] * 18]
     assert far.levels == near.levels == [0.95, 0.9975]
-    assert found[0].needed == needed(0.3)
+    assert members[0].needed == needed(0.3)
     assert open_.levels == [0.95] * 18
     assert judged({"at_least": 0.5}, alone)[0].refuted
     assert alone.levels == [0.95]
@@ -453,7 +453,7 @@ HOLDS, OPEN, FAILS, NEARLY, HARDLY = (0.9, 0.1), (0.5, 0.1), (0.1, 0.1), (0.61, 
 
 
 @pytest.mark.parametrize(
-    ("some", "parts", "state", "by", "refuted"),
+    ("some", "parts", "state", "decisive", "refuted"),
     [
         (False, {"a": HOLDS, "b": (0.7, 0.1)}, "holds", "b", False),  # the nearest to failing
         (False, {"a": HOLDS, "b": (0.55, 0.1), "c": OPEN}, "open", "c", False),
@@ -467,21 +467,21 @@ HOLDS, OPEN, FAILS, NEARLY, HARDLY = (0.9, 0.1), (0.5, 0.1), (0.1, 0.1), (0.61, 
         (True, {"a": FAILS, "b": HARDLY}, "fails", "b", True),
     ],
 )
-def test_parts_decide_together_and_the_deciding_one_is_named(some, parts, state, by, refuted):
-    [j] = judged({"at_least": 0.5}, {name: Told(*one) for name, one in parts.items()}, some=some)
-    assert (j.label, j.state, j.decided_by, j.refuted) == ("m0", state, f"m0, {by}", refuted)
-    assert j.ours.value == parts[by][0]
+def test_parts_decide_together_and_the_deciding_one_is_named(some, parts, state, decisive, refuted):
+    [j] = judged({"at_least": 0.5}, {name: Told(*arguments) for name, arguments in parts.items()}, some=some)
+    assert (j.label, j.state, j.decided_by, j.refuted) == ("m0", state, f"m0, {decisive}", refuted)
+    assert j.ours.value == parts[decisive][0]
     assert judge.state_of({"at_least": 0.5}, j.ours.low, j.ours.high) == state  # as shown
     assert j.needed == (
-        pytest.approx(needed(abs(parts[by][0] - 0.5))) if state != "holds" else pytest.approx(NAN, nan_ok=True)
+        pytest.approx(needed(abs(parts[decisive][0] - 0.5))) if state != "holds" else pytest.approx(NAN, nan_ok=True)
     )
 
 
 def test_parts_are_asked_as_strictly_as_their_number_and_that_of_the_members_says():
-    one, two = Told(0.39, 0.1), Told(0.5, 0.1)
-    [j, other] = judged({"at_least": 0.5}, {"one": one, "two": two}, Told(0.9, 0.1))
-    assert one.levels == [0.95, 0.975, 0.975]  # itself, as one of two members, as one of two parts
-    assert (j.state, j.refuted, two.levels) == ("open", False, [0.95])
+    first, second = Told(0.39, 0.1), Told(0.5, 0.1)
+    [j, other] = judged({"at_least": 0.5}, {"one": first, "two": second}, Told(0.9, 0.1))
+    assert first.levels == [0.95, 0.975, 0.975]  # itself, as one of two members, as one of two parts
+    assert (j.state, j.refuted, second.levels) == ("open", False, [0.95])
     parts = {"one": Told(0.2, 0.1), "two": Told(0.3, 0.1)}
     [j, _] = judged({"at_least": 0.5}, parts, Told(0.9, 0.1), some=True)
     assert (j.state, j.refuted, j.decided_by) == ("fails", True, "m0, two")
@@ -500,14 +500,14 @@ def test_a_spread_has_a_part_for_each_pair():
     frame, full = policies({"x": 0.5, "y": 0.6, "z": 0.7}, 9), pd.Series(np.linspace(0.8, 1, 9))
     m = judge.pairs(frame, "all", each=3)
     assert (m.label, m.some, list(m.what)) == ("all", False, ["x against y", "x against z", "y against z"])
-    one = m.what["x against z"]
-    assert (one.contrast, one.each, one.data.to_dict("list")) == (
+    part = m.what["x against z"]
+    assert (part.contrast, part.each, part.data.to_dict("list")) == (
         "difference", 3, {"a": frame.x.tolist(), "b": frame.z.tolist()},
     )  # fmt: skip
     share = judge.pairs(frame, "all", ceiling=full, some=True)
-    one = share.what["y against z"]
-    assert (share.some, one.contrast, list(one.data)) == (True, "difference_of_ceiling", ["x", "y", "full"])
-    assert one.estimate().value == pytest.approx((frame.y - frame.z).mean() / full.mean())
+    part = share.what["y against z"]
+    assert (share.some, part.contrast, list(part.data)) == (True, "difference_of_ceiling", ["x", "y", "full"])
+    assert part.estimate().value == pytest.approx((frame.y - frame.z).mean() / full.mean())
     with pytest.raises(NotTestable, match=r"^0 of the conditions of a spread were run: it needs two$"):
         judge.pairs(frame[[]], "all")
     assert len(judge.pairs(frame[["x", "y"]], "all").what) == 1
@@ -556,27 +556,29 @@ def test_a_state_once_its_test_is_heard(kind, state, low, high, p, heard):
 
 
 def test_a_named_test_hears_the_pairs_that_are_there():
-    two = [paired(0.2, 9), paired(0.01, 12, seed=2)]
-    two[0].data.loc[3, "b"] = NAN
-    ps = [stats.wilcoxon(one.data.a, one.data.b) for one in two]
-    found = judged({"above": 0}, *two, test="wilcoxon_holm")
-    assert [j.p for j in found] == stats.holm(ps)
-    assert [j.p for j in judged({"above": 0}, *two, test="sign")] == [0.5, 0.5]
-    assert [j.p for j in judged({"above": 0}, Told(0.2, 0.1), *two, Told(-0.1, 0.2), test="sign")] == [0.625] * 4
-    found = judged({"equivalent": 0.03}, *two, test="tost")
-    assert [j.p for j in found] == [stats.tost(one.data.a, one.data.b, 0.03, bounds=(0, 1)) for one in two]
+    samples = [paired(0.2, 9), paired(0.01, 12, seed=2)]
+    samples[0].data.loc[3, "b"] = NAN
+    ps = [stats.wilcoxon(sample.data.a, sample.data.b) for sample in samples]
+    members = judged({"above": 0}, *samples, test="wilcoxon_holm")
+    assert [j.p for j in members] == stats.holm(ps)
+    assert [j.p for j in judged({"above": 0}, *samples, test="sign")] == [0.5, 0.5]
+    assert [j.p for j in judged({"above": 0}, Told(0.2, 0.1), *samples, Told(-0.1, 0.2), test="sign")] == [0.625] * 4
+    members = judged({"equivalent": 0.03}, *samples, test="tost")
+    assert [j.p for j in members] == [
+        stats.tost(sample.data.a, sample.data.b, 0.03, bounds=(0, 1)) for sample in samples
+    ]
     assert [j.refuted for j in judged({"at_least": 0.5}, Told(0.39, 0.1), Told(0.9, 0.1), test="sign")] == [False] * 2
     assert not judged({"no_difference": 0.5}, paired(0.0), test="wilcoxon_holm")[0].refuted
     same = judged({"no_difference": 0.5}, paired(0.1), test="wilcoxon_holm")[0]
     assert (same.state, same.refuted) == ("fails", True)  # inside the margin, and found to differ
     with pytest.raises(InputError, match=r"^claim X: test tost needs paired columns a and b in every member$"):
-        judged({"equivalent": 0.1}, two[0], Told(0.1, 0.1), test="tost")
-    known = "wilcoxon_holm, tost, sign"
-    with pytest.raises(InputError, match=f"^claim X: unknown test 'guess': known are {known}$"):
-        judged({"above": 0}, two[0], test="guess")
+        judged({"equivalent": 0.1}, samples[0], Told(0.1, 0.1), test="tost")
+    tests = "wilcoxon_holm, tost, sign"
+    with pytest.raises(InputError, match=f"^claim X: unknown test 'guess': known are {tests}$"):
+        judged({"above": 0}, samples[0], test="guess")
     rules = "at_least, at_most, above, below, between, size_at_least, size_at_most, no_difference, equivalent"
     with pytest.raises(InputError, match=f"^unknown rule 'about': known are {rules}$"):
-        judged({"about": 0.5}, two[0])
+        judged({"about": 0.5}, samples[0])
 
 
 def test_a_full_cache_that_says_nothing_says_why():
@@ -589,15 +591,15 @@ def test_a_full_cache_that_says_nothing_says_why():
         judge.unanswered(few) == f"the full cache itself answers too few items ({stats.interval(few, bounds=(0, 1))})"
     )
     gone = pd.Series([np.nan] * 3)
-    for errors, said in ((pd.Series([None] * 3), ""), (pd.Series([None, "no memory", "no time"]), ": no memory")):
-        with pytest.raises(NotTestable, match=f"^all 3 items of the full cache failed{said}$"):
+    for errors, reason in ((pd.Series([None] * 3), ""), (pd.Series([None, "no memory", "no time"]), ": no memory")):
+        with pytest.raises(NotTestable, match=f"^all 3 items of the full cache failed{reason}$"):
             judge.answers_enough(gone, errors)
 
 
 def test_a_full_cache_at_the_lowest_score_that_counts_is_enough(monkeypatch):
-    for low, said in ((0.1, ""), (0.0999, "the full cache itself answers too few items (0.500 [0.100, 0.900])")):
+    for low, reason in ((0.1, ""), (0.0999, "the full cache itself answers too few items (0.500 [0.100, 0.900])")):
         monkeypatch.setattr(stats, "interval", lambda full, bounds, low=low: Estimate(0.5, low, 0.9, 6))
-        assert judge.unanswered(pd.Series([0.5] * 6)) == said
+        assert judge.unanswered(pd.Series([0.5] * 6)) == reason
 
 
 # ------------------------------------------------------------------ the table that a reader sees
@@ -633,9 +635,9 @@ def rows_of(claims: list[dict], members: Callable, **more: Any) -> list[dict]:
 def test_a_row_says_everything(monkeypatch):
     monkeypatch.setattr(judge, "paper_text", lambda spec, unit: f"{spec['text']} {unit}")
     claim = CLAIM | {"rule": {"at_least": 0.4}, "why": "because", "unit": "%"}
-    found = [Member("a", Told(0.5, 0.05)), Member("b", Told(0.41, 0.05)), Member("all", Told(0.42, 0.06)),
+    members = [Member("a", Told(0.5, 0.05)), Member("b", Told(0.41, 0.05)), Member("all", Told(0.42, 0.06)),
              NotTestable("no GPU"), NotTestable("no time")]  # fmt: skip
-    [row] = rows_of([claim], lambda claim, reading: found)
+    [row] = rows_of([claim], lambda claim, reading: members)
     assert row.pop("needed") == max(needed(0.01), needed(0.02))
     assert math.isnan(row.pop("p"))
     assert [row.pop(name) for name in ("ours", "low", "high")] == pytest.approx([41, 36, 46])
@@ -645,14 +647,14 @@ def test_a_row_says_everything(monkeypatch):
         "unit": "%", "members": "1 holds, 2 open, 2 not testable (no GPU)", "decided_by": "b", "n": 20, "topic": "t",
         "source": "s", "note": "because",
     }  # fmt: skip
-    [row] = rows_of([CLAIM | {"rule": {"at_least": 0.4}}], lambda claim, reading: found[2:3])
+    [row] = rows_of([CLAIM | {"rule": {"at_least": 0.4}}], lambda claim, reading: members[2:3])
     assert (row["unit"], row["note"], row["decided_by"], row["ours"]) == ("F1", "", "", 0.42)
-    [row] = rows_of([CLAIM | {"rule": {"at_least": 0.4}}], lambda claim, reading: found[:1])
+    [row] = rows_of([CLAIM | {"rule": {"at_least": 0.4}}], lambda claim, reading: members[:1])
     assert (row["decided_by"], math.isnan(row["needed"])) == ("a", True)
 
 
 @pytest.mark.parametrize(
-    ("found", "note"),
+    ("members", "note"),
     [
         ([], "no member of this claim was run"),
         ([NotTestable("no GPU"), NotTestable("no time")], "no GPU"),
@@ -662,9 +664,9 @@ def test_a_row_says_everything(monkeypatch):
         ),
     ],
 )
-def test_a_row_of_what_cannot_be_tested_keeps_what_is_known_of_the_claim(found, note):
+def test_a_row_of_what_cannot_be_tested_keeps_what_is_known_of_the_claim(members, note):
     [row] = rows_of(
-        [CLAIM | {"rule": {"at_least": 0.4}, "why": "because", "test": "sign"}], lambda claim, reading: found
+        [CLAIM | {"rule": {"at_least": 0.4}, "why": "because", "test": "sign"}], lambda claim, reading: members
     )
     assert {name: value for name, value in row.items() if value == value} == {
         "claim": "X1", "statement": "It is so.", "paper": "so", "test": "none", "verdict": "not testable here",
@@ -690,21 +692,21 @@ def test_the_worst_member_is_shown_and_what_undecided_ones_need():
     assert (row.verdict, row.needed) == ("inconclusive", needed(0.1))
     row = table({"at_least": 0.4}, [Member("b", Told(0.35, 0.04)), *[Member("c", Told(0.5, 0.2))] * 9])
     assert (row.verdict, row.needed) == ("inconclusive", needed(0.05))  # what fails by chance needs items too
-    for test, said in (
+    for test, test_name in (
         ("sign", "sign test over members"),
         ("wilcoxon_holm", "Wilcoxon, Holm"),
         ("tost", "paired TOST"),
     ):
         row = table({"equivalent": 0.4}, [Member("x", paired(0.1))], test=test)
-        assert (row.test, row.p < 1) == (said, test != "sign")
+        assert (row.test, row.p < 1) == (test_name, test != "sign")
     assert table({"at_least": 0}, [Member("x", Facts(pd.Series([1])))], exact=True).test == "every case"
 
 
 def test_each_reading_has_its_row():
-    asked = []
+    calls = []
 
     def members(claim, reading):
-        asked.append((claim["id"], reading))
+        calls.append((claim["id"], reading))
         if reading == "slow":
             raise NotTestable("too slow")
         return [Member("x", Told({"paper": 0.9, "code": 0.1}.get(reading, 0.5), 0.1))]
@@ -712,7 +714,7 @@ def test_each_reading_has_its_row():
     claims = [CLAIM | {"id": name, "rule": {"at_least": 0.5}} for name in ("A", "B", "C", "D")]
     readings = {"A": ["paper", "code"], "B": ["paper", "open"], "C": ["paper", "slow"], "D": ["paper"]}
     rows = rows_of(claims, members, readings=lambda claim: readings[claim["id"]])
-    assert asked == [(row["claim"], row["reading"]) for row in rows]
+    assert calls == [(row["claim"], row["reading"]) for row in rows]
     assert [row["depends_on_reading"] for row in rows] == ["yes", "yes", "unclear", "unclear", "", "", ""]
     assert [row["note"] for row in rows][4:6] == ["", "too slow"]
 

@@ -54,9 +54,9 @@ def test_all_english_sets_come_with_their_metric_and_length(archive):
 def test_a_right_answer_has_the_full_official_score(archive, item):
     [first, *_] = data.load_items(f"longbench:{item}")
     for answer in first.meta["answers"]:
-        found = measure.official(f"\n{answer}\nmore", first.meta["answers"], first.meta)
+        scored = measure.official(f"\n{answer}\nmore", first.meta["answers"], first.meta)
         exact = {"official": pytest.approx(1.0), "metric": first.meta["metric"]}
-        assert found == exact or not first.meta["first_line"]
+        assert scored == exact or not first.meta["first_line"]
         assert measure.official(answer, first.meta["answers"], first.meta) == exact
 
 
@@ -91,9 +91,9 @@ def test_a_prompt_holds_context_and_question_once_in_the_benchmark_s_order(archi
     prompt = data.build_prompt(item, TOKENIZER, 10_000)
     text = TOKENIZER.decode(prompt.ids)
     assert (text == message["content"]) == (name in PLAIN)
-    asked, passage = ([prompt.ids[p] for p in prompt.spans[span]] for span in ("question", "passage"))
-    assert TOKENIZER.decode(asked).strip() == after.strip()
-    assert TOKENIZER.decode(passage).strip() == (before + context).strip()
+    question_ids, passage_ids = ([prompt.ids[p] for p in prompt.spans[span]] for span in ("question", "passage"))
+    assert TOKENIZER.decode(question_ids).strip() == after.strip()
+    assert TOKENIZER.decode(passage_ids).strip() == (before + context).strip()
     assert prompt.turns["user"] == 0
 
 
@@ -101,14 +101,14 @@ def test_a_prompt_holds_context_and_question_once_in_the_benchmark_s_order(archi
 @pytest.mark.parametrize("name", ["gov_report", "trec"])
 def test_the_middle_of_a_long_context_goes(archive, name, limit):
     context = " ".join(f"word{i}" for i in range(3000))
-    told, spans = longbench.messages(name, context, "What is it?")
-    item = data.Item("x", name, told, "a", spans, context, "What is it?", form=name)
+    messages, spans = longbench.messages(name, context, "What is it?")
+    item = data.Item("x", name, messages, "a", spans, context, "What is it?", form=name)
     prompt = data.build_prompt(item, TOKENIZER, limit)
     assert limit - 8 <= len(prompt.ids) <= limit
-    one, text = longbench.SETS[name], TOKENIZER.decode(prompt.ids)
-    assert one.before in text
-    assert one.after.replace("{}", "What is it?") in text
-    left = TOKENIZER.decode([prompt.ids[p] for p in prompt.spans["passage"]]).removeprefix(one.before)
+    form, text = longbench.SETS[name], TOKENIZER.decode(prompt.ids)
+    assert form.before in text
+    assert form.after.replace("{}", "What is it?") in text
+    left = TOKENIZER.decode([prompt.ids[p] for p in prompt.spans["passage"]]).removeprefix(form.before)
     ids = TOKENIZER(context, add_special_tokens=False)["input_ids"]
     kept = len(ids) - data.tokens_cut(item, TOKENIZER, limit)
     halves = [TOKENIZER.decode(part) for part in (ids[: kept // 2], ids[-(kept // 2) :])]
@@ -128,8 +128,8 @@ def test_a_plain_prompt_begins_with_the_tokenizer_s_own_special_token(archive):
 
     fast = checkpoint.tokenizer()
     first = fast.convert_tokens_to_ids("<|endoftext|>")
-    own = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", first)])
-    fast.backend_tokenizer.post_processor = own
+    processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", first)])
+    fast.backend_tokenizer.post_processor = processor
     [plain, *_], [chat, *_] = data.load_items("longbench:lcc"), data.load_items("longbench:qasper")
     prompt = data.build_prompt(plain, fast, 10_000)
     assert prompt.ids[0] == first

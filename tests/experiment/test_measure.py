@@ -75,8 +75,8 @@ def test_measures_are_shares_and_symmetric(a, b):
 
 
 def test_what_follows_the_first_word_is_scored_without_it():
-    found = measure.after_first("red door shut", "red door open")
-    assert found == {"first_right": 1.0, "rest_f1": 0.5}
+    scores = measure.after_first("red door shut", "red door open")
+    assert scores == {"first_right": 1.0, "rest_f1": 0.5}
     assert measure.after_first("red", "red door open") == {"first_right": 1.0, "rest_f1": 0.0}  # the word alone
     assert measure.after_first("door red", "red door")["first_right"] == 0.0
     assert all(value != value for value in measure.after_first("red", "red").values())  # one word: nan
@@ -86,10 +86,10 @@ def test_what_follows_the_first_word_is_scored_without_it():
 
 @given(words, words)
 def test_a_right_answer_is_right_after_its_first_word_too(prediction, answer):
-    found = measure.after_first(prediction, answer)
+    scores = measure.after_first(prediction, answer)
     if len(answer.split()) > 1 and prediction.split() == answer.split():
-        assert found == {"first_right": 1.0, "rest_f1": 1.0}
-    assert (len(answer.split()) < 2) == (found["rest_f1"] != found["rest_f1"])
+        assert scores == {"first_right": 1.0, "rest_f1": 1.0}
+    assert (len(answer.split()) < 2) == (scores["rest_f1"] != scores["rest_f1"])
 
 
 def test_evidence_is_covered_by_what_any_head_holds_and_by_what_is_not_compressed():
@@ -102,9 +102,9 @@ def test_evidence_is_covered_by_what_any_head_holds_and_by_what_is_not_compresse
 
 
 def test_all_measures_has_the_column_names():
-    found = measure.all_measures("a cat", "the cat")
+    scores = measure.all_measures("a cat", "the cat")
     wanted = "token_f1 token_f1_longbench exact_match rouge_l first_right rest_f1 repetition_4gram"
-    assert list(found) == wanted.split()
+    assert list(scores) == wanted.split()
 
 
 # ---- the official metrics of LongBench
@@ -119,15 +119,15 @@ def longest(x, y):
     table = [[0] * (len(y) + 1) for _ in range(len(x) + 1)]
     for i, j in itertools.product(range(len(x)), range(len(y))):
         table[i + 1][j + 1] = table[i][j] + 1 if x[i] == y[j] else max(table[i][j + 1], table[i + 1][j])
-    i, j, found = len(x), len(y), []
+    i, j, common = len(x), len(y), []
     while i and j:
         if x[i - 1] == y[j - 1]:
-            found, i, j = [x[i - 1], *found], i - 1, j - 1
+            common, i, j = [x[i - 1], *common], i - 1, j - 1
         elif table[i - 1][j] > table[i][j - 1]:
             i -= 1
         else:
             j -= 1
-    return found
+    return common
 
 
 def summary_f(prediction, answer):
@@ -157,13 +157,13 @@ code = st.text(alphabet="ab( =1", max_size=14)
 
 @given(sentences, st.lists(sentences, min_size=1, max_size=3))
 def test_summaries_score_as_transcribed(prediction, references):
-    expected = max(summary_f(prediction, one) for one in references)
+    expected = max(summary_f(prediction, reference) for reference in references)
     assert score("rouge", prediction, references) == pytest.approx(expected)
 
 
 @given(code, code, st.lists(st.sampled_from(["", "# note", "x // y", "```"]), max_size=3))
 def test_code_scores_as_transcribed(line, answer, before):
-    before = [one for one in before if one]
+    before = [shown for shown in before if shown]
     both = len(line) + len(answer)
     expected = round(200 * blocks(line, answer) / both) / 100 if both else 1.0
     assert score("code_similarity", "\n".join(["", *before, line, "more"]), answer) == (

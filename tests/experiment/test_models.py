@@ -45,11 +45,11 @@ def test_loads_a_folder(folder):
 def test_an_embedded_model_reads_texts_as_its_tokenizer_file_says(name):
     folder = models.embedded()[name]
     text = "The gardener lingered behind the road today ."
-    asked = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": text}]
     plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
     loaded = models._tokenizer(folder)
     assert loaded.encode(text) == plain.encode(text).ids
-    assert set(plain.encode(text).ids) <= set(loaded.apply_chat_template(asked, return_dict=False))
+    assert set(plain.encode(text).ids) <= set(loaded.apply_chat_template(messages, return_dict=False))
 
 
 def test_dtype_is_an_argument(folder):
@@ -59,10 +59,10 @@ def test_dtype_is_an_argument(folder):
 @pytest.mark.parametrize(("where", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16"), ("cuda:1", "bfloat16")])
 def test_on_a_gpu_a_checkpoint_keeps_its_own_type(where, dtype, tmp_path, monkeypatch):
     folder = trial.checkpoint(tmp_path / "half", "two-layer", checkpoint.TEXTS, 500, dtype="bfloat16")
-    monkeypatch.setattr(models, "device_of", lambda asked: where)
+    monkeypatch.setattr(models, "device_of", lambda device: where)
     monkeypatch.setattr(PreTrainedModel, "to", lambda self, device: self)  # there may be no such device
-    for asked in ({}, {"dtype": run.Settings().dtype}):
-        assert models.load(str(folder), where, **asked).dtype == dtype
+    for options in ({}, {"dtype": run.Settings().dtype}):
+        assert models.load(str(folder), where, **options).dtype == dtype
     assert models.load(str(folder), where, dtype="float16").dtype == "float16"
 
 
@@ -294,11 +294,11 @@ def test_bad_devices_and_dtypes_are_named(folder, arguments, words):
 def test_a_template_in_a_folder_of_its_own_decides_too(tmp_path):
     folder = Path(shutil.copytree(models.resolve("tiny-gqa")[1], tmp_path / "copy"))
     before = models.checkpoint_hash(folder)
-    own = folder / "additional_chat_templates" / "default.jinja"
-    own.parent.mkdir()
-    own.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    template = folder / "additional_chat_templates" / "default.jinja"
+    template.parent.mkdir()
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert models.checkpoint_hash(folder) != before
-    own.unlink()
-    own.symlink_to("/dev/zero")
+    template.unlink()
+    template.symlink_to("/dev/zero")
     with pytest.raises(InputError, match="default.jinja is no regular file"):
         models.load(str(folder))

@@ -34,8 +34,8 @@ def test_a_misspelt_parameter_is_refused_with_what_was_meant(check):
 
 
 def test_a_list_that_came_as_text_is_refused_with_the_way_to_give_it(check):
-    said = """n_items is the text '[8, 9]': papermill passes text with -p, use -y "n_items: [8, 9]\""""
-    with pytest.raises(InputError, match=re.escape(said)):
+    message = """n_items is the text '[8, 9]': papermill passes text with -p, use -y "n_items: [8, 9]\""""
+    with pytest.raises(InputError, match=re.escape(message)):
         check([*CELLS[:2], "# Parameters\nseed = 3\nn_items = '[8, 9]'\n"])
     check([*CELLS[:2], "# Parameters\nn_items = [8, 9]\nseed = 'a [b]'\n"])
 
@@ -60,9 +60,9 @@ def test_a_link_that_leads_nowhere_is_no_folder_of_results(tmp_path, leads):
     [("1e-5", 1e-5), ("-2.5E3", -2500.0), ("[1e+2, 3]", [100.0, 3]), ("1e-5x", "1e-5x"), ("3", 3), (".5e3", 500.0)],
 )
 def test_numbers_are_read_as_people_write_them(text, value):
-    found = read(text)
-    assert found == value
-    assert type(found) is type(value)
+    result = read(text)
+    assert result == value
+    assert type(result) is type(value)
 
 
 @pytest.mark.parametrize(

@@ -98,27 +98,27 @@ def test_rows_come_out(source, loaded, tmp_path):
 def test_items_that_say_how_long_their_answers_are_and_how_they_are_scored(source, loaded, tmp_path):
     """Beside items that do not: each row has its own length and limit, and the official score where there is one."""
     plain = data.load_items(str(source), 2)
-    asked = [
+    rows = [
         replace(item, id=f"{item.id}-{new}", meta=item.meta | {"max_new_tokens": new, "metric": "rouge"})
         for item in plain
         for new in (2, 9)
     ]
     conditions = [Condition(), Condition("lru", 128, CAP)]
-    study = Answers("protection", "lengths", [asked[0], *plain, *asked[1:]], conditions, 5, loaded.context - 5)
+    study = Answers("protection", "lengths", [rows[0], *plain, *rows[1:]], conditions, 5, loaded.context - 5)
     frame = run(study, loaded, Settings(tmp_path, progress=False))
-    own = frame[frame.metric == "rouge"]
+    of_rouge = frame[frame.metric == "rouge"]
     assert frame[frame.metric.isna()].max_new_tokens.tolist() == [5] * 4
-    assert own.max_new_tokens.tolist() == [int(name.rpartition("-")[2]) for name in own["item"]]
+    assert of_rouge.max_new_tokens.tolist() == [int(name.rpartition("-")[2]) for name in of_rouge["item"]]
     assert (frame.n_generated <= frame.max_new_tokens).all()
-    assert own[own.max_new_tokens == 9].n_generated.max() > 5
+    assert of_rouge[of_rouge.max_new_tokens == 9].n_generated.max() > 5
     assert (frame.limit == loaded.context - frame.max_new_tokens.clip(lower=5)).all()
-    assert own.official.between(0, 1).all()
+    assert of_rouge.official.between(0, 1).all()
     assert frame.official.isna().tolist() == frame.metric.isna().tolist()
-    expected = [measure.rouge_longbench(row.prediction, row.answer) for row in own.itertuples()]
-    assert own.official.tolist() == pytest.approx(expected)
-    alone = run(replace(study, name="alone", items=[asked[1]]), loaded, Settings(tmp_path, progress=False))
+    expected = [measure.rouge_longbench(row.prediction, row.answer) for row in of_rouge.itertuples()]
+    assert of_rouge.official.tolist() == pytest.approx(expected)
+    alone = run(replace(study, name="alone", items=[rows[1]]), loaded, Settings(tmp_path, progress=False))
     columns = ["item", "policy", "prediction", "kept_hash", "official", "key"]
-    together = frame[frame["item"] == asked[1].id]
+    together = frame[frame["item"] == rows[1].id]
     assert alone[columns].equals(together[columns].reset_index(drop=True))
 
 

@@ -61,25 +61,25 @@ class FakeEngine:
 
     def generate(self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, repeat,
                  backend, kept_sets, errors, prompt_rows=None):  # fmt: skip
-        for prompt, mine in zip(prompts, conditions, strict=True):
+        for prompt, conditions_of_item in zip(prompts, conditions, strict=True):
             text = self.tokenizer.decode(prompt.ids)
-            seen = {*(i for i in range(9) if f"open, {i}?" in text), *(c.policy for c in mine)}
-            if any(set(one if isinstance(one, tuple) else [one]) <= seen for one in self.fail_on):
+            seen = {*(i for i in range(9) if f"open, {i}?" in text), *(c.policy for c in conditions_of_item)}
+            if any(set(failing if isinstance(failing, tuple) else [failing]) <= seen for failing in self.fail_on):
                 raise RuntimeError("out of memory\nand a long story")
-        assert all(mine == conditions[0] for mine in conditions)
+        assert all(conditions_of_item == conditions[0] for conditions_of_item in conditions)
         self.calls.append((len(prompts), conditions[0]))
         generation = Generation(
             tokens=self.answer, kept=[16, 17], kept_positions=[0, 1], kept_positions_hash="abc", evicted=3,
             policy_calls=1, bytes_held=10, bytes_full=20, prefill_seconds=0.1, decode_seconds=0.2, backend="fake",
         )  # fmt: skip
-        return [[generation for _ in mine] for mine in conditions]
+        return [[generation for _ in conditions_of_item] for conditions_of_item in conditions]
 
 
 @pytest.fixture
 def fake(loaded, monkeypatch):
-    made = FakeEngine(loaded)
-    monkeypatch.setattr(engine, "generate", made.generate)
-    return made
+    fake_engine = FakeEngine(loaded)
+    monkeypatch.setattr(engine, "generate", fake_engine.generate)
+    return fake_engine
 
 
 def go(loaded, tmp_path, items=ITEMS, conditions=CONDITIONS, limit=None, **options):
@@ -141,14 +141,14 @@ def test_only_missing_conditions_are_asked_for(loaded, fake, tmp_path):
 @pytest.mark.parametrize("what", ["model_hash", "data_hash", "engine_hash", "max_new_tokens", "switches"])
 def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
     go(loaded, tmp_path, items=ITEMS[:1])
-    real = answers.heads
+    real = answers.AnswersPlan._heads
 
-    def changed(*arguments):
+    def changed(plan):
         other = {what: {"max_new_tokens": 9}.get(what, "changed")}
-        found = {pair: head | other for pair, head in real(*arguments).items()}
-        return {pair: head | {"key": fingerprint.digest(head)} for pair, head in found.items()}
+        heads = {pair: head | other for pair, head in real(plan).items()}
+        return {pair: head | {"key": fingerprint.digest(head)} for pair, head in heads.items()}
 
-    monkeypatch.setattr(answers, "heads", changed)
+    monkeypatch.setattr(answers.AnswersPlan, "_heads", changed)
     fake.calls.clear()
     go(loaded, tmp_path, items=ITEMS[:1])
     assert fake.calls == [(1, CONDITIONS)]
@@ -175,8 +175,8 @@ def test_auto_is_decided_for_each_condition_and_said(loaded, fake, tmp_path, mon
     assert list(plan.engine_arguments["backend"].values()) == ["triton", "torch", "torch"]
     assert [head["backend"] for head in plan.heads.values()] == ["triton", "torch", "torch"]
     monkeypatch.setattr(plan, "results", lambda: on_cpu)
-    said = f"plain PyTorch for {CONDITIONS[1].label} and 1 more (no kernel)"
-    assert plan.remarks()[0] == f"doors/main: kernels computed 1 of 3 conditions; {said}"
+    fallback = f"plain PyTorch for {CONDITIONS[1].label} and 1 more (no kernel)"
+    assert plan.remarks()[0] == f"doors/main: kernels computed 1 of 3 conditions; {fallback}"
 
 
 def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsys):
@@ -187,10 +187,10 @@ def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsy
     assert set(failed["error"]) == {"RuntimeError: out of memory"}
     assert failed["token_f1"].isna().all()
     assert frame[frame["error"].isna()]["token_f1"].eq(1).all()
-    said = capsys.readouterr().out
-    assert "15 rows, 15 computed now, 1 failed" in said
+    printed = capsys.readouterr().out
+    assert "15 rows, 15 computed now, 1 failed" in printed
     assert frame.attrs["failed"] == ["lru C=16 +10%/10% on item-3: RuntimeError: out of memory"]
-    assert frame.attrs["failed"][0] in said
+    assert frame.attrs["failed"][0] in printed
     fake.fail_on, fake.calls = (), []
     assert go(loaded, tmp_path)["error"].isna().all()  # tried again, and only those
     assert fake.calls == [(1, [CONDITIONS[1]])]
@@ -206,7 +206,7 @@ class Odd(BaseException):
 class Mute(Exception):
     """Cannot be printed, and cannot be read by another process."""
 
-    def __init__(self, one, two):
+    def __init__(self, first, second):
         super().__init__()
 
     __str__ = Odd.__str__
@@ -225,21 +225,21 @@ def _is_mute(o):
 
 
 @pytest.mark.parametrize(
-    ("ends", "said"),
+    ("ends", "message"),
     [
         (_exits, r"a policy raised SystemExit: 0"),
         (_is_odd, r"a policy raised Odd: what it says cannot be printed"),
         (_is_mute, r"Mute: what it says cannot be printed"),
     ],
 )
-def test_whatever_readers_code_raises_costs_its_row_and_not_the_run(loaded, tmp_path, monkeypatch, ends, said):
+def test_whatever_readers_code_raises_costs_its_row_and_not_the_run(loaded, tmp_path, monkeypatch, ends, message):
     monkeypatch.setitem(OWN, "leaving", Policy("Leaving", "a test", ends))
     conditions = [Condition(), Condition("leaving", 4, Prefill())]
-    with pytest.raises(StudyFailed, match=rf"leaving C=4 prefill on .*{said}"):
+    with pytest.raises(StudyFailed, match=rf"leaving C=4 prefill on .*{message}"):
         run.run(Answers("c", "n", ITEMS[:1], conditions, 2), loaded, Settings(results=tmp_path, progress=False))
     assert store.read(tmp_path / "c" / "n.parquet")["error"].isna().tolist() == [True, False]
-    said = said.removeprefix("a policy raised ")
-    with pytest.raises(StudyFailed, match=rf"c/t: 1 of 1 items failed, the first item-0: {said}"):
+    message = message.removeprefix("a policy raised ")
+    with pytest.raises(StudyFailed, match=rf"c/t: 1 of 1 items failed, the first item-0: {message}"):
         run.run(PerItem("c", "t", ITEMS[:1], partial(_table, ends)), loaded, Settings(tmp_path, progress=False))
 
 
@@ -256,7 +256,7 @@ def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, t
         pass
 
     def generate(model, prompts, conditions, **given):
-        assert not [one for one in held if one() is not None]
+        assert not [reference for reference in held if reference() is not None]
         cache = Cache()
         held.append(weakref.ref(cache))
         together.append(given.get("prompt_rows"))
@@ -281,14 +281,17 @@ def test_rows_of_a_batch_without_memory_are_tried_again_and_no_others(loaded, ca
         sizes.append(sum(map(len, conditions)))
         assert given.get("prompt_rows") == (None if len(sizes) == 1 else 1)
         return [
-            [torch.OutOfMemoryError("full") if len(sizes) == 1 and (i, j) in short else (i, j) for j in mine]
-            for i, mine in zip(prompts, conditions, strict=True)
+            [
+                torch.OutOfMemoryError("full") if len(sizes) == 1 and (i, j) in short else (i, j)
+                for j in conditions_of_item
+            ]
+            for i, conditions_of_item in zip(prompts, conditions, strict=True)
         ]
 
     monkeypatch.setattr(engine, "generate", generate)
     pairs = [(i, j) for i in range(5) for j in range(2)]
-    found = answers.attempted(loaded, list(range(5)), list(range(2)), pairs, dict.fromkeys(range(5), 4), {})
-    assert found == {pair: pair for pair in pairs}
+    outcomes = answers.attempted(loaded, list(range(5)), list(range(2)), pairs, dict.fromkeys(range(5), 4), {})
+    assert outcomes == {pair: pair for pair in pairs}
     assert sizes[0] == 10
     assert sum(sizes[1:]) == len(short)
     rows = f"out of memory with {len(short)} rows of {len({i for i, _ in short})} items: half of them at a time"
@@ -308,7 +311,7 @@ def test_no_layer_of_a_failed_pass_is_held_while_its_halves_are_tried(loaded, tm
 
     def counted(*given):
         if len(layers) == 2:
-            assert not [one for one in layers if one() is not None]
+            assert not [reference for reference in layers if reference() is not None]
         return forward(*given)
 
     monkeypatch.setattr(RaggedLayer, "at", short)
@@ -324,19 +327,21 @@ def test_no_layer_of_a_failed_pass_is_held_while_its_halves_are_tried(loaded, tm
 
 
 @pytest.mark.parametrize(
-    ("items", "each", "cores", "parts"),
+    ("items", "conditions_of_item", "cores", "parts"),
     [(11, 3, 1, 2), (11, 3, 8, 2), (11, 3, 16, 11), (20, 10, 4, 3), (64, 10, 2, 8)],
 )
-def test_a_part_on_a_cpu_fills_half_a_batch_on_few_cores(loaded, tmp_path, monkeypatch, items, each, cores, parts):
+def test_a_part_on_a_cpu_fills_half_a_batch_on_few_cores(
+    loaded, tmp_path, monkeypatch, items, conditions_of_item, cores, parts
+):
     """Few cores share the same parts; more than eight get one each, as far as there are items."""
     monkeypatch.setattr(answers.workers, "default_workers", lambda loaded: cores)
-    asked = [replace(MANY[0], id=f"item-{i}") for i in range(items)]
-    conditions = [Condition(), *(Condition("k_norm", 0.1 * j, Prefill()) for j in range(1, each))]
-    with answers.AnswersPlan(Answers("doors", "main", asked, conditions, 4), loaded, Settings(tmp_path)) as plan:
+    many = [replace(MANY[0], id=f"item-{i}") for i in range(items)]
+    conditions = [Condition(), *(Condition("k_norm", 0.1 * j, Prefill()) for j in range(1, conditions_of_item))]
+    with answers.AnswersPlan(Answers("doors", "main", many, conditions, 4), loaded, Settings(tmp_path)) as plan:
         sizes = [job.size for job in plan.jobs()]
     assert len(sizes) == parts
-    assert sum(sizes) == items * each
-    assert max(sizes) - min(sizes) <= each
+    assert sum(sizes) == items * conditions_of_item
+    assert max(sizes) - min(sizes) <= conditions_of_item
 
 
 def endless(loaded, item):
@@ -405,29 +410,29 @@ def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
 
 def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_path, capsys):
     assert go(loaded, tmp_path, dry_run=True).prediction.isna().tolist() == [True] * 15
-    said = capsys.readouterr().out
-    assert "doors/main: 15 of 15 rows, prompts of " in said
-    assert "120 new tokens; at most " in said
+    printed = capsys.readouterr().out
+    assert "doors/main: 15 of 15 rows, prompts of " in printed
+    assert "120 new tokens; at most " in printed
     assert not list((tmp_path / "doors").rglob("*.parquet"))
     assert [(n, len(c)) for n, c in fake.calls] == [(1, 3)]
 
 
 def test_a_dry_run_gives_what_is_stored(loaded, fake, tmp_path):
     few = go(loaded, tmp_path, items=ITEMS[1:3])
-    found = go(loaded, tmp_path, dry_run=True)
-    known = found["item"].isin(few["item"])
-    assert found.prediction.isna().tolist() == (~known).tolist()
+    rows = go(loaded, tmp_path, dry_run=True)
+    is_stored = rows["item"].isin(few["item"])
+    assert rows.prediction.isna().tolist() == (~is_stored).tolist()
     for column in ("key", "prediction", "token_f1", "kept_hash", "date"):
-        assert found[known][column].tolist() == few[column].tolist()
+        assert rows[is_stored][column].tolist() == few[column].tolist()
 
 
 def test_more_workers_than_cores_promise_no_more_speed(loaded, fake, tmp_path, monkeypatch):
     monkeypatch.setattr(run.workers, "default_workers", lambda loaded: 2)
-    told = []
-    monkeypatch.setattr(run, "tell", lambda **said: told.append(said["processes"]))
+    processes = []
+    monkeypatch.setattr(run, "tell", lambda **message: processes.append(message["processes"]))
     for workers, where in ((1, "local"), (2, "local"), (1000, "local"), (7, "ray")):
         go(loaded, tmp_path, dry_run=True, workers=workers, engine=where)
-    assert told == [1, 2, 2, 7]
+    assert processes == [1, 2, 2, 7]
 
 
 def test_jobs_are_the_same_whatever_is_missing(loaded, fake, tmp_path):
@@ -568,10 +573,10 @@ def test_tables_of_items_are_joined_stored_and_read_back(loaded, tmp_path):
 
 
 def test_several_tables_keep_their_names_and_need_no_model(tmp_path):
-    found = run.run(PerItem("doors", "squares", {"a": 3, "b": 2}, named), None, Settings(results=tmp_path))
-    assert found["squares"].to_dict("list") == {"square": [9, 4], "item": ["a", "b"]}
-    assert found["all"]["item"].tolist() == ["a", "a", "a", "b", "b"]
-    assert found["all"].attrs["failed"] == []
+    tables = run.run(PerItem("doors", "squares", {"a": 3, "b": 2}, named), None, Settings(results=tmp_path))
+    assert tables["squares"].to_dict("list") == {"square": [9, 4], "item": ["a", "b"]}
+    assert tables["all"]["item"].tolist() == ["a", "a", "a", "b", "b"]
+    assert tables["all"].attrs["failed"] == []
 
 
 def test_an_item_that_fails_costs_itself(loaded, tmp_path, capsys, monkeypatch):
@@ -597,19 +602,19 @@ def test_a_table_that_is_none_is_said(loaded, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0, "0 s"), (599, "599 s"), (720, "12 min"), (7190, "2 h 0 min"), (12000, "3 h 20 min")]
+    ("seconds", "text"), [(0, "0 s"), (599, "599 s"), (720, "12 min"), (7190, "2 h 0 min"), (12000, "3 h 20 min")]
 )
-def test_a_clock_says_what_one_needs(seconds, said):
-    assert progress.clock(seconds) == said
+def test_a_clock_says_what_one_needs(seconds, text):
+    assert progress.clock(seconds) == text
 
 
 def test_who_listens_hears_what_a_study_took(tmp_path):
-    told, study = [], PerItem("mine", "few", {"a": 1, "b": 2}, lambda _, n: pd.DataFrame({"n": [n]}))
-    with progress.heard(told.append):
+    messages, study = [], PerItem("mine", "few", {"a": 1, "b": 2}, lambda _, n: pd.DataFrame({"n": [n]}))
+    with progress.heard(messages.append):
         run.run(study, None, Settings(results=tmp_path))
-    assert told[-2]["done"] == told[-2]["total"] == 2
-    assert told[-1].keys() == {"study", "results", "failed", "seconds"}
-    assert (told[-1]["study"], told[-1]["results"], told[-1]["failed"]) == ("mine/few", 2, 0)
+    assert messages[-2]["done"] == messages[-2]["total"] == 2
+    assert messages[-1].keys() == {"study", "results", "failed", "seconds"}
+    assert (messages[-1]["study"], messages[-1]["results"], messages[-1]["failed"]) == ("mine/few", 2, 0)
 
 
 @pytest.mark.parametrize(("seconds", "there", "shared"), [

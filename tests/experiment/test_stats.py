@@ -42,11 +42,11 @@ def test_the_interval_of_skewed_values_reaches_farther_to_the_side_of_their_tail
 def test_skewed_values_are_missed_less_often_than_by_students_interval(n):
     """Exponential: that one ends below the mean in 10, 8 and 6% of samples."""
     draws = np.random.default_rng(n).exponential(size=(1000, n))
-    found = [stats.interval(x) for x in draws]
-    assert np.mean([e.high < 1 for e in found]) < 0.07
-    assert np.mean([e.low > 1 for e in found]) < 0.05
+    estimates = [stats.interval(x) for x in draws]
+    assert np.mean([e.high < 1 for e in estimates]) < 0.07
+    assert np.mean([e.low > 1 for e in estimates]) < 0.05
     student = quantile(0.95, n - 1) * draws.std(axis=1, ddof=1) / math.sqrt(n)
-    assert np.mean([e.high < 1 for e in found]) < 0.7 * (draws.mean(axis=1) + student < 1).mean()
+    assert np.mean([e.high < 1 for e in estimates]) < 0.7 * (draws.mean(axis=1) + student < 1).mean()
 
 
 @given(st.lists(unit, min_size=6, max_size=40))
@@ -114,7 +114,7 @@ def test_a_cluster_counts_once_by_its_mean():
     e = stats.interval(values, clusters)
     assert e.triple == pytest.approx(stats.interval([values[clusters == i].mean() for i in range(12)]).triple)
     assert e.n == 12
-    assert e.high - e.low > 1.5 * (lambda one: one.high - one.low)(stats.interval(values))
+    assert e.high - e.low > 1.5 * (lambda plain: plain.high - plain.low)(stats.interval(values))
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -177,8 +177,8 @@ def test_a_ratio_whose_bottom_may_be_zero_has_no_bound():
 
 def test_a_resampled_mean_agrees_with_students_interval():
     x = np.random.default_rng(3).normal(size=(40, 1))
-    e, known = stats.resampled(pd.DataFrame(x), lambda v: v[:, 0].mean()), stats.interval(x[:, 0])
-    assert e.triple == pytest.approx(known.triple, abs=0.05)
+    e, student = stats.resampled(pd.DataFrame(x), lambda v: v[:, 0].mean()), stats.interval(x[:, 0])
+    assert e.triple == pytest.approx(student.triple, abs=0.05)
     assert stats.resampled(pd.DataFrame(x), lambda v: float(np.median(v))).low < np.median(x)
     assert math.isnan(stats.resampled(pd.DataFrame(x), lambda v: math.nan).low)
 
@@ -193,11 +193,11 @@ def test_needed_items_solve_for_the_gap():
 
 def test_groups_are_frames_with_intervals():
     frame = pd.DataFrame({"policy": ["x"] * 8 + ["y"] * 3, "f1": [0.0, 1.0] * 4 + [0.5] * 3})
-    found = stats.means(frame, "policy", "f1", bounds=(0, 1)).set_index("policy")
-    assert found.loc["x", "value"] == 0.5
-    assert found.loc["x", "low"] > 0
-    assert found.n.tolist() == [8, 3]
-    assert math.isnan(found.loc["y", "low"])
+    table = stats.means(frame, "policy", "f1", bounds=(0, 1)).set_index("policy")
+    assert table.loc["x", "value"] == 0.5
+    assert table.loc["x", "low"] > 0
+    assert table.n.tolist() == [8, 3]
+    assert math.isnan(table.loc["y", "low"])
 
 
 def test_few_values_have_no_interval_and_say_so():
@@ -315,9 +315,9 @@ def test_what_has_no_interval_still_says_its_level_and_its_number():
 def test_contrasts_pair_the_rows_of_a_group_with_those_of_the_other_table():
     rows = pd.DataFrame({"item": [*range(8)] * 2, "policy": ["a"] * 8 + ["b"] * 8, "f1": np.linspace(0, 1, 16)})
     against = pd.DataFrame({"item": range(1, 9), "f1": 0.25})  # item 0 has no partner, item 8 no row
-    found = stats.contrasts(rows, against, "policy", "f1").set_index("policy")
-    for name, own in rows[rows.item > 0].groupby("policy"):
-        assert (found.value[name], found.n[name]) == (pytest.approx(own.f1.mean() - 0.25), 7)
+    table = stats.contrasts(rows, against, "policy", "f1").set_index("policy")
+    for name, group in rows[rows.item > 0].groupby("policy"):
+        assert (table.value[name], table.n[name]) == (pytest.approx(group.f1.mean() - 0.25), 7)
 
 
 # ------------------------------------------------------------------ every field of an estimate, against plain loops
@@ -484,9 +484,9 @@ def test_every_field_of_two_samples(bounds, each, level):
 def test_every_field_of_a_resampled_statistic():
     """A cluster is drawn whole, with the rows that it has."""
     values, clusters = [0.1, 0.9, 0.4, 0.3, 0.8, 0.2, 0.6, 0.7], [*"uvwxyzuu"]
-    of = {name: [x for x, c in zip(values, clusters, strict=True) if c == name] for name in "uvwxyz"}
+    values_of = {name: [x for x, c in zip(values, clusters, strict=True) if c == name] for name in "uvwxyz"}
     picks = np.random.default_rng(42).integers(0, 6, (1000, 6))
-    drawn = [np.mean([x for i in pick for x in of["uvwxyz"[i]]]) for pick in picks]
+    drawn = [np.mean([x for i in pick for x in values_of["uvwxyz"[i]]]) for pick in picks]
     error = np.std(drawn, ddof=1) * math.sqrt(6 / 5)
     half, bias = quantile(0.9, 5) * error, np.mean(drawn) - 0.5
     e = stats.resampled(frame(a=values), np.mean, clusters, level=0.9)
@@ -543,11 +543,11 @@ def test_levels_ask_for_as_many_items_as_a_sign_test_needs(level, wanted):
         x = frame(a=many[:n], full=many[:n][::-1])
         sign = scipy_stats.binomtest(0, n).pvalue
         assert there == (sign <= 1 - level + 1e-12 and n >= 6)
-        found = (
+        estimates = (
             stats.interval(x.a, level=level), stats.contrast(x, "share_of_ceiling", level=level),
             stats.spread_of(4, np.array(many), n, level),
         )  # fmt: skip
-        assert [not math.isnan(e.low) for e in found] == [there] * 3
+        assert [not math.isnan(e.low) for e in estimates] == [there] * 3
         if n >= 6:
             assert stats.interval(x.a, bounds=(0, 20), level=level).low > 0  # of scores the farthest are known
     assert f"{wanted - 1} of {wanted} items" in str(stats.interval(many[: wanted - 1], level=level))
@@ -555,8 +555,8 @@ def test_levels_ask_for_as_many_items_as_a_sign_test_needs(level, wanted):
 
 def test_half_of_the_resamples_suffice():
     error = math.sqrt(1 / 3) * 2 * math.sqrt(6 / 5)
-    found = stats.spread_of(2, np.array([1.0, NAN, 3.0, INF, 1.0, -INF, 3.0, NAN]), 6)
-    assert alike(found, 2, 2 - quantile(0.95, 5) * error, 2 + quantile(0.95, 5) * error, 6, 0, 0.95, NAN, error)
+    estimate = stats.spread_of(2, np.array([1.0, NAN, 3.0, INF, 1.0, -INF, 3.0, NAN]), 6)
+    assert alike(estimate, 2, 2 - quantile(0.95, 5) * error, 2 + quantile(0.95, 5) * error, 6, 0, 0.95, NAN, error)
     for value, drawn, n in (
         (0.5, [1.0, 2.0, NAN, NAN, NAN], 6),
         (0.5, [1.0, 2.0], 5),
@@ -591,7 +591,7 @@ FIVE = [*SIX[:5], NAN]
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted"),
+    ("estimate", "wanted"),
     [
         (lambda: stats.interval([]), (NAN, NAN, NAN, 0, 0, 0.95)),
         (lambda: stats.interval([NAN, NAN], [1, 1], level=0.9), (NAN, NAN, NAN, 0, 2, 0.9)),
@@ -614,8 +614,8 @@ FIVE = [*SIX[:5], NAN]
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("error")
-def test_every_field_where_there_is_no_interval(found, wanted):
-    assert alike(found(), *wanted)
+def test_every_field_where_there_is_no_interval(estimate, wanted):
+    assert alike(estimate(), *wanted)
 
 
 def test_small_spreads_have_an_interval_all_the_same():
@@ -657,11 +657,11 @@ def test_estimates_say_why_they_have_no_interval(e, text):
 
 def test_a_table_has_a_row_per_group_in_the_order_of_its_rows():
     rows = frame(policy=["y"] * 6 + ["x"] * 6 + [None] * 6, task="t", item=[1, 2] * 9, f1=[*SIX, *FLIPPED, *SIX])
-    found = stats.means(rows, ["task", "policy"], "f1")
-    assert list(found) == ["task", "policy", "value", "low", "high", "n"]
-    assert found.policy[:2].tolist() == ["y", "x"]
-    assert pd.isna(found.policy[2])  # a group without a name is one as well
-    for row, values in zip(found.itertuples(), (SIX, FLIPPED, SIX), strict=True):
+    table = stats.means(rows, ["task", "policy"], "f1")
+    assert list(table) == ["task", "policy", "value", "low", "high", "n"]
+    assert table.policy[:2].tolist() == ["y", "x"]
+    assert pd.isna(table.policy[2])  # a group without a name is one as well
+    for row, values in zip(table.itertuples(), (SIX, FLIPPED, SIX), strict=True):
         assert row[3:] == pytest.approx((*stats.interval(values, bounds=(0, 1)).triple, 6))
     free = stats.means(rows, "policy", "f1", bounds=None).iloc[1]
     assert (free.low, free.high) == pytest.approx(stats.interval(FLIPPED).triple[1:])
@@ -678,12 +678,14 @@ def test_contrasts_are_those_of_pairs(kind, bounds, clustered):
     rows = frame(item=range(7), seed=1, policy="x", f1=[*SIX, 0.4], b=9.0, full=9.0, group=[*"uvwxyzz"])
     against = frame(item=[*range(7), *range(7)], seed=[1] * 7 + [2] * 7, f1=[*full, *([0.0] * 7)])
     given = {"bounds": bounds, "clusters": "group" if clustered else None} if clustered else {}
-    found = stats.contrasts(rows, against, "policy", "f1", on=["item", "seed"], kind=kind, **given)
-    known = stats.contrast(frame(a=rows.f1, **{second: full}), kind, rows.group if clustered else None, bounds=bounds)
-    assert list(found) == ["policy", "value", "low", "high", "n"]
-    assert found.iloc[0].tolist() == ["x", *map(pytest.approx, known.triple), 6 if clustered else 7]
+    table = stats.contrasts(rows, against, "policy", "f1", on=["item", "seed"], kind=kind, **given)
+    expected = stats.contrast(
+        frame(a=rows.f1, **{second: full}), kind, rows.group if clustered else None, bounds=bounds
+    )
+    assert list(table) == ["policy", "value", "low", "high", "n"]
+    assert table.iloc[0].tolist() == ["x", *map(pytest.approx, expected.triple), 6 if clustered else 7]
     if kind == "difference":
-        assert stats.contrasts(rows, against[:7], "policy", "f1", **given).iloc[0].tolist() == found.iloc[0].tolist()
+        assert stats.contrasts(rows, against[:7], "policy", "f1", **given).iloc[0].tolist() == table.iloc[0].tolist()
 
 
 def test_contrasts_refuse_a_row_with_two_partners():
@@ -747,10 +749,10 @@ def test_a_difference_of_a_billionth_is_none_and_one_above_counts():
 
 def test_true_and_false_are_one_and_zero():
     so, not_so = [True, True, False, True, False, True], [False, True, False, False, True, False]
-    true, known = frame(a=so, b=not_so), frame(a=so, b=not_so).astype(float)
-    assert stats.contrast(true, "difference", bounds=(0, 1)) == stats.contrast(known, "difference", bounds=(0, 1))
-    assert stats.contrast(known, "difference", bounds=(0, 1)).low < 1 / 3  # six items suffice
+    true, as_numbers = frame(a=so, b=not_so), frame(a=so, b=not_so).astype(float)
+    assert stats.contrast(true, "difference", bounds=(0, 1)) == stats.contrast(as_numbers, "difference", bounds=(0, 1))
+    assert stats.contrast(as_numbers, "difference", bounds=(0, 1)).low < 1 / 3  # six items suffice
     assert stats.interval(so, bounds=(0, 1)) == stats.interval(list(map(float, so)), bounds=(0, 1))
     gain = stats.resampled(true, lambda v: float((v[:, 0] - v[:, 1]).mean()))
-    assert gain == stats.resampled(known, lambda v: float((v[:, 0] - v[:, 1]).mean()))
+    assert gain == stats.resampled(as_numbers, lambda v: float((v[:, 0] - v[:, 1]).mean()))
     assert stats.sign_test(so, not_so) == stats.wilcoxon(so, not_so) == 2 * 5 / 16  # three gains, one loss

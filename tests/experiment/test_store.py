@@ -82,8 +82,8 @@ def test_the_table_is_the_latest_row_of_each_item(tmp_path_factory, batches, clo
 
 @pytest.fixture(scope="module")
 def nursery():
-    with Nursery() as found:
-        yield found
+    with Nursery() as started:
+        yield started
 
 
 def test_thirty_kills_lose_and_double_nothing(tmp_path, nursery):
@@ -94,10 +94,10 @@ def test_thirty_kills_lose_and_double_nothing(tmp_path, nursery):
     for i in range(30):
         writer = nursery.start("add_rows", tmp_path, 5 * i, 5 * i + 40)
         killed += nursery.kill(writer, random.uniform(0.02, 0.15))
-        found = rows_of(tmp_path).drop("other")
+        rows = rows_of(tmp_path).drop("other")
         reported |= {*(tmp_path / "said").read_text().split()} if (tmp_path / "said").exists() else set()
-        assert reported <= {*found.index}
-        assert all(value == int(item) / 1000 for item, value in found.items())
+        assert reported <= {*rows.index}
+        assert all(value == int(item) / 1000 for item, value in rows.items())
     assert killed > 20
     nursery.wait(nursery.start("add_rows", tmp_path, 0, 185))
     whole = pd.read_parquet(tmp_path / "c" / "n.parquet").set_index("item")
@@ -113,9 +113,9 @@ def test_processes_that_share_a_table_lose_and_double_nothing(tmp_path, nursery)
     before, reads = 0, 0
     while any(map(lives, writers)):
         with contextlib.suppress(InputError):
-            found = rows_of(tmp_path)  # raises where a row is there twice
-            assert len(found) >= before
-            before, reads = len(found), reads + 1
+            rows = rows_of(tmp_path)  # raises where a row is there twice
+            assert len(rows) >= before
+            before, reads = len(rows), reads + 1
     assert reads > 3
     assert dict(rows_of(tmp_path)) == {str(i): i / 1000 for i in range(90)}
     Store(tmp_path, "c", "n").close()
@@ -159,9 +159,9 @@ def test_large_files_are_never_written_again(tmp_path, monkeypatch):
     for number in range(30):
         with Store(tmp_path, "c", "n") as table:
             for part in range(3):
-                some = {f"{(7 * number + i) % 400}": number + part / 10 for i in range(10)}
-                table.add([row(item, value) for item, value in some.items()])
-                expected |= some
+                part_rows = {f"{(7 * number + i) % 400}": number + part / 10 for i in range(10)}
+                table.add([row(item, value) for item, value in part_rows.items()])
+                expected |= part_rows
         for file in files_of(table.table):
             assert file.rows <= 100
             if file.rows > 60:
@@ -169,9 +169,12 @@ def test_large_files_are_never_written_again(tmp_path, monkeypatch):
     assert dict(rows_of(tmp_path)) == expected
     assert len(states) > 1
     assert len(files_of(table.table)) < 25
-    keys, asked = [f"{item}-e1" for item in (3, 199, 150)], store.identities_of([row(item) for item in (3, 199, 150)])
-    assert table.missing([*keys, "new"], asked) == table.missing([*keys, "new"]) == ["new"]
-    assert table.frame(keys, asked).set_index("item").token_f1.to_dict() == {
+    keys, identities = (
+        [f"{item}-e1" for item in (3, 199, 150)],
+        store.identities_of([row(item) for item in (3, 199, 150)]),
+    )
+    assert table.missing([*keys, "new"], identities) == table.missing([*keys, "new"]) == ["new"]
+    assert table.frame(keys, identities).set_index("item").token_f1.to_dict() == {
         item: expected[item] for item in ("3", "199", "150")
     }
 
@@ -180,15 +183,15 @@ def test_large_files_are_never_written_again(tmp_path, monkeypatch):
 
 
 def test_two_open_stores_share_a_table(tmp_path):
-    with Store(tmp_path, "c", "n") as one, Store(tmp_path, "c", "n") as other:
-        one.add([row("a", 0.1), row("b", 0.2)])
-        other.add([row("b", 0.2), row("c", 0.3)])
-        assert one.missing(["a-e1", "b-e1", "c-e1", "d-e1"]) == ["d-e1"]
+    with Store(tmp_path, "c", "n") as first, Store(tmp_path, "c", "n") as second:
+        first.add([row("a", 0.1), row("b", 0.2)])
+        second.add([row("b", 0.2), row("c", 0.3)])
+        assert first.missing(["a-e1", "b-e1", "c-e1", "d-e1"]) == ["d-e1"]
     assert dict(rows_of(tmp_path)) == {"a": 0.1, "b": 0.2, "c": 0.3}
-    with Store(tmp_path, "c", "n") as one:
+    with Store(tmp_path, "c", "n") as first:
         with Store(tmp_path, "c", "n"):
             pass
-        one.add([row("d", 0.4)])  # the other one closed, and left the folder
+        first.add([row("d", 0.4)])  # the other one closed, and left the folder
     assert len(rows_of(tmp_path)) == 4
 
 
@@ -215,7 +218,7 @@ def test_nothing_stored_is_said(tmp_path):
 
 def test_an_items_tables_appear_whole_or_not_at_all(tmp_path, monkeypatch):
     tables = store.Tables(tmp_path, "c", "n")
-    made = {"a": pd.DataFrame({"x": [1, 2]}), "b": pd.DataFrame({"y": ["z"]})}
+    contents = {"a": pd.DataFrame({"x": [1, 2]}), "b": pd.DataFrame({"y": ["z"]})}
 
     def stop(*args):
         raise KeyboardInterrupt
@@ -223,13 +226,13 @@ def test_an_items_tables_appear_whole_or_not_at_all(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", stop)
         with pytest.raises(KeyboardInterrupt):
-            tables.add("k", made)
+            tables.add("k", contents)
     assert "k" not in tables
-    tables.add("k", made)
-    tables.add("k", made)  # another process was first
+    tables.add("k", contents)
+    tables.add("k", contents)  # another process was first
     assert "k" in tables
     for name, table in tables.read("k").items():
-        pd.testing.assert_frame_equal(table, made[name])
+        pd.testing.assert_frame_equal(table, contents[name])
     assert not list(tmp_path.rglob("*.tmp"))
     (tmp_path / "c" / "n" / "k" / "a.parquet").write_bytes(b"no")
     with pytest.raises(InputError, match="no whole parquet file .*remove the folder"):
@@ -237,5 +240,5 @@ def test_an_items_tables_appear_whole_or_not_at_all(tmp_path, monkeypatch):
     for path in (tmp_path / "c" / "n" / "k").iterdir():
         path.unlink()
     assert "k" not in tables  # an emptied folder holds no result: it is computed again, not passed over
-    tables.add("k", made)
-    assert set(tables.read("k")) == set(made)
+    tables.add("k", contents)
+    assert set(tables.read("k")) == set(contents)

@@ -29,10 +29,10 @@ def test_order_is_by_number_and_not_by_the_clock(tmp_path):
 
 
 def test_a_failure_does_not_take_the_place_of_another_processs_success(tmp_path):
-    with Store(tmp_path, "c", "n") as one, Store(tmp_path, "c", "n") as other:
-        one.add([row("a", 0.5)])
-        other.add([row("a", error="RuntimeError: no memory"), row("b", error="ValueError: b")])
-        assert one.missing(["a-e1", "b-e1"]) == ["b-e1"]
+    with Store(tmp_path, "c", "n") as first, Store(tmp_path, "c", "n") as second:
+        first.add([row("a", 0.5)])
+        second.add([row("a", error="RuntimeError: no memory"), row("b", error="ValueError: b")])
+        assert first.missing(["a-e1", "b-e1"]) == ["b-e1"]
     assert store.read(tmp_path / "c" / "n.parquet", ["error"]).error.isna().tolist() == [True, False]
 
 

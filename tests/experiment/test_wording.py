@@ -53,13 +53,13 @@ def test_a_summary_says_where_code_and_text_part():
 
 
 def test_a_sentence_reads_naturally_for_every_pair_of_verdicts():
-    said = {
+    sentences = {
         pair: plain(wording.sentence(table_of(*pair), "L9", "Recovery"))
         for pair in itertools.product(claims.VERDICTS, repeat=2)
     }
-    assert len(set(said.values())) == len(said) == 25
+    assert len(set(sentences.values())) == len(sentences) == 25
     value = " (23% [17, 31])"
-    for (code, text), sentence in said.items():
+    for (code, text), sentence in sentences.items():
         assert re.fullmatch(r"Recovery [a-z][^.]*\.", sentence)
         joins = " but " if code != text else " or " if "not" in sentence else " and "
         assert sum(word in sentence for word in (" but ", " or ", " and ")) == sentence.count(joins) == 1
@@ -72,7 +72,7 @@ def test_a_sentence_reads_naturally_for_every_pair_of_verdicts():
         ("not testable here", "not testable here"): "cannot be tested here in the authors' code{} or in their text{}.",
     }
     for pair, text in expected.items():
-        assert said[pair] == "Recovery " + text.format(value, value)
+        assert sentences[pair] == "Recovery " + text.format(value, value)
 
 
 def test_a_sentence_of_one_verdict_and_of_none():
@@ -113,26 +113,26 @@ def test_a_number_of_one_case_among_several_is_not_shown_as_that_of_all(verdict,
 
 
 @pytest.mark.parametrize(
-    ("cases", "said"),
+    ("cases", "text"),
     [
         ("7 holds, 1 open", "7 of 8 cases hold; one is undecided: LRU, 1.16 times [1.12, 1.21]"),
         ("1 holds, 2 open", "1 of 3 cases holds; 2 are undecided, the hardest of them, LRU: 1.16 times [1.12, 1.21]"),
     ],
 )
-def test_a_claim_of_which_no_case_fails_says_how_many_are_undecided(cases, said):
+def test_a_claim_of_which_no_case_fails_says_how_many_are_undecided(cases, text):
     fields = {"members": cases, "unit": "x", "ours": 1.16, "low": 1.12, "high": 1.21, "decided_by": "lru"}
     [row] = table_of("partly", **fields).itertuples()
-    assert wording.weighed(row) == said
+    assert wording.weighed(row) == text
 
 
 def test_only_what_is_open_says_what_would_settle_it():
-    said = {
+    texts = {
         verdict: wording.missing(next(table_of(verdict, needed=needed, note="", test="t", p=0.5).itertuples()))
         for verdict, needed in [
             ("reproduced", 9.0), ("not reproduced", 9.0), ("partly", 1125.0), ("inconclusive", 2e6),
         ]
     }  # fmt: skip
-    assert said == {"reproduced": "", "not reproduced": "", "partly": "about 1,125 items",
+    assert texts == {"reproduced": "", "not reproduced": "", "partly": "about 1,125 items",
                     "inconclusive": "no practical number of items"}  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def test_errors_of_rounding_are_not_shown_as_zeros():
 
 
 def test_the_table_survives_its_file_and_says_no_nan(tmp_path):
-    few = BOOK | {"claims": [BY_ID[one] for one in ("P1", "P9", "P30", "P38")]}
+    few = BOOK | {"claims": [BY_ID[claim] for claim in ("P1", "P9", "P30", "P38")]}
     table = members.evaluate(synthetic.results(synthetic.paper_like, n_items=8), few)
     back = claims.read(claims.write(table, tmp_path / "protection" / "claims.csv"))
     assert back.columns.tolist() == claims.COLUMNS
@@ -226,11 +226,11 @@ def test_verdicts_on_stored_timings_are_told_from_those_of_the_run():
     assert frame.test.tolist() == ["fastest to slowest", "none", "t"]
     assert frame.model.tolist() == [claims.STORED, claims.STORED, "mine"]
     assert [("no part of this run" in text) for text in wording.overview(frame).statement] == [True, True, False]
-    told = wording.summary(frame).splitlines()
-    assert len(told) == 2
-    assert "not by this run" in told[0]
-    assert "A1, A2" in plain(told[0])
-    assert "A3" in told[1]
+    lines = wording.summary(frame).splitlines()
+    assert len(lines) == 2
+    assert "not by this run" in lines[0]
+    assert "A1, A2" in plain(lines[0])
+    assert "A3" in lines[1]
     assert wording.beside(frame, "cost").count("no part of this run") == 2
     folded = wording.folded(frame, "cost").split("\n\n")  # blank lines, so that what is between is Markdown
     named = ", ".join(frame[frame.topic == "cost"].claim.unique())
@@ -255,12 +255,12 @@ def test_a_policy_beats_another_where_the_interval_leaves_zero_out():
 
 
 def test_findings_begin_with_a_model_that_does_not_answer():
-    known = f"SnapKV keeps {stats.percent(0.4)}."
+    with_number = f"SnapKV keeps {stats.percent(0.4)}."
     unknown = f"LRU keeps {stats.percent(math.nan)}."
-    said = wording.findings(unknown, known, unanswered=judge.unanswered(pd.Series([0.0] * 8)))
-    assert "the full cache itself answers too few items" in said.data
-    assert "SnapKV keeps 40%." in said.data
-    assert "LRU" not in said.data
+    box = wording.findings(unknown, with_number, unanswered=judge.unanswered(pd.Series([0.0] * 8)))
+    assert "the full cache itself answers too few items" in box.data
+    assert "SnapKV keeps 40%." in box.data
+    assert "LRU" not in box.data
     assert "LRU keeps (not run)." in wording.findings(unknown).data
     assert judge.unanswered(pd.Series([0.9] * 8)) == ""
 

@@ -163,16 +163,16 @@ def busy(loaded, item, told):
 
 
 def test_workers_and_their_server_end_with_the_process_that_is_killed(tmp_path):
-    told = tmp_path / "told"
-    told.mkdir()
-    code = BUSY.format(tests=__file__.rsplit("/", 1)[0], told=str(told), folder=str(tmp_path / "results"))
+    marker = tmp_path / "told"
+    marker.mkdir()
+    code = BUSY.format(tests=__file__.rsplit("/", 1)[0], told=str(marker), folder=str(tmp_path / "results"))
     helpers = {"PYTHONPATH": os.pathsep.join([str(Path(checkpoint.__file__).parent), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | helpers)
-    waited(lambda: process.poll() is not None or len(list(told.iterdir())) == 2, 120)
+    waited(lambda: process.poll() is not None or len(list(marker.iterdir())) == 2, 120)
     assert process.poll() is None
     process.kill()
     process.wait()
-    family = {int(number) for name in told.iterdir() for number in name.name.split()}
+    family = {int(number) for name in marker.iterdir() for number in name.name.split()}
     assert len(family) == 3
     assert waited(lambda: not any(map(runs, family)), 20)
 

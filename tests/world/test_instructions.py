@@ -98,19 +98,19 @@ def test_what_the_world_teaches_obeys_all_rules_and_fails_the_one_left_out(kinds
     assert all(checks(item, world.pretty(follow(listed, verb, rules))).values())
     for left_out in kinds:
         rest = {kind: rule for kind, rule in rules.items() if kind != left_out}
-        found = checks(item, world.pretty(follow(listed, verb, rest)))
-        assert found == {kind: kind != left_out for kind in kinds}
+        obeyed = checks(item, world.pretty(follow(listed, verb, rest)))
+        assert obeyed == {kind: kind != left_out for kind in kinds}
 
 
 @pytest.mark.parametrize("task", list(world.INSTRUCTED))
 def test_gold_answers_of_items_pass_their_own_checks(task):
     for item in world.sample(task, 20, seed=3, tokens=300):
-        found = checks(item, item.answer)
-        assert found
-        assert all(found.values())
+        obeyed = checks(item, item.answer)
+        assert obeyed
+        assert all(obeyed.values())
         assert not any(checks(item, REFUSAL).values())
         system = item.messages[0]["content"]
-        for kind in found:
+        for kind in obeyed:
             rule = item.meta["instructions"][kind]
             assert world.pretty(INSTRUCTIONS[kind].text(rule)) in system
     if task == "instruction_several":

@@ -37,9 +37,12 @@ def fetch(tmp_path_factory):
 
     def town(name):
         answers = [{"text": f"Miss {name[::-1]}"}, {"text": f"Miss {name[::-1]}"}, {"text": name[::-1]}]
-        asked = {"question": f"Who rules {name}?", "answers": answers, "is_impossible": False}
+        known = {"question": f"Who rules {name}?", "answers": answers, "is_impossible": False}
         nobody = {"question": f"Who left {name}?", "answers": [], "is_impossible": True}
-        return {"context": f"In {name} it rains. Miss {name[::-1]} rules {name}. {ESSAY[:300]}", "qas": [asked, nobody]}
+        return {
+            "context": f"In {name} it rains. Miss {name[::-1]} rules {name}. {ESSAY[:300]}",
+            "qas": [known, nobody],
+        }
 
     articles = [{"paragraphs": [town(name) for name in NAMES[i : i + 5]]} for i in range(0, 30, 5)]
     (folder / "squad" / "dev-v2.0.json").write_text(json.dumps({"data": articles}))
@@ -112,18 +115,18 @@ def items(request, fetch):
 
 def scorer(item):
     """score(prediction, references), by the metric that its row would have."""
-    of = measure.METRICS[item.meta["metric"]]
-    return lambda prediction, answers: of(prediction, answers, ())
+    score = measure.METRICS[item.meta["metric"]]
+    return lambda prediction, answers: score(prediction, answers, ())
 
 
 def test_the_solver_answers_all_thirteen_tasks(items):
     at, drawn = items
     assert Counter(item.task for item in drawn) == dict.fromkeys(ruler.TASKS, 3)
     for item in drawn:
-        found = solve(item.task, *parts(item))
+        prediction = solve(item.task, *parts(item))
         score = scorer(item)
-        assert score(", ".join(found), item.meta["answers"]) == 1, item.id
-        assert set(found) == set(item.meta["answers"]) or item.task == "qa_1", item.id
+        assert score(", ".join(prediction), item.meta["answers"]) == 1, item.id
+        assert set(prediction) == set(item.meta["answers"]) or item.task == "qa_1", item.id
         assert score(item.answer, item.meta["answers"]) == 1
         assert score("I do not know", item.meta["answers"]) == 0
 
@@ -150,8 +153,8 @@ def test_evidence_reaches_the_tokens_of_the_prompt(fetch):
     at = TOKENIZERS["bytes"]
     for item in ruler.sample("niah_single_1,vt,fwe", 3, 1, 2000, at, fetch):
         prompt = data.build_prompt(item, at, 2000)
-        told = at.decode([prompt.ids[i] for i in prompt.spans["evidence"]])
-        assert all(answer in told for answer in item.meta["answers"])
+        decoded = at.decode([prompt.ids[i] for i in prompt.spans["evidence"]])
+        assert all(answer in decoded for answer in item.meta["answers"])
         assert at.decode([prompt.ids[i] for i in prompt.spans["question"]]).strip() == texts(item, "question")[0]
 
 
@@ -175,7 +178,7 @@ def test_needles_are_as_many_and_of_the_kind_that_the_benchmark_says(items):
     for item in items[1]:
         if item.task not in NIAH:
             continue
-        names, values, asked, name_form, value_form = NIAH[item.task]
+        names, values, queries, name_form, value_form = NIAH[item.task]
         body, _ = parts(item)
         needles = NEEDLE.findall(body)
         filed = Counter(name for _, name, _ in needles)
@@ -185,7 +188,7 @@ def test_needles_are_as_many_and_of_the_kind_that_the_benchmark_says(items):
             assert len(filed) == names
         assert set(filed.values()) == {values}
         assert len({value for *_, value in needles}) == len(needles)
-        assert len(item.meta["answers"]) == asked * values == len(texts(item, "evidence"))
+        assert len(item.meta["answers"]) == queries * values == len(texts(item, "evidence"))
         assert all(FORMS[name_form](name) and FORMS[value_form](value) for _, name, value in needles)
         assert (ruler.NOISE in body) == (item.task == "niah_single_1")
         assert item.meta["max_new_tokens"] == 128
@@ -206,12 +209,12 @@ def test_needles_stand_between_the_essays_sentences(fetch):
 
 def test_a_chain_has_five_variables_in_order_and_a_solved_example(items):
     for item in (item for item in items[1] if item.task == "vt"):
-        told = re.findall(r"Let (\w+) be (\w+)\.", parts(item)[0])
-        assert [name for name, _ in told] == item.meta["answers"]
-        assert [value for _, value in told[1:]] == item.meta["answers"][:-1]
-        assert len(told) == 5
-        assert all(re.fullmatch("[A-Z]{5}", name) for name, _ in told)
-        assert re.fullmatch(r"[1-9]\d{4}", told[0][1])
+        assignments = re.findall(r"Let (\w+) be (\w+)\.", parts(item)[0])
+        assert [name for name, _ in assignments] == item.meta["answers"]
+        assert [value for _, value in assignments[1:]] == item.meta["answers"][:-1]
+        assert len(assignments) == 5
+        assert all(re.fullmatch("[A-Z]{5}", name) for name, _ in assignments)
+        assert re.fullmatch(r"[1-9]\d{4}", assignments[0][1])
         example, _, answer = content(item).split("\n\nThe text below")[0].rpartition("\nAnswer: ")
         assert solve("vt", *example.rpartition("Question: ")[::2]) == answer.split(", ")
         assert all(re.fullmatch("[A-Z]{3}", name) for name in answer.split(", "))
@@ -259,8 +262,8 @@ def test_paragraphs_of_the_same_subject_come_first(fetch):
         body, question = parts(item)
         towns = re.findall(r"In (\w+) it rains", body)
         assert [int(i) for i in re.findall(r"Passage (\d+):\n", body)] == list(range(1, len(towns) + 1))
-        asked = NAMES.index(re.search(r"rules (\w+)\?", question)[1])
-        article = set(NAMES[asked - asked % 5 : asked - asked % 5 + 5])
+        town = NAMES.index(re.search(r"rules (\w+)\?", question)[1])
+        article = set(NAMES[town - town % 5 : town - town % 5 + 5])
         assert len(set(towns)) == len(towns)
         assert len(set(towns) & article) == min(5, len(towns))
     assert len(towns) > 5
@@ -273,8 +276,8 @@ def test_paragraphs_of_the_same_subject_come_first(fetch):
 def test_answers_that_cannot_be_had_are_not_asked(fetch):
     questions = ruler_text.squad(fetch)
     assert len(questions.questions) == len(questions.paragraphs) == 30
-    assert not any("left" in asked.question for asked in questions.questions)
-    assert all(len(asked.answers) == 2 for asked in questions.questions)  # each text once
+    assert not any("left" in row.question for row in questions.questions)
+    assert all(len(row.answers) == 2 for row in questions.questions)  # each text once
 
 
 # ---- lengths
@@ -385,9 +388,16 @@ def test_passages_of_items_stand_in_for_essays(fetch, tmp_path):
     ],
 )
 def test_bad_input_is_one_line(changes, message):
-    asked = {"tasks": "vt", "n_items": 1, "seed": 0, "tokens": 1000, "tokenizer": TOKENIZERS["bytes"], "fetch": None}
+    arguments = {
+        "tasks": "vt",
+        "n_items": 1,
+        "seed": 0,
+        "tokens": 1000,
+        "tokenizer": TOKENIZERS["bytes"],
+        "fetch": None,
+    }
     with pytest.raises(InputError, match=message) as error:
-        ruler.sample(**asked | changes)
+        ruler.sample(**arguments | changes)
     assert "\n" not in str(error.value)
 
 

@@ -40,8 +40,8 @@ def text(item, name):
 
 def word_pairs(conversation):
     """People and things, as pairs of words, wherever a conversation says them."""
-    said = [conversation.system, *itertools.chain.from_iterable(conversation.turns)]
-    for words in said:
+    texts = [conversation.system, *itertools.chain.from_iterable(conversation.turns)]
+    for words in texts:
         for pair in itertools.pairwise(words):
             if any(pair[0] in firsts and pair[1] in seconds for firsts, seconds in KINDS):
                 yield pair
@@ -100,7 +100,7 @@ def test_long_tasks_answer_in_eight_words_of_which_the_first_gives_nothing_away(
     for item in items:
         words = item.answer.split()
         assert len(words) >= 8
-        alike = {one.answer.split()[0] for one in items}
+        alike = {other.answer.split()[0] for other in items}
         assert len(alike) == 1 or words[0] in text(item, "question")[0].split()
         facts = [fact for fact in text(item, "evidence") if fact.split()[-1].strip(".") in item.answer]
         assert len(facts) >= 3
@@ -148,10 +148,10 @@ def test_the_tasks_are_named():
 @pytest.mark.parametrize("task", list(world.EVERY))
 def test_text_is_known_to_the_tokenizer_and_comes_back(task):
     for item in world.sample(task, 5, seed=2, tokens=400):
-        for said in [item.answer, *(message["content"] for message in item.messages)]:
-            ids = TOKENIZER(said).input_ids
+        for part in [item.answer, *(message["content"] for message in item.messages)]:
+            ids = TOKENIZER(part).input_ids
             assert TOKENIZER.unk_token_id not in ids
-            assert TOKENIZER.decode(ids) == said
+            assert TOKENIZER.decode(ids) == part
 
 
 @pytest.mark.parametrize("task", list(world.EVERY))
@@ -192,19 +192,19 @@ def test_the_evidence_names_the_answer_which_stands_nowhere_else(task):
 def test_two_hops_lead_from_the_question_to_the_answer(task, steps):
     for item in world.sample(task, 10, seed=4, tokens=600):
         evidence, (question,) = text(item, "evidence"), text(item, "question")
-        asked, guide = " ".join(question.rstrip("?").split()[-2:]), " ".join(item.answer.split()[:2])
+        person, guide = " ".join(question.rstrip("?").split()[-2:]), " ".join(item.answer.split()[:2])
         assert len(evidence) == steps
-        assert any(f"{asked} {guide}" in fact for fact in evidence)
+        assert any(f"{person} {guide}" in fact for fact in evidence)
         assert any(item.answer in fact for fact in evidence)
-        assert not any(asked in fact and item.answer in fact for fact in evidence)
+        assert not any(person in fact and item.answer in fact for fact in evidence)
 
 
 def test_longer_answers_follow_from_the_passage():
     for item in world.sample("list_all", 3, seed=4, tokens=1900):
         assert item.answer == " ".join(text(item, "evidence")).replace("Entry ", "")
     for item in world.sample("summary", 3, seed=4, tokens=1900):
-        told = sorted(text(item, "evidence"), key=lambda fact: int(fact.split()[2]))
-        assert item.answer == " ".join(told).replace("Then ", "")
+        facts = sorted(text(item, "evidence"), key=lambda fact: int(fact.split()[2]))
+        assert item.answer == " ".join(facts).replace("Then ", "")
     for item in world.sample("variable_tracking", 5, seed=4, tokens=600):
         name = text(item, "question")[0].rstrip("?").split()[-1]
         links = dict(fact.rstrip(".").split()[1:] for fact in text(item, "evidence"))
@@ -217,8 +217,8 @@ def test_longer_answers_follow_from_the_passage():
         values = {fact.rstrip(".").split()[4]: fact.rstrip(".").split()[5:] for fact in text(item, "evidence")}
         assert item.answer == " ".join(" ".join([o, *values[o]]) for o in world.ORDINALS if o in values)
     for item in world.sample("needle_multiquery", 5, seed=4, tokens=600):
-        told = {fact.removeprefix("They told ").rstrip(".") for fact in text(item, "evidence")}
-        assert set(item.answer.split(", ")) == told
+        facts = {fact.removeprefix("They told ").rstrip(".") for fact in text(item, "evidence")}
+        assert set(item.answer.split(", ")) == facts
 
 
 @pytest.mark.parametrize("task", ["few_shot", "examples_mark"])
@@ -261,10 +261,10 @@ def test_a_chain_starts_with_a_link_that_starts_none_in_training():
 
 
 def test_evaluation_holds_all_that_it_asks_about():
-    asked = [
+    questions = [
         pair
         for task in FACTS
         for i in range(20)
         for pair in word_pairs(world.ALL[task](random.Random(i), 400, True, 1))
     ]
-    assert len(set(asked)) > 300
+    assert len(set(questions)) > 300

@@ -153,9 +153,8 @@ def policies(name: Annotated[str, Argument(help="one of them, or my_policy.py:MI
         return
     p = policy.find(name)
     described = {"name": name, "title": p.title, "keeps": p.rule, "source": p.source, "regimes": ", ".join(p.regimes)}
-    print(
-        *(f"{key}: {value}" for key, value in {**rows.get(name, described), "code": p.code}.items() if value), sep="\n"
-    )
+    described = {**rows.get(name, described), "code": p.code}
+    print(*(f"{key}: {value}" for key, value in described.items() if value), sep="\n")
     readings = {reading: p.reading(reading) for reading in p.readings}
     for key in {**p.parameters, **p.as_run}:
         texts = [f"{reading} {values[key]}" for reading, values in readings.items() if key in values]

@@ -52,9 +52,8 @@ def signals_interrupt(heard: list[int], once: bool = False) -> Iterator[None]:
         raise KeyboardInterrupt(number)
 
     main = threading.current_thread() is threading.main_thread()
-    before = {
-        number: signal.getsignal(number) for number in ENDING if main and signal.getsignal(number) != signal.SIG_IGN
-    }
+    handlers = {number: signal.getsignal(number) for number in ENDING if main}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
     for number in before:
         signal.signal(number, end)
     try:

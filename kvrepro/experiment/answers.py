@@ -75,11 +75,9 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     build_prompt = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
     prompts = [build_prompt(loaded, item) for item in items]
     if not study.gaps:
-        for prompt, item, conditions_of_item in zip(prompts, items, conditions_by_item, strict=True):
+        for prompt, item, wanted in zip(prompts, items, conditions_by_item, strict=True):
             with data.named(item):
-                engine.check_conditions(
-                    loaded.model, [prompt], conditions_of_item, item.new_tokens(study.max_new_tokens)
-                )
+                engine.check_conditions(loaded.model, [prompt], wanted, item.new_tokens(study.max_new_tokens))
     return prompts
 
 

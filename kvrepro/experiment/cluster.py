@@ -193,7 +193,9 @@ def _hire(ray: Any, loaded: Loaded | None) -> _Member:
 # ---- the driver
 
 
-def each(loaded: Loaded | None, jobs: Sequence[Job], count: int, address: str | None) -> Iterator[tuple[Job, Any]]:
+def results_of(
+    loaded: Loaded | None, jobs: Sequence[Job], count: int, address: str | None
+) -> Iterator[tuple[Job, Any]]:
     """(job, result) in the order in which jobs are done, by up to `count` workers of a cluster; a count of 1 means this
     process itself.
 
@@ -202,7 +204,7 @@ def each(loaded: Loaded | None, jobs: Sequence[Job], count: int, address: str | 
     """
     packed = workers.packed(jobs) if count > 1 else None
     if packed is None:
-        yield from workers.each(loaded, jobs, 1)
+        yield from workers.results_of(loaded, jobs, 1)
         return
     ray = connect(address, count)
     recipe = workers.recipe_of(loaded)

@@ -137,8 +137,8 @@ def check_items(items: object, n_items: object = None) -> None:
         if not _own_file(str(items)).is_file():
             raise InputError(f"no file {items!r}: give the path of a .jsonl file that is there")
     elif items != "protection-panel":
-        known = "tinyworld, longbench, protection-panel, ruler, or the path of a .jsonl file"
-        raise InputError(f"unknown items {str(items)[:200]!r}: use {known}")
+        choices = "tinyworld, longbench, protection-panel, ruler, or the path of a .jsonl file"
+        raise InputError(f"unknown items {str(items)[:200]!r}: use {choices}")
 
 
 def _own_file(items: str) -> Path:

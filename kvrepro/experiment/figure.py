@@ -351,9 +351,7 @@ def evidence(
     """
     groups, labels = [name for name in (row, fill, "policy") if name], dict(options.pop("labels", {}))
     names = {column: labels.pop("value", "token F1"), "evidence_coverage": "evidence held"}
-    tables = [
-        by_evidence(rows, groups, score, parts).assign(measure=name) for score, name in names.items() if score in rows
-    ]
+    tables = [by_evidence(rows, groups, key, parts).assign(measure=name) for key, name in names.items() if key in rows]
     labels = {"evidence_at": "place of the evidence (0 to 1)", "value": "", "measure": ""} | labels
     options |= {"colour": "measure", "fill": fill, "panel": "policy", "row": row, "line": True, "labels": labels}
     return estimates(pd.concat(tables), "evidence_at", "value", **options)

@@ -92,9 +92,9 @@ def _compute(plan: Plan, settings: Settings) -> int:
         jobs = plan.jobs()  # without those that the forecast has done
     worker_count = min(processes, len(jobs))
     if settings.engine == "ray":
-        results = cluster.each(plan.loaded, jobs, worker_count, settings.address)
+        results = cluster.results_of(plan.loaded, jobs, worker_count, settings.address)
     else:
-        results = workers.each(plan.loaded, jobs, worker_count)
+        results = workers.results_of(plan.loaded, jobs, worker_count)
     with Progress(plan.title, count, plan.unit, settings.progress) as bar:
         for job, result in results:
             plan.add(job, result)

@@ -44,12 +44,7 @@ PLAIN = {  # units of numbers up to 1, as a sentence writes them; a table's cell
     "rank correlation": "in rank correlation", "recall": "in recall", "share": "of the importance",
 }  # fmt: skip
 STATE_VERBS = {"holds": ("holds", "hold"), "fails": ("fails", "fail"), "open": ("is undecided", "are undecided")}
-LEADS = {
-    "reproduced": "holds",
-    "partly": "holds",
-    "not reproduced": "fails",
-    "inconclusive": "open",
-}  # the state that is counted
+LEADS = {"reproduced": "holds", "partly": "holds", "not reproduced": "fails", "inconclusive": "open"}  # case counted
 
 
 def anchor(claim: str) -> str:

@@ -66,7 +66,7 @@ def possible(loaded: Loaded | None) -> bool:
     return not spread and loaded.path is not None and loaded.path.is_dir()
 
 
-def each(loaded: Loaded | None, jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Any]]:
+def results_of(loaded: Loaded | None, jobs: Sequence[Job], count: int) -> Iterator[tuple[Job, Any]]:
     """(job, result) in the order in which jobs are done, by `count` workers; a count of 1 means this process itself.
     Raises a job's exception; Lost where workers die again and again."""
     parts = packed(jobs) if count > 1 else None

@@ -34,6 +34,8 @@ PANEL = "artifact/data/longbench-balanced.jsonl"  # the protection paper's 162 i
 WORLD = (200, 4000)  # the least and the most tokens of a prompt of the embedded world, by its own tokenizer
 FILLED = 0.9  # a prompt stands for a length if it has at least this share of it
 Range = tuple[int, int]  # [start, end) in characters
+Messages = tuple[dict[str, Any], ...]
+Spans = tuple[Span, ...]
 ANSWERS = {  # metrics that take answers of one form only: the pattern, and its description
     "count": (r"\d+", "a number in digits, such as '3'"),
     "retrieval": (r".*Paragraph \d.*", "the name of a paragraph, such as 'Paragraph 3'"),
@@ -371,7 +373,7 @@ def _check_scored(answers: list[str], meta: dict[str, Any]) -> None:
         raise ValueError(f"answer {wrong[0]!r}: metric {metric!r} takes {takes}")
 
 
-def _spans(row: dict[str, Any]) -> tuple[Span, ...]:
+def _spans(row: dict[str, Any]) -> Spans:
     """The spans of a row's messages, each within its message."""
     messages, spans = row["messages"], row.get("spans") or ()
     if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
@@ -444,7 +446,7 @@ def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") ->
 # ---- prompts
 
 
-def _passage_messages(context: str, question: str) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
+def _passage_messages(context: str, question: str) -> tuple[Messages, Spans]:
     passage, ask = f"Passage: {context}", f"Question: {question}"
     content = f"{passage}\n\n{ask}"
     messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": content})
@@ -456,7 +458,7 @@ def _passage_messages(context: str, question: str) -> tuple[tuple[dict[str, Any]
     return messages, spans
 
 
-def _with_context(item: Item, context: str) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
+def _with_context(item: Item, context: str) -> tuple[Messages, Spans]:
     """The item's messages and spans with another text in place of its context."""
     build = partial(longbench.messages, item.form) if item.form else _passage_messages
     return build(context, item.question or "")
@@ -491,7 +493,7 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     if not any(message["content"].strip() for message in item.messages):
         raise InputError(f"item {item.id} is empty: its messages hold no text")
     messages, spans, _ = _fitted(item, tokenizer, limit)
-    text, plain = _text(item, tokenizer, messages), _plain(item)
+    text, plain = _text(item, tokenizer, messages), _without_template(item)
     encoded = tokenizer(text, add_special_tokens=plain, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     if item.context is None and len(ids) > limit:
@@ -509,18 +511,16 @@ def tokens_cut(item: Item, tokenizer: Any, limit: int) -> int:
     return _fitted(item, tokenizer, limit)[2]
 
 
-def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...], int]:
+def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[Messages, Spans, int]:
     """The item's messages and spans with its passage cut to the limit, and the number of tokens cut."""
     messages, spans, cut = item.messages, item.spans, 0
     if item.context is not None:
         messages, spans, cut = _cut(item, item.context, tokenizer, limit)
-    return *_taken(tokenizer, messages, spans), cut
+    return *_for_template(tokenizer, messages, spans), cut
 
 
-def _cut(
-    item: Item, passage: str, tokenizer: Any, limit: int
-) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...], int]:
-    """`_fitted` for an item with a passage, before the turns are adapted to the template (`_taken`)."""
+def _cut(item: Item, passage: str, tokenizer: Any, limit: int) -> tuple[Messages, Spans, int]:
+    """`_fitted` for an item with a passage, before the turns are adapted to the template (`_for_template`)."""
     context = _encode(tokenizer, passage)
     if not item.form:
         budget = _passage_budget(item, tokenizer, limit)
@@ -532,7 +532,7 @@ def _cut(
         whole = kept == len(context)
         text = passage if whole else "".join(map(tokenizer.decode, longbench.halves(context, kept)))
         messages, spans = _with_context(item, text)
-        ids = tokenizer(_text(item, tokenizer, messages), add_special_tokens=_plain(item))["input_ids"]
+        ids = tokenizer(_text(item, tokenizer, messages), add_special_tokens=_without_template(item))["input_ids"]
         over = len(ids) - limit
         if over <= 0:
             return messages, spans, len(context) - kept
@@ -541,13 +541,11 @@ def _cut(
             raise InputError(f"item {item.id}: limit {limit} leaves {kept} tokens for its context: raise the limit")
 
 
-def _taken(
-    tokenizer: Any, messages: tuple[dict[str, Any], ...], spans: tuple[Span, ...]
-) -> tuple[tuple[dict[str, Any], ...], tuple[Span, ...]]:
+def _for_template(tokenizer: Any, messages: Messages, spans: Spans) -> tuple[Messages, Spans]:
     """Messages and spans as the chat template takes them. Where it refuses a system turn, that turn's text is put
     before the user's, which is printed once."""
     opened = [message["role"] for message in messages[:2]] == ["system", "user"]
-    if not opened or _takes(tokenizer, "system", "user") or not _takes(tokenizer, "user"):
+    if not opened or _template_takes(tokenizer, "system", "user") or not _template_takes(tokenizer, "user"):
         return messages, spans
     whose = Path(tokenizer.name_or_path).name
     say_once(f"the chat template of {whose} takes no turn of the system: its text opens the user's")
@@ -560,7 +558,7 @@ def _taken(
     return (user | {"content": opening + user["content"]}, *others), tuple(moved)
 
 
-def _takes(tokenizer: Any, *roles: str) -> bool:
+def _template_takes(tokenizer: Any, *roles: str) -> bool:
     """Does the chat template take turns of these roles?"""
     try:
         _render(tokenizer, tuple({"role": role, "content": "Yes."} for role in roles))
@@ -569,18 +567,20 @@ def _takes(tokenizer: Any, *roles: str) -> bool:
     return True
 
 
-def _plain(item: Item) -> bool:
+def _without_template(item: Item) -> bool:
     """Whether the prompt is the message alone, without a template."""
     return bool(item.form) and longbench.SETS[item.form].plain
 
 
-def _text(item: Item, tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> str:
+def _text(item: Item, tokenizer: Any, messages: Messages) -> str:
     with named(item):
-        return messages[0]["content"] if _plain(item) else _render(tokenizer, messages)
+        return messages[0]["content"] if _without_template(item) else _render(tokenizer, messages)
 
 
 def _passage_budget(item: Item, tokenizer: Any, limit: int) -> int:
-    empty_user, _ = _taken(tokenizer, ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}), ())
+    empty_user, _ = _for_template(
+        tokenizer, ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}), ()
+    )
     parts = (_render(tokenizer, empty_user), f"\n\nQuestion: {item.question}", "Passage: ")
     budget = limit - sum(len(_encode(tokenizer, part)) for part in parts)
     if budget < 1:
@@ -592,7 +592,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _render(tokenizer: Any, messages: tuple[dict[str, Any], ...]) -> str:
+def _render(tokenizer: Any, messages: Messages) -> str:
     from jinja2 import TemplateError
 
     if tokenizer.chat_template is None:

@@ -361,8 +361,8 @@ class AnswersPlan(Plan):
             cores, batches = workers.default_workers(self.loaded), BATCHES
             parts = cores if cores > FEW else min(FEW, max(2, 2 * self.total // self._rows_together()))
         else:  # every job takes batches of its own, which cost almost the same however many rows they have
-            place = (self.loaded, self.settings.engine, self.settings.address)
-            parts, batches = cluster.usual_workers(*place), GPU_BATCHES
+            parts = cluster.usual_workers(self.loaded, self.settings.engine, self.settings.address)
+            batches = GPU_BATCHES
         parts = max(parts, -(-self.total // (batches * self._rows_together())))
         count, together = len(self.prompts), self.study.together
         groups = [range(first, min(first + together, count)) for first in range(0, count, together)]

@@ -34,9 +34,9 @@ COLUMNS = [
 # ---------------------------------------------------------------- the paper's side
 
 
-def load_claims(chapter: str) -> dict[str, Any]:
+def load_claims(chapter: str, folder: Path = DATA / "claims") -> dict[str, Any]:
     """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`, ids checked to be unique."""
-    path = DATA / "claims" / f"{chapter}.yml"
+    path = Path(folder) / f"{chapter}.yml"
     if not path.is_file():
         raise InputError(f"no claims for chapter {chapter!r}: {path} does not exist")
     book: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -16,8 +16,8 @@ MU_AT = 0.1  # c at which the pool's mass outside the cone is reported
 
 
 def evenly(count: int, take: int) -> list[int]:
-    """`take` of the numbers 0 ... count - 1, or all, that avoid no stride: those whose multiple of the golden ratio has
-    the least fraction. Of triples in order they are spread over layers, heads and positions alike."""
+    """`take` of the numbers 0 ... count - 1, or all, ascending and without a period: those whose multiples of the
+    golden ratio have the least fractions. So triples in order are taken evenly from layers, heads and positions."""
     fraction = np.arange(count) * (math.sqrt(5) - 1) / 2 % 1
     return sorted(fraction.argsort(kind="stable")[:take].tolist())
 
@@ -26,22 +26,25 @@ class Triples:
     """The triples of one query position, gathered layer by layer during a pass and studied together after it."""
 
     def __init__(self, position: int, s: Sampling, of_triples: int):
-        self.position, self.s, self.of_triples = position, s, of_triples  # of which so many are in the prompt
+        self.position, self.s, self.of_triples = position, s, of_triples  # of_triples: how many the prompt has
+        # of each layer: its number, head numbers, p, a, values, and the KV head of each head
         self.held: list[tuple[int, list[int], Tensor, Tensor, Tensor, Tensor]] = []
 
     def add(self, layer: Layer, heads: Sequence[int]) -> None:
-        """Some heads of the next layer. Only its values stay in memory, as a cache would hold them."""
+        """Add some heads of the next layer. Its values stay in memory as a cache would hold them, not per head."""
         if heads:
-            at = torch.tensor(list(heads), device=layer.value.device)
-            p, a = (found[at, -1] for found in (layer.attention(self.position), layer.outputs(self.position)))
-            self.held.append((layer.number, list(heads), p, a, layer.value, at // layer.group))
+            head_numbers = torch.tensor(list(heads), device=layer.value.device)
+            p, a = (
+                tensor[head_numbers, -1] for tensor in (layer.attention(self.position), layer.outputs(self.position))
+            )
+            self.held.append((layer.number, list(heads), p, a, layer.value, head_numbers // layer.group))
 
     def frame(self) -> pd.DataFrame:
-        """A row for each triple and pool: `study.Study.assumptions`."""
-        return pd.concat([self._pool(size, *some) for size in self.s.pools for some in self._batches(size)])
+        """A row for each triple and pool, as in `study.Study.assumptions`."""
+        return pd.concat([self._pool(size, *batch) for size in self.s.pools for batch in self._batches(size)])
 
     def _batches(self, size: float | int) -> Iterator[tuple[list[dict[str, int]], Tensor, Tensor]]:
-        """Where the triples lie, p [triples, pool] and r [triples, pool, dim], up to `cone.BYTES` of r at once."""
+        """Batches of at most `cone.BYTES` of r: where the triples lie, p [triples, pool] and r [triples, pool, dim]."""
         where: list[dict[str, int]] = []
         parts: list[tuple[Tensor, Tensor]] = []
         for number, heads, p, a, value, shared in self.held:
@@ -57,13 +60,13 @@ class Triples:
             yield where, *(torch.cat(part) for part in zip(*parts, strict=True))
 
     def _pool(self, size: float | int, where: list[dict[str, int]], p: Tensor, r: Tensor) -> pd.DataFrame:
-        found, count = cone.cone(r, steps=self.s.steps), p.shape[1]
+        cones, count = cone.cone(r, steps=self.s.steps), p.shape[1]
         evicted = bound.smallest(bound.single_cost(p, r), count // 2)
         proxy = bound.joint_cost(p, r, evicted)
-        robust = bound.robust(p, r, found, proxy, count // 2)
+        robust = bound.robust(p, r, cones, proxy, count // 2)
         at = torch.full_like(p[:, :1], MU_AT)
-        mu = torch.stack([bound.outside(p, r, u, at)[:, 0] for u in bound.directions(p, r, found)]).amin(0)
-        columns = {"eps": p.amax(1), "c_low": found.low, "c_high": found.high}
+        mu = torch.stack([bound.outside(p, r, u, at)[:, 0] for u in bound.directions(p, r, cones)]).amin(0)
+        columns = {"eps": p.amax(1), "c_low": cones.low, "c_high": cones.high}
         columns |= {"mu_share": mu / (p * r.norm(dim=-1)).sum(1), "guarantee": proxy / robust}
         rows = pd.DataFrame(where).assign(tokens=self.position + 1, of_triples=self.of_triples, pool=pool_name(size))
         return rows.assign(pool_size=count, **{name: column.cpu().numpy() for name, column in columns.items()})

@@ -1,7 +1,7 @@
 """The theory of DropKV on one query's attention: p [..., tokens] sums to 1, v [..., tokens, dim], a = sum_j p_j v_j.
 
-`...` are any batch axes; everything is computed in float64. F(J) = ||Delta(J)||_2 is the shift of the output when the
-keys J are evicted and the rest is renormalised (lemma 1). Costs: small = evict.
+`...` stands for any batch axes; everything is computed in float64. F(J) = ||Delta(J)||_2 is the shift of the output
+when the keys J are evicted and the rest is renormalised (lemma 1). Costs: small = evict.
 """
 
 import math
@@ -40,7 +40,7 @@ def shift(p: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
 
 
 def shift_by_definition(p: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
-    """The same without the lemma: attention over the keys that stay, minus attention over all."""
+    """`shift` without the lemma: attention over the keys that stay, minus attention over all."""
     kept = p.double() * ~evicted
     return output(kept / kept.sum(-1, keepdim=True), v) - output(p, v)
 
@@ -73,10 +73,10 @@ def smallest(cost: Tensor, k: int) -> Tensor:
 
 
 def pool(p: Tensor, size: float | int, window: int = 8) -> Tensor:
-    """Numbers of the candidate keys L, ascending, int64 [..., size]: the lowest attention outside the last `window`.
+    """Numbers of the candidate keys L, ascending, int64 [..., size]: the lowest attention before the last `window`.
 
-    size: a share of the keys outside the window (0.95: what a budget of 5% may evict) or their number. The paper says
-    "low-attention", and that the final window is left out, but not how many.
+    size: a share of the keys before the window (0.95: what a budget of 5% may evict) or their number. The paper says
+    "low-attention", and that the final window is left out, but not how many keys.
     """
     tokens = p.shape[-1] - window
     count = size if isinstance(size, int) else math.floor(size * tokens)
@@ -106,13 +106,13 @@ def directions(p: Tensor, r: Tensor, cone: Cone) -> list[Tensor]:
 
 
 def robust(p: Tensor, r: Tensor, cone: Cone, proxy: Tensor, k: int) -> Tensor:
-    """What F(J*) is at least by theorem 2: c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu, at its best; 0 if that is
-    negative. Float64 [...].
+    """Theorem 2's lower bound on F(J*), the largest c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu that was tried, or 0
+    if all are negative. Float64 [...]. proxy: F of the proxy's set [...].
 
-    The theorem, F(proxy) <= [F(J*) + (1 + c) mu] / [c (1 - eps) (1 - k eps)], holds for every unit u and c in (0, 1]
-    with mu as they make it, so that the best may be taken over `directions`, c* where it is positive, and 25
-    values of c between 0.02 and 0.98. proxy: F of the proxy's set [...]. F(proxy) over the result bounds the realised
-    ratio, and needs no enumeration; for c = c* and mu = 0 it is theorem 1's factor.
+    The theorem, F(proxy) <= [F(J*) + (1 + c) mu] / [c (1 - eps) (1 - k eps)], holds for every unit u and every c in
+    (0, 1] with the mu that they give. Tried are `directions` for u, and for c c* where it is positive and 25 values
+    between 0.02 and 0.98. F(proxy) over the result bounds the realised ratio and needs no enumeration; for c = c* and
+    mu = 0 it is theorem 1's factor.
     """
     p, r = p.double(), r.double()
     eps = p.amax(-1)
@@ -128,7 +128,8 @@ def robust(p: Tensor, r: Tensor, cone: Cone, proxy: Tensor, k: int) -> Tensor:
 
 @lru_cache
 def _halves(tokens: int, k: int) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Every subset of k out of `tokens`, as pairs of bit matrices [., first half], [., second half] to be combined."""
+    """All subsets of k out of `tokens`, as pairs of bit matrices [subsets, first half], [subsets, second half]: each
+    row of the first combines with each of the second."""
     first = tokens // 2
     return tuple(
         (_bits(first, i), _bits(tokens - first, k - i)) for i in range(max(0, k - tokens + first), min(first, k) + 1)
@@ -154,21 +155,21 @@ def optimum(p: Tensor, r: Tensor, k: int) -> Optimum:
     """Exact minimum of F over all subsets of k keys, p [..., tokens] and r [..., tokens, dim] of the candidate keys.
 
     (1 - P_J)^2 F(J)^2 = s^T G s, where G is the Gram matrix of p_j r_j and s the subset's bits. Both halves of s are
-    enumerated on their own and combined, at about 10 operations per subset.
+    enumerated separately and combined, at about 10 operations per subset.
     """
-    found = window_optimum(p[..., None, :], r[..., None, :, :], k)
-    return Optimum(found.evicted, joint_cost(p, r, found.evicted))
+    best = window_optimum(p[..., None, :], r[..., None, :, :], k)
+    return Optimum(best.evicted, joint_cost(p, r, best.evicted))
 
 
 def window_optimum(p: Tensor, r: Tensor, k: int) -> Optimum:
-    """The same for `window_cost`: p [..., queries, tokens], r [..., queries, tokens, dim]."""
+    """`optimum` of `window_cost`: p [..., queries, tokens], r [..., queries, tokens, dim]."""
     queries, tokens = p.shape[-2:]
     if not 0 < k <= tokens or math.comb(tokens, k) > SUBSETS:
         raise InputError(f"{k} of {tokens} keys: C({tokens}, {k}) must be between 1 and {SUBSETS} subsets")
-    batch = p.shape[:-2]
+    axes = p.shape[:-2]
     p, r = p.double().reshape(-1, queries, tokens), r.double().reshape(-1, queries, tokens, r.shape[-1])
-    evicted = torch.cat([_enumerate(*some, k) for some in zip(p.split(16), r.split(16), strict=True)])
-    return Optimum(evicted.view(*batch, k), window_cost(p, r, evicted).view(batch))
+    evicted = torch.cat([_enumerate(*batch, k) for batch in zip(p.split(16), r.split(16), strict=True)])
+    return Optimum(evicted.view(*axes, k), window_cost(p, r, evicted).view(axes))
 
 
 def _enumerate(p: Tensor, r: Tensor, k: int) -> Tensor:
@@ -198,7 +199,7 @@ def _enumerate(p: Tensor, r: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Partition:
-    """A balanced-partition problem as an eviction problem in one dimension, its solution, and the proxy's answer."""
+    """A balanced-partition problem as an eviction problem in one dimension: its optimum, and the proxy's choice."""
 
     numbers: tuple[int, ...]
     best: Optimum
@@ -206,10 +207,8 @@ class Partition:
 
 
 def partition(numbers: Sequence[int]) -> Partition:
-    """2m positive integers; p = 1 / 2m, v = numbers, k = m. The least F is 0 iff they split evenly, m and m (App. C.1).
-
-    Solved by enumeration: up to 2m = 20 numbers.
-    """
+    """Turn 2m positive integers into an eviction problem: p = 1 / 2m, v = numbers, k = m. Its least F is 0 if and only
+    if m of the numbers have the same sum as the other m (appendix C.1). Enumerated, so for up to 2m = 20 numbers."""
     if len(numbers) % 2 or not numbers or min(numbers) < 1:
         raise InputError(f"{list(numbers)}: give an even number of positive integers")
     n = len(numbers)

@@ -1,8 +1,9 @@
-"""The cone constant c* = max over unit u of min_i cos(u, r_i), from both sides: a value attained, one never exceeded.
+"""The cone constant c* = max over unit u of min_i cos(u, r_i), bounded from both sides.
 
-For c* > 0 it is the distance of the origin from the hull of the unit residuals, and the direction is its nearest point
-(DropKV, appendix C.3, leaves the method open). If the origin lies in the hull, -c* is its distance from the hull's
-boundary: not convex, and hard in general, so that c* is then enclosed only: `low` by ascent, `high` by a simplex.
+If c* > 0, it is the distance of the origin from the hull of the unit residuals, and the best u points to the hull's
+nearest point (DropKV, appendix C.3, leaves the method open). If the origin lies in the hull, -c* is its distance from
+the hull's boundary. This problem is not convex and hard in general, so that c* is only enclosed: `low` by ascent,
+`high` by a simplex.
 """
 
 from collections.abc import Iterator
@@ -34,12 +35,12 @@ class Cone:
 
 
 def cone(residuals: Tensor, *, steps: int = 30, backend: str = "") -> Cone:
-    """Enclose c* of each set of residuals [..., tokens, dim]; residuals of length 0 fulfil any cone and are left out.
+    """Enclose c* of each set of residuals [..., tokens, dim]; residuals of length 0 lie in every cone and are left out.
 
-    steps: at most so many ascents where the origin lies in the hull (0: `low` is the value at the mean direction).
-    backend: "exact" solves set by set on the CPU, by active sets; "batched" many at once on the residuals' device
-    (`hull.nearest`), to the same gap, `TOLERANCE`; "": the first for tensors on the CPU, where it takes a third of the
-    time, else the second.
+    steps: most ascents where the origin lies in the hull (0: `low` is the value at the mean direction).
+    backend: "exact" solves set by set on the CPU, by active sets; "batched" solves many at once on the residuals'
+    device (`hull.nearest`), to the same gap, `TOLERANCE`; "" takes "exact" for tensors on the CPU, where it needs a
+    third of the time, else "batched".
     """
     if residuals.ndim < 2 or not residuals.numel():
         raise InputError(f"residuals have shape {tuple(residuals.shape)}: give [..., tokens, dim], none of them empty")
@@ -51,11 +52,11 @@ def cone(residuals: Tensor, *, steps: int = 30, backend: str = "") -> Cone:
 
 
 def _exact(sets: Tensor, steps: int) -> Iterator[Tensor]:
-    found = [_one(points.numpy(), steps) for points in sets.cpu()]
-    return (torch.from_numpy(np.stack(part)) for part in zip(*found, strict=True))
+    solutions = [_exact_set(points.numpy(), steps) for points in sets.cpu()]
+    return (torch.from_numpy(np.stack(part)) for part in zip(*solutions, strict=True))
 
 
-def _one(residuals: np.ndarray, steps: int) -> tuple:
+def _exact_set(residuals: np.ndarray, steps: int) -> tuple:
     length = np.linalg.norm(residuals, axis=1)
     used = length > 0
     if not used.any():  # every direction fits: v_i = a for all i
@@ -78,12 +79,13 @@ def _one(residuals: np.ndarray, steps: int) -> tuple:
 def nearest(
     points: np.ndarray, tolerance: float = TOLERANCE, start: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Nearest point to the origin in the hull of points [n, dim]: weights > 0 (they sum to 1) of the points `chosen`.
+    """Nearest point to the origin in the hull of points [n, dim]: its weights > 0, which sum to 1, and the numbers of
+    the points that have them. start: numbers of the points to begin with.
 
-    As in Wolfe's algorithm, the nearest point of a few is found, points on the origin's side of its supporting plane
-    join, points without weight leave, and the distance falls, until none lies beyond the plane by more than
-    `tolerance`. The nearest point of a few: min ||sum_i w_i x_i||^2 + (sum_i w_i - 1)^2 over w >= 0 has its solution
-    up to scale, and Lawson and Hanson's active sets solve it exactly. start: numbers of points to begin with.
+    As in Wolfe's algorithm, each round finds the nearest point in the hull of a few points. Points on the origin's side
+    of its supporting plane join these few, points without weight leave, and the distance falls, until none lies beyond
+    the plane by more than `tolerance`. The nearest point of a few is, up to scale, the minimum of
+    ||sum_i w_i x_i||^2 + (sum_i w_i - 1)^2 over w >= 0, which Lawson and Hanson's active sets solve exactly.
     """
     dim = points.shape[1]
     used = np.argsort(points @ points.mean(0), kind="stable")[:dim] if start is None else start
@@ -106,8 +108,8 @@ def nearest(
 def _ascend(units: np.ndarray, steps: int) -> np.ndarray:
     """A direction at a local maximum of f(u) = min_i u . x_i < 0, from the mean direction (the first x_i if it is 0).
 
-    Each step maximises min_i w . (x_i + s u) = f(w) + s w . u for an s above -f(u): the nearest point of a hull that
-    the shift has moved off the origin. So f(w) >= f(u) + s (1 - w . u), never less than before.
+    Each step maximises min_i w . (x_i + s u) = f(w) + s w . u for an s above -f(u); w points to the nearest point of a
+    hull that the shift has moved off the origin. So f(w) >= f(u) + s (1 - w . u), never less than before.
     """
     mean = units.mean(0)
     u = mean / np.linalg.norm(mean) if np.linalg.norm(mean) > ORIGIN else units[0]
@@ -130,7 +132,7 @@ def _ball(simplex: np.ndarray, slack: float) -> float:
     """Radius of a ball around the origin inside the simplex [dim + 1, dim] that holds it; 0 for fewer corners.
 
     The barycentric coordinates l_j(x) = l_j(0) + g_j . x are at least 0 up to the distance l_j(0) / ||g_j||.
-    `slack`: how far rounding has left the weighted sum from the origin, taken off.
+    slack: distance of the weighted sum from the origin, due to rounding; it is subtracted.
     """
     corners, dim = simplex.shape
     if corners != dim + 1:
@@ -145,18 +147,18 @@ def _ball(simplex: np.ndarray, slack: float) -> float:
 
 def _batched(sets: Tensor, steps: int) -> Iterator[Tensor]:
     size = max(1, BYTES // (8 * sets[0].numel()))
-    found = [_many(some, steps) for some in sets.split(size)]
-    return (torch.cat(part) for part in zip(*found, strict=True))
+    solutions = [_batched_sets(batch, steps) for batch in sets.split(size)]
+    return (torch.cat(part) for part in zip(*solutions, strict=True))
 
 
-def _many(residuals: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`_one` for residuals [sets, tokens, dim]."""
+def _batched_sets(residuals: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`_exact_set` for residuals [sets, tokens, dim]."""
     length = residuals.norm(dim=-1, keepdim=True)
-    none, first = length[..., 0] == 0, (length > 0).int().argmax(1, keepdim=True)  # a used one stands in for those
+    zero, first = length[..., 0] == 0, (length > 0).int().argmax(1, keepdim=True)
     units = residuals / length.clamp_min(1e-300)
-    units = torch.where(none[..., None], units.gather(1, first.expand(-1, -1, units.shape[-1])), units)
-    empty = none.all(1)
-    units[empty] = torch.eye(units.shape[-1]).to(units)[0]
+    # the set's first residual that is not 0 stands in for those that are
+    units = torch.where(zero[..., None], units.gather(1, first.expand(-1, -1, units.shape[-1])), units)
+    units[zero.all(1)] = torch.eye(units.shape[-1]).to(units)[0]
     near = hull.nearest(units, units.mean(1))
     inside = ((near.low <= ORIGIN) & (near.high <= TOLERANCE)).nonzero()[:, 0]
     if len(inside):
@@ -190,10 +192,10 @@ def _ascend_many(units: Tensor, steps: int) -> Tensor:
 
 
 def _spread(units: Tensor, weights: Tensor) -> Tensor:
-    """What -c* is at least, [sets], by weights whose mean point m = sum_i w_i x_i is next to the origin; at least 0.
+    """A lower bound on -c*, [sets], at least 0, from weights whose mean point m = sum_i w_i x_i is next to the origin.
 
-    For each unit u the numbers u . x_i have the mean u . m, lie between -b and 1, and so have a variance of at most
-    (1 - u . m)(b + u . m) (Bhatia and Davis); it is at least the least eigenvalue of the points' covariance.
+    For each unit u the numbers u . x_i have the mean u . m and lie between -b and 1. Their variance is at most
+    (1 - u . m)(b + u . m) (Bhatia and Davis), and at least the least eigenvalue of the points' covariance.
     """
     mean = (weights[:, None] @ units)[:, 0]
     covariance = units.mT @ (units * weights[..., None]) - mean[:, :, None] * mean[:, None]
@@ -202,10 +204,11 @@ def _spread(units: Tensor, weights: Tensor) -> Tensor:
 
 
 def _least_eigenvalue(matrices: Tensor) -> Tensor:
-    """Of positive semidefinite matrices [sets, dim, dim], from below, within 1e-7 of the least number on the diagonal.
+    """Least eigenvalues [sets] of positive semidefinite matrices [sets, dim, dim], from below, to 1e-7 of the least
+    number on the diagonal.
 
-    By bisection: a Cholesky factor exists up to there. A GPU factors many matrices at once, and takes the
-    eigenvalues of one after the other.
+    By bisection: a matrix less a smaller multiple of the identity has a Cholesky factor. A GPU factors many matrices at
+    once, but computes the eigenvalues of one after the other.
     """
     diagonal = matrices.diagonal(dim1=1, dim2=2)
     low, high = torch.zeros_like(diagonal[:, 0]), diagonal.amin(1)
@@ -218,4 +221,4 @@ def _least_eigenvalue(matrices: Tensor) -> Tensor:
 
 
 SOLVERS = {"exact": _exact, "batched": _batched}
-BYTES = 2**29  # of residuals that are solved together; temporaries take about eight times that
+BYTES = 2**29  # most of residuals that are solved together; temporaries take about eight times as many

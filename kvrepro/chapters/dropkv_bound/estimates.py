@@ -1,4 +1,4 @@
-"""Estimates of the chapter on DropKV's bound that are no means: medians, rank correlations, and what they say."""
+"""Estimates of the chapter on DropKV's bound that are not means: medians and rank correlations; and printed numbers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from kvrepro.experiment import claims, stats
 from kvrepro.experiment.stats import ANY, Estimate
 
 TIMES = (1.0, math.inf)
-LIMITS = {  # of columns, and so of their quantiles; a high quantile of factors over their median is 1 or more, too
+LIMITS = {  # of columns and so of their quantiles; also of a high quantile of `factor` over its median
     "ratio": TIMES, "factor": TIMES, "slack": (0.0, math.inf), "even": (0.0, math.inf), "c_low": (-1.0, 1.0),
 }  # fmt: skip
 
 
 def with_factor(assumptions: pd.DataFrame, k: int | pd.Series) -> pd.DataFrame:
-    """The triples with `factor`, theorem 1's constant for sets of k keys; infinite where an assumption fails."""
+    """The triples with a column `factor`, theorem 1's constant for sets of k keys; infinite if an assumption fails."""
     frame = assumptions.assign(k=k)
     c, eps, size = (torch.tensor(frame[name].to_list(), dtype=torch.float64) for name in ("c_low", "eps", "k"))
     return frame.assign(factor=bound.factor(c, eps, size).numpy())
@@ -32,14 +32,17 @@ def selected(
     records: pd.DataFrame, rule: str = "dropkv", queries: int = 1, kernel: int = 1, objective: str = "query"
 ) -> pd.DataFrame:
     """Records of one rule on the paper's four strata."""
-    of = (records.rule == rule) & (records.queries == queries) & (records.kernel == kernel)
-    return records[of & records.stratum.isin(STRATA) & (records.objective == objective)]
+    of_rule = (records.rule == rule) & (records.queries == queries) & (records.kernel == kernel)
+    return records[of_rule & records.stratum.isin(STRATA) & (records.objective == objective)]
 
 
 def disagreement(alignment: pd.DataFrame) -> pd.DataFrame:
-    """Per triple, over the 20 keys of its pool whose values are most aligned with the output: `rho`, Spearman's between
-    AnDPro's and DropKV's scores, `rho_value` between <a, v_j> and ||a - v_j||, `kept`: of the ten that DropKV evicts
-    the share that AnDPro keeps; the median `cosine`; and how many `distinct` values AnDPro's <a, v_j> has."""
+    """A row per triple, about the 20 keys of its pool whose values are most aligned with the output.
+
+    rho: Spearman's correlation of AnDPro's and DropKV's scores; rho_value: that of <a, v_j> and ||a - v_j||; kept:
+    share of the ten keys that DropKV evicts and AnDPro keeps; cosine: the median; distinct: number of distinct
+    <a, v_j>.
+    """
     rows = []
     for key, f in alignment.groupby(["item", *WHERE]):
         gone, stays = f.dropkv.rank(method="first") <= len(f) / 2, f.andpro.rank(method="first") > len(f) / 2
@@ -51,11 +54,11 @@ def disagreement(alignment: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# ---------------------------------------------------------------- with their intervals; whole prompts are resampled
+# ---------------------------------------------------------------- estimates with intervals; whole prompts are resampled
 
 
 def limits(columns: Sequence[str]) -> tuple[float, float]:
-    """Between what a quantile of a column must lie. A statistic of two columns is a difference and has no limits."""
+    """Least and greatest possible quantile of a column. A statistic of two columns is a difference: no limits."""
     return LIMITS.get(columns[0], ANY) if len(columns) == 1 else ANY
 
 
@@ -64,62 +67,62 @@ def median(frame: pd.DataFrame, column: str) -> Estimate:
     return stats.resampled(frame[[column]], lambda v: float(np.median(v)), frame["item"], limits=limits([column]))
 
 
-def medians(rows: pd.DataFrame, by: Sequence[str], column: str) -> pd.DataFrame:
-    """`median` per group, as `stats.means` gives means: columns `by`, value, low, high, n."""
-    found = [(key, median(f, column)) for key, f in rows.groupby(list(by), sort=False)]
-    return pd.DataFrame([(*key, *e.triple, e.n) for key, e in found], columns=[*by, "value", "low", "high", "n"])
+def medians(rows: pd.DataFrame, groups: Sequence[str], column: str) -> pd.DataFrame:
+    """`median` per group, as `stats.means` gives means: columns `groups`, value, low, high, n."""
+    parts = rows.groupby(list(groups), sort=False)
+    rows_of_groups = [(*key, *e.triple, e.n) for key, f in parts for e in [median(f, column)]]
+    return pd.DataFrame(rows_of_groups, columns=[*groups, "value", "low", "high", "n"])
 
 
 def rank_correlation(frame: pd.DataFrame, x: str, y: str) -> Estimate:
-    """Spearman's rho between two columns; infinite values rank last. None where a column does not vary."""
-    both = frame.dropna(subset=[x, y])
+    """Spearman's rho between two columns; infinite values rank last. No value where a column does not vary."""
+    pairs = frame.dropna(subset=[x, y])
 
     def rho(v: np.ndarray) -> float:
         varies = all(len(np.unique(column)) > 1 for column in v.T)
         return float(scipy_stats.spearmanr(v[:, 0], v[:, 1]).statistic) if varies else np.nan
 
-    return stats.resampled(both[[x, y]], rho, both["item"], limits=(-1.0, 1.0))
+    return stats.resampled(pairs[[x, y]], rho, pairs["item"], limits=(-1.0, 1.0))
 
 
 def predictions(records: pd.DataFrame, factors: pd.DataFrame, losses: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Does a smaller bound predict less harm? Spearman's rho, a row per question.
 
-    records: DropKV's, whose bound of twenty keys is ranked against their realised ratio and their shift. factors: the
-    triples of one pool with their factor, whose median over those that share item, layer and head is ranked against
-    `loss` in each of `losses` (named for the question; columns item, loss, perhaps layer and head).
+    records: DropKV's; their bound on twenty keys is correlated with the realised ratio and with the shift. factors: the
+    triples of one pool with their factor. losses: by question, frames with columns item, loss, and perhaps layer and
+    head; the median factor of the same item (layer, head) is correlated with the loss.
     """
-    asked = {}
+    estimates = {}
     for k, f in records.groupby("k"):
-        asked[f"bound and ratio, k = {k}"] = rank_correlation(f, "bound", "ratio")
-        asked[f"bound and shift, k = {k}"] = rank_correlation(f, "bound", "value")
+        estimates[f"bound and ratio, k = {k}"] = rank_correlation(f, "bound", "ratio")
+        estimates[f"bound and shift, k = {k}"] = rank_correlation(f, "bound", "value")
     for name, frame in losses.items():
-        on = [column for column in ("item", "layer", "head") if column in frame]
-        both = factors.groupby(on, as_index=False).factor.median().merge(frame, on=on)
-        asked[name] = rank_correlation(both, "factor", "loss")
-    rows = [(question, *e.triple, e.n) for question, e in asked.items()]
+        keys = [column for column in ("item", "layer", "head") if column in frame]
+        pairs = factors.groupby(keys, as_index=False).factor.median().merge(frame, on=keys)
+        estimates[name] = rank_correlation(pairs, "factor", "loss")
+    rows = [(question, *e.triple, e.n) for question, e in estimates.items()]
     return pd.DataFrame(rows, columns=["question", "value", "low", "high", "n"])
 
 
 def median_gap(values: np.ndarray) -> float:
-    """Median of the first column where the second is true, minus that where it is not; nan if it never changes."""
+    """Median of the first column where the second is true, minus that where it is false; nan if one side is empty."""
     held = values[:, 1] > 0
     return float(np.median(values[held, 0]) - np.median(values[~held, 0])) if 0 < held.mean() < 1 else np.nan
 
 
 def cone_and_ratio(records: pd.DataFrame, assumptions: pd.DataFrame) -> dict[str, Estimate]:
-    """DropKV's median ratio `with` a cone in the triple's pool and `without` one, and the `difference` of the two.
-
-    records: DropKV's. assumptions: of one pool. A side that no triple is on has no value.
-    """
+    """DropKV's median ratio `with` a cone in the triple's pool and `without` one, and `difference`, the second minus
+    the first. records: DropKV's. assumptions: of one pool. The median of no triples has no value."""
     where = ["item", *WHERE]
-    both = records.merge(assumptions[[*where, "c_low"]], on=where, suffixes=("", "_pool"))
-    none = both.c_low_pool <= ORIGIN
-    difference = stats.resampled(both.assign(none=none)[["ratio", "none"]], median_gap, both["item"])
-    return {"with": median(both[~none], "ratio"), "without": median(both[none], "ratio"), "difference": difference}
+    merged = records.merge(assumptions[[*where, "c_low"]], on=where, suffixes=("", "_pool"))
+    coneless = merged.c_low_pool <= ORIGIN
+    gap = stats.resampled(merged.assign(none=coneless)[["ratio", "none"]], median_gap, merged["item"])
+    sides = {"with": median(merged[~coneless], "ratio"), "without": median(merged[coneless], "ratio")}
+    return sides | {"difference": gap}
 
 
 def side(e: Estimate) -> str:
-    """On which side of 0 an interval lies: above, below, or "" where it holds 0 or there is none."""
+    """On which side of 0 the interval lies: "above", "below", or "" where it contains 0 or there is none."""
     return "above" if e.low > 0 else "below" if e.high < 0 else ""
 
 
@@ -127,26 +130,26 @@ def side(e: Estimate) -> str:
 
 
 def printed(file: str, names: Mapping[str, str]) -> pd.DataFrame:
-    """A printed table, a row per model: the paper's metrics by the names that they have here."""
-    found = claims.published(file).assign(pool=lambda f: "paper: " + f.model.str.partition("-Instruct")[0])
-    wide = found.pivot_table(index="pool", columns="metric", values="value", aggfunc="first")
+    """A printed table, a row per model. names: by the paper's metric, its column here."""
+    rows = claims.published(file).assign(pool=lambda f: "paper: " + f.model.str.partition("-Instruct")[0])
+    wide = rows.pivot_table(index="pool", columns="metric", values="value", aggfunc="first")
     return wide[list(names)].rename(columns=names).apply(pd.to_numeric, errors="coerce")
 
 
 def printed_ratios() -> pd.DataFrame:
-    """Table 16 as rows of its own: k, stratum; value: the middle model's median, low: the least median, high: the
-    greatest 95th percentile."""
+    """Table 16, a row per k and stratum, over its models: value: the median of the medians, low: the least median,
+    high: the greatest 95th percentile."""
     names = {"low-attention tail": "tail", "near-threshold": "threshold", "rank-disagreement": "disagreement"}
     f = claims.published("dropkv_t16_realized_ratio.csv").replace({"task": names}).rename(columns={"task": "stratum"})
     f = f.assign(k=f.budget.str.extract(r"k=(\d+)", expand=False).astype(int), value=f.value.astype(float))
     p50, p95 = (f[f.metric.str.startswith(q)].groupby(["k", "stratum"], sort=False).value for q in ("p50", "p95"))
-    found = {"value": p50.median(), "low": p50.min(), "high": p95.max()}
-    return pd.DataFrame(found).reset_index().assign(rule="paper: DropKV")
+    columns = {"value": p50.median(), "low": p50.min(), "high": p95.max()}
+    return pd.DataFrame(columns).reset_index().assign(rule="paper: DropKV")
 
 
 def printed_leads() -> pd.DataFrame:
-    """DropKV's average less another's in tables 1 and 3 to 8 as printed: benchmark, model, budget (%), context, against
-    ("SnapKV", "best other", or "best other, without TREC"), value."""
+    """DropKV's printed average minus another's (tables 1 and 3 to 8). Columns benchmark, model, budget (%), context,
+    against ("SnapKV", "best other", or "best other, without TREC"), value."""
     files = {5: "ruler_128k", 6: "ruler_64k", 7: "ruler_32k", 8: "ruler_16k"}
     files |= {1: "longbench_5", 3: "longbench_10", 4: "longbench_30"}
     f = pd.concat((claims.published(f"dropkv_t{n:02}_{name}.csv") for n, name in files.items()), ignore_index=True)
@@ -159,16 +162,17 @@ def printed_leads() -> pd.DataFrame:
     leads = {"SnapKV": average.DropKV - average.SnapKV, "best other": average.DropKV - best}
     leads["best other, without TREC"] = without.DropKV - rest
     parts = [lead.rename("value").reset_index().assign(against=name) for name, lead in leads.items()]
-    found = pd.concat(parts, ignore_index=True)
-    benchmark = found.context.str.contains("LongBench").map({True: "LongBench", False: "RULER"})
-    found = found.assign(benchmark=benchmark, budget=found.budget.str.rstrip("%").astype(int))
-    return found.dropna(subset="value").reset_index(drop=True)
+    rows = pd.concat(parts, ignore_index=True)
+    benchmark = rows.context.str.contains("LongBench").map({True: "LongBench", False: "RULER"})
+    rows = rows.assign(benchmark=benchmark, budget=rows.budget.str.rstrip("%").astype(int))
+    return rows.dropna(subset="value").reset_index(drop=True)
 
 
 def exceeding(records: pd.DataFrame) -> pd.DataFrame:
-    """How often another choice of the same keys exceeds theorem 1's bound on them: rule, queries, kernel, k; value."""
+    """How often another rule's set exceeds the bound that theorem 1 gives for DropKV's on the same keys. Columns rule,
+    queries, kernel, k, value (share)."""
     bounds = selected(records)[["item", *WHERE, "stratum", "k", "bound"]]
     others = records[(records.objective == "query") & records.stratum.isin(STRATA)].drop(columns="bound")
-    both = others.merge(bounds[np.isfinite(bounds.bound)], on=["item", *WHERE, "stratum", "k"])
-    both = both.assign(value=both.ratio > both.bound * (1 + 1e-9))
-    return both.groupby(["rule", "queries", "kernel", "k"], as_index=False).value.mean()
+    merged = others.merge(bounds[np.isfinite(bounds.bound)], on=["item", *WHERE, "stratum", "k"])
+    merged = merged.assign(value=merged.ratio > merged.bound * (1 + 1e-9))
+    return merged.groupby(["rule", "queries", "kernel", "k"], as_index=False).value.mean()

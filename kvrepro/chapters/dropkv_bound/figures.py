@@ -1,4 +1,4 @@
-"""What the chapter on DropKV's bound draws beside estimates: distributions over triples."""
+"""Drawings of the chapter on DropKV's bound that `experiment.figure` lacks: distributions over triples."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def distribution(
     """Share of triples up to each value of a column, a curve per pool; values that are not finite count as larger.
 
     printed: the paper's quantiles, one value per model, each with the share that it stands for. limits: of the axis;
-    what lies beyond is told in the legend. line: a value to compare with.
+    the legend says how much lies beyond. line: a value to compare with.
     """
     figure, [axes] = panels(1, 3.2)
     for pool, look in looks(rows.pool.unique()).items():
@@ -50,21 +50,21 @@ def distribution(
 
 
 def _beyond(axes: Axes, values: pd.Series, limits: tuple[float, float] | None, colour: str) -> str:
-    """Arrows where a curve leaves the axis, and in words what share of the values lies beyond which end."""
+    """Draw arrows where a curve leaves the axis; return in words what share of the values lies beyond which end."""
     if limits is None:
         return ""
     left, right = (values < limits[0]).mean(), ((values > limits[1]) & np.isfinite(values)).mean()
     ends = ((limits[0], left, left, "left", "<"), (limits[1], right, (values <= limits[1]).mean(), "right", ">"))
-    told = []
+    words = []
     for edge, share, height, side, arrow in ends:
         if share >= 0.005:
             axes.plot(edge, height, arrow, color=colour, ms=5, clip_on=False, zorder=5)
-            told.append(f", {share:.0%} further {side}")
-    return "".join(told)
+            words.append(f", {share:.0%} further {side}")
+    return "".join(words)
 
 
 def plain(drawing: Figure, *limits: float) -> Figure:
-    """The same with the numbers of its logarithmic axes written out, and the limits of the horizontal one."""
+    """The drawing with the numbers of its logarithmic axes written out. limits: of the horizontal axis."""
     for axes in drawing.axes:
         if limits:
             axes.set_xlim(*limits)

@@ -1,8 +1,8 @@
 """Nearest points to the origin in the hulls of many sets of points at once, on any device, with a certificate for each.
 
-min ||u||^2 / 2 - t over x_i . u >= t, whose multipliers are the nearest point's weights, is strictly feasible on both
-sides, so that a primal-dual interior-point method converges for every set. Its systems have dim + 1 unknowns whatever
-the number of points, and a batch takes as many iterations as its slowest set, about twenty.
+The problem solved is min ||u||^2 / 2 - t over x_i . u >= t; its multipliers are the nearest point's weights. It and its
+dual are strictly feasible, so that a primal-dual interior-point method converges for every set. The linear systems have
+dim + 1 unknowns whatever the number of points, and a batch takes as many iterations as its slowest set, about twenty.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 ORIGIN = 1e-9  # a nearest point shorter than this is the origin, up to rounding
-TOLERANCE = 1e-8  # duality gap at which a nearest point is taken
-ITERATIONS = 60  # rounding lets none get further than about 25
+TOLERANCE = 1e-8  # duality gap at which a nearest point is accepted
+ITERATIONS = 60  # at most; rounding stops progress after about 25
 
 
 @dataclass
@@ -29,34 +29,34 @@ class Nearest:
 
 
 def nearest(points: Tensor, start: Tensor, tolerance: float = TOLERANCE) -> Nearest:
-    """Of each set of points [sets, points, dim], float64; closed to high - low <= tolerance, or high <= ORIGIN.
+    """Nearest points of sets of points [sets, points, dim], float64, with high - low <= tolerance or high <= ORIGIN.
 
-    start: directions [sets, dim] that say which points are tried first. Each round solves the points that lie lowest
-    along the last direction and looks at all of them; the next round takes four times as many. The last takes all.
+    Each round solves for the points that lie lowest along the last direction, then checks the answer on all points; the
+    next round takes four times as many, the last one all. start: directions [sets, dim] for the first round.
     """
     sets, count, dim = points.shape
     low, high = points.new_zeros(2, sets)
-    found = Nearest(low, high, torch.zeros_like(start), points.new_zeros(sets, count))
+    nearest_points = Nearest(low, high, torch.zeros_like(start), points.new_zeros(sets, count))
     left, size, reach = torch.arange(sets, device=points.device), 4 * (dim + 1), _along(points, start)
     while len(left):
         size = min(size, count)
         lowest = reach.topk(size, largest=False).indices
-        some = points.gather(1, lowest[..., None].expand(-1, -1, dim))
-        weights, direction = interior(some, tolerance / 10)
+        candidates = points.gather(1, lowest[..., None].expand(-1, -1, dim))
+        weights, direction = interior(candidates, tolerance / 10)
         reach = _along(points, direction)
-        low, high = reach.amin(1), (weights[:, None] @ some)[:, 0].norm(dim=-1)
-        found.low[left], found.high[left], found.direction[left] = low, high, direction
-        found.weights[left] = torch.zeros_like(reach).scatter_(1, lowest, weights)
+        low, high = reach.amin(1), (weights[:, None] @ candidates)[:, 0].norm(dim=-1)
+        nearest_points.low[left], nearest_points.high[left], nearest_points.direction[left] = low, high, direction
+        nearest_points.weights[left] = torch.zeros_like(reach).scatter_(1, lowest, weights)
         again = (high - low > tolerance) & (high > ORIGIN) & (size < count)
         left, points, reach, size = left[again], points[again], reach[again], 4 * size
-    return found
+    return nearest_points
 
 
 def interior(x: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     """Weights [sets, points] and unit directions [sets, dim] of the nearest points of x [sets, points, dim].
 
-    Mehrotra's predictor and corrector. y = (u, t) keeps s_i = x_i . u - t > 0 exactly; what rounding leaves of
-    u = sum_i w_i x_i and sum_i w_i = 1 is mended by the next step, in whose right side w does not occur.
+    Mehrotra's predictor and corrector. y = (u, t) keeps s_i = x_i . u - t > 0 exactly. The right side of each step does
+    not contain w, so the next step corrects rounding errors in u = sum_i w_i x_i and sum_i w_i = 1.
     """
     sets, count, dim = x.shape
     a = torch.cat([x, x.new_full((sets, count, 1), -1.0)], -1)
@@ -105,7 +105,7 @@ def _step(a: Tensor, w: Tensor, s: Tensor, mu: Tensor, gradient: Tensor, only_t:
 
 
 def _room(value: Tensor, change: Tensor) -> Tensor:
-    """How many times the change can be made until a value is 0, [sets, 1]."""
+    """The largest multiple of the change that leaves every value at least 0, [sets, 1]."""
     return torch.where(change < 0, -value / change, torch.inf).amin(1, keepdim=True)
 
 

@@ -18,7 +18,8 @@ from kvrepro.experiment.stats import UNIT
 from kvrepro.world import ruler
 
 POINTS = (0.0, 100.0)  # bounds of F1 in points
-K, HARD_K = 200, 10  # of the claims about theorem 1's factor, whatever `Settings.k` is; and of those about records
+K = 200  # in the claims about theorem 1's factor, whatever `Settings.k` is
+HARD_K = 10  # in the claims about records
 ITEMS: dict[str, Iterable[str]] = {"longbench": longbench.SETS, "ruler": ruler.TASKS}
 GENERAL = ("peer_minus_dropkv", "quality_lead")  # contrasts of claims about other policies in general
 
@@ -84,7 +85,7 @@ def _cells(records: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _paired(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.DataFrame:
-    """Our records with `ratio_other`, the same triple's by another rule, and `log`, its log ratio minus ours."""
+    """Our records with `ratio_other`, the triple's ratio by another rule, and `log`, its log minus that of ours."""
     keys = ["item", *WHERE, "stratum", "k", "objective"]
     r = study.records
     other = r[(r.rule == rule) & (r.queries == queries) & (r.kernel == 1)]
@@ -93,7 +94,7 @@ def _paired(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.Dat
 
 
 def _hardest(ours: pd.DataFrame) -> Member:
-    """Median ratio near the threshold minus that of each other stratum."""
+    """Median ratio of the threshold stratum minus that of each other stratum."""
     r = ours[ours.k == HARD_K].assign(near=ours.stratum == "threshold")
     others = [name for name in STRATA if name != "threshold"]
     parts = {name: _over(r[r.stratum.isin(["threshold", name])], median_gap, "ratio", "near") for name in others}
@@ -101,16 +102,16 @@ def _hardest(ours: pd.DataFrame) -> Member:
 
 
 def _case(f: pd.DataFrame, values: pd.Series) -> Member:
-    """A value per record, named by its triple."""
+    """A value per record, named for its triple."""
     names = f[["item", *WHERE, "stratum", "k"]].itertuples(index=False)
     named = [f"{i}, layer {la}, head {h}, position {p}, {s}, k={k}" for i, la, h, p, s, k in names]
     return Member("all", Facts(values.set_axis(named)))
 
 
 def _peers(claim: Mapping, study: Study) -> list[Member]:
-    """Log ratio of each rule minus DropKV's, both over the window. PyramidKV has no member: its score is SnapKV's."""
+    """Log ratio of each rule minus DropKV's, both observing the window. Without PyramidKV: its score is SnapKV's."""
     rules = _policies(claim) or [rule for rule in RULES if rule not in ("dropkv", "pyramid_kv")]
-    found, window = [], int(study.records.queries.max())
+    peers, window = [], int(study.records.queries.max())
     for rule in rules:
         if why := "" if rule in RULES else why_no_score(find(rule)):
             raise NotTestable(f"the choice of {find(rule).title} among twenty keys has no score to go by: {why}")
@@ -118,34 +119,35 @@ def _peers(claim: Mapping, study: Study) -> list[Member]:
         ours = selected(study.records, "dropkv", window, objective=objective)
         for rule in rules:
             f = _paired(study, rule, window, ours[ours.k == HARD_K])
-            found.append(Member(f"{rule}, F of the {objective}", _mean(f.log, f["item"], bounds=None)))
-    return found
+            peers.append(Member(f"{rule}, F of the {objective}", _mean(f.log, f["item"], bounds=None)))
+    return peers
 
 
 def _pool_slack(study: Study, ours: pd.DataFrame) -> list[Member]:
     """Theorem 1's factor of the triple's pool, where it is finite, over the realised ratio on twenty of its keys."""
-    found = []
+    pools = []
     for pool, f in study.assumptions.groupby("pool", sort=False):
-        both = ours.merge(with_factor(f, K)[["item", *WHERE, "factor"]], on=["item", *WHERE])
-        both = both[np.isfinite(both.factor)]
-        found.append(Member(str(pool), _over(both.assign(slack=both.factor / both.ratio), _median, "slack")))
-    return found
+        merged = ours.merge(with_factor(f, K)[["item", *WHERE, "factor"]], on=["item", *WHERE])
+        merged = merged[np.isfinite(merged.factor)]
+        pools.append(Member(str(pool), _over(merged.assign(slack=merged.factor / merged.ratio), _median, "slack")))
+    return pools
 
 
 def _of_weights(claim: Mapping, study: Study) -> list[Member]:
-    """Ways to weigh a key: log of what one way's sets move over another's, ten of twenty keys evicted."""
+    """Two ways to weigh a key: log of the shift that one way's sets cause over the other's, ten of twenty keys evicted.
+    Or, for each set of the linear way, whether it is DropKV's."""
     f = study.weights
     if claim["contrast"] == "same_alone":
-        found = f[f.way == "linear"]
-        return [_case(found, found.same_alone.astype(float))]
-    one, other, moved = claim["weights"]
-    wide = f[f.k == HARD_K].pivot_table(index=["item", *WHERE, "stratum"], columns="way", values=moved).reset_index()
-    log = np.log(wide[one].clip(lower=1e-300)) - np.log(wide[other].clip(lower=1e-300))
+        linear = f[f.way == "linear"]
+        return [_case(linear, linear.same_alone.astype(float))]
+    first_way, second_way, shift = claim["weights"]
+    wide = f[f.k == HARD_K].pivot_table(index=["item", *WHERE, "stratum"], columns="way", values=shift).reset_index()
+    log = np.log(wide[first_way].clip(lower=1e-300)) - np.log(wide[second_way].clip(lower=1e-300))
     return [Member("all", _mean(log, wide["item"], bounds=None))]
 
 
 def _policies(claim: Mapping) -> list[str]:
-    """A reader's own policies that a claim about policies in general is asked of."""
+    """The reader's own policies that a general claim is tested on."""
     return claim["over"]["policy"] if isinstance(claim["over"], Mapping) else []
 
 
@@ -157,8 +159,8 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
     if contrast in ("attention_minus_dropkv", "random_minus_dropkv"):
         pairs = _paired(study, contrast.removesuffix("_minus_dropkv"), 1, ours[ours.k.isin(claim.get("ks", ours.k))])
         strata = STRATA if claim["over"] == "cells" else claim["over"]
-        found = _cells(pairs[pairs.stratum.isin(list(strata))])
-        return [Member(name, _over(f, _median_difference, "ratio_other", "ratio")) for name, f in found]
+        cells = _cells(pairs[pairs.stratum.isin(list(strata))])
+        return [Member(name, _over(f, _median_difference, "ratio_other", "ratio")) for name, f in cells]
     if contrast == "peer_minus_dropkv":
         return _peers(claim, study)
     if contrast == "hardest_stratum":
@@ -186,7 +188,7 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
 
 
 def _answered(claim: Mapping, answers: pd.DataFrame | None) -> list[Member | NotTestable]:
-    """Scores in points, per item: DropKV's beside each other's that the claim names, or beside all peers'."""
+    """Scores of each item in points: DropKV's paired with each method's that the claim names, or with each peer's."""
     if answers is None:
         raise NotTestable("no answers were generated: run quality.answers")
     main = quality.main(answers)
@@ -194,32 +196,32 @@ def _answered(claim: Mapping, answers: pd.DataFrame | None) -> list[Member | Not
     if "items" in needs and not set(main.task) <= set(ITEMS[needs["items"]]):
         raise NotTestable(f"{claim['why']} Give -p items {needs['items']} with a model of the hub.")
     if main.prompt_tokens.mean() < needs.get("prompt_tokens", 0):
-        asked = f"{needs['prompt_tokens']} tokens wanted, {main.prompt_tokens.mean():.0f} run"
-        raise NotTestable(f"{claim['why']} Prompts of {asked}: give such a file with -p items, and -p tokens.")
+        lengths = f"{needs['prompt_tokens']} tokens wanted, {main.prompt_tokens.mean():.0f} run"
+        raise NotTestable(f"{claim['why']} Prompts of {lengths}: give such a file with -p items, and -p tokens.")
     full = main[main.method == "full"]
     judge.answers_enough(full[quality.MEASURE], full.get("error"))
     if claim["contrast"] == "quality_lead":
         others = _policies(claim) or [name for name in quality.PEERS if name in set(main.method)]
         parts = {f"over {name}": 100 * quality.pair(answers, name, claim["share"]) for name in others}
         return [Member("all", {name: Sample(pair, "difference", bounds=POINTS) for name, pair in parts.items()})]
-    found: list[Member | NotTestable] = []
+    pairs: list[Member | NotTestable] = []
     for name in claim["against"]:
         try:
             pair = 100 * quality.pair(answers, name, claim["share"])
-            found.append(Member(f"against {name}", Sample(pair, "difference", bounds=POINTS)))
+            pairs.append(Member(f"against {name}", Sample(pair, "difference", bounds=POINTS)))
         except NotTestable as reason:
-            found.append(reason)
-    return found
+            pairs.append(reason)
+    return pairs
 
 
 def _growing(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
-    """DropKV's lead over another at the longest prompts minus that at the shortest: different items."""
+    """DropKV's lead over another at the longest prompts minus that at the shortest; unpaired, since items differ."""
     if answers is None or answers.length.nunique() < 2:
         raise NotTestable("answers at two lengths are needed, -p lengths")
-    at = answers[(answers["share"] == claim["share"]) & answers.method.isin(["dropkv", claim["against"]])]
-    if set(at.method) != {"dropkv", claim["against"]}:
+    of_share = answers[(answers["share"] == claim["share"]) & answers.method.isin(["dropkv", claim["against"]])]
+    if set(of_share.method) != {"dropkv", claim["against"]}:
         raise NotTestable(f"not run: dropkv and {claim['against']} at {claim['share']:.0%}")
-    wide = at.pivot_table(index=["length", "item"], columns="method", values=quality.MEASURE)
+    wide = of_share.pivot_table(index=["length", "item"], columns="method", values=quality.MEASURE)
     lead = 100 * (wide["dropkv"] - wide[claim["against"]]).dropna()
     ends = [lead[length] for length in (max(answers.length), min(answers.length))]
     return [Member("all", Unpaired(*ends, bounds=(-100.0, 100.0)))]
@@ -229,15 +231,15 @@ def _timed(claim: Mapping) -> list[Member]:
     compute, file, _ = timings.CONTRASTS[claim["contrast"]]
     if not file.is_file():
         raise NotTestable(f"no timings: data/gpu/{file.name} is missing")
-    found = compute(file, **{"tokens": claim["tokens"]} if "tokens" in claim else {})
+    table = compute(file, **{"tokens": claim["tokens"]} if "tokens" in claim else {})
     if claim.get("exact"):
-        return [Member(m.member, Facts(pd.Series([m.value], index=[file.name]))) for m in found.itertuples()]
-    found = found.astype({"n": object}).where(found.notna(), None)
-    return [Member(m.member, Measured(m.value, m.low, m.high, m.n)) for m in found.itertuples()]
+        return [Member(m.member, Facts(pd.Series([m.value], index=[file.name]))) for m in table.itertuples()]
+    table = table.astype({"n": object}).where(table.notna(), None)
+    return [Member(m.member, Measured(m.value, m.low, m.high, m.n)) for m in table.itertuples()]
 
 
 def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -> Sequence[Member | NotTestable]:
-    """What a claim is tested on. Raises NotTestable where answers or timings are needed and are not there."""
+    """What a claim is tested on. Raises NotTestable where answers or timings are needed and missing."""
     contrast = claim["contrast"]
     if contrast in timings.CONTRASTS:
         return _timed(claim)
@@ -257,18 +259,20 @@ def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -
 def evaluate(
     study: Study, answers: pd.DataFrame | None = None, policies: Sequence[str] = (), *, model: str, profile: str
 ) -> pd.DataFrame:
-    """Verdict of every claim (`judge.verdicts`), those about policies in general also for a reader's own among
-    `policies`. answers: rows of `quality.answers`."""
+    """Verdict of every claim (`judge.verdicts`). General claims are also tested on the reader's own among `policies`.
+    answers: rows of `quality.answers`."""
     book = claims.load_claims("dropkv_bound")["claims"]
     general = [
         {**claim, "over": {"policy": "any"}}
         for claim in book
         if claim["contrast"] in GENERAL and "prompt_tokens" not in claim.get("needs", {})
     ]
-    own = claims.of_own(general, policies)
+    of_own = claims.of_own(general, policies)
     frame = history.verdicts(
-        book, lambda claim, _: members(claim, study, answers), own=own, model=model, profile=profile
+        book, lambda claim, _: members(claim, study, answers), own=of_own, model=model, profile=profile
     )
     contrasts = {claim["id"]: claim["contrast"] for claim in book}
-    timed = {name: timings.CONTRASTS[one][2] for name, one in contrasts.items() if one in timings.CONTRASTS}
+    timed = {
+        name: timings.CONTRASTS[contrast][2] for name, contrast in contrasts.items() if contrast in timings.CONTRASTS
+    }
     return claims.timed(frame, timed)

@@ -4,6 +4,7 @@ Every method looks through the last 8 queries and pools over 11 tokens, where it
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import pandas as pd
@@ -43,29 +44,29 @@ MEASURE = "score"
 
 
 def peers_of(policies: Sequence[str]) -> list[str]:
-    """The policies that stand beside DropKV, each once. Raises InputError for what is no policy."""
+    """The policies to compare with DropKV, each once. Raises InputError for a name that is not a policy's."""
     if not isinstance(policies, list | tuple):
         raise InputError(f"policies {policies!r}: give a list")
-    found = [name for name in dict.fromkeys(policies) if name not in ("full", "dropkv")]
-    for name in found:
-        find(str(name))
-    return found
+    peers = [name for name in dict.fromkeys(policies) if name not in ("full", "dropkv")]
+    for name in peers:
+        find(str(name))  # raises
+    return peers
 
 
 def condition(policy: str, share: float, settings: Given, **switches: object) -> Condition:
-    """`share` of the prompt kept, the window and the kernel those of DropKV's paper; `switches` go beyond them."""
-    known = find(policy).parameters
-    paper = {name: getattr(settings, name) for name in ("window", "kernel") if name in known}
-    given = tuple(sorted((paper | switches).items()))
-    return Condition(policy, share, Prefill(), reading="as_described", switches=given)
+    """Keep `share` of the prompt, with the window and kernel of DropKV's paper; `switches` add to these."""
+    parameters = find(policy).parameters
+    of_paper = {name: getattr(settings, name) for name in ("window", "kernel") if name in parameters}
+    all_switches = tuple(sorted((of_paper | switches).items()))
+    return Condition(policy, share, Prefill(), reading="as_described", switches=all_switches)
 
 
 def grid(settings: Given, peers: Sequence[str] = PEERS) -> dict[str, list[Condition]]:
-    """Conditions by the name they have in tables: the full cache, DropKV and its peers at every share, variants at the
-    least."""
-    found = {"full": [Condition()]}
-    found |= {peer: [condition(peer, share, settings) for share in settings.shares] for peer in ("dropkv", *peers)}
-    return found | {name: [condition(policy, settings.least, settings, **switches)]
+    """Conditions by their name in tables: the full cache, DropKV and its peers at every share, variants at the least
+    share."""
+    conditions = {"full": [Condition()]}
+    conditions |= {peer: [condition(peer, share, settings) for share in settings.shares] for peer in ("dropkv", *peers)}
+    return conditions | {name: [condition(policy, settings.least, settings, **switches)]
                     for name, (policy, switches) in VARIANTS.items()}  # fmt: skip
 
 
@@ -75,50 +76,51 @@ def answers(
 ) -> pd.DataFrame:  # fmt: skip
     """Rows of `run` with `method` (its name in tables), `length` and `score` (`measure.scores`).
 
-    The whole grid over `items`, cut to `settings.tokens`; of those of each other length (`study.questions_by_length`)
-    DropKV, SnapKV, AnDPro and a reader's own policies at the smallest share. What cannot run is refused before anything
-    runs.
+    `items`, cut to `settings.tokens`, are answered under the whole grid; those of each other length
+    (`study.questions_by_length`) under DropKV, SnapKV, AnDPro and the reader's own policies at the smallest share.
+    Raises InputError before the run for a condition that cannot be met.
     """
     whole, planned = grid(settings, peers), []
     few = ["full", "dropkv", *(name for name in peers if name in BY_LENGTH or is_own(name))]
-    for length, found in {**by_length, settings.tokens: items}.items():
-        cut = any(item.context is not None for item in found)
-        if found is not items and not cut and {item.id for item in found} <= {item.id for item in items}:
-            continue  # messages as they are, answered already
-        least = {name: sorted(whole[name], key=lambda c: c.budget or 1)[:1] for name in few}
-        asked = whole if found is items else least
-        named = [(name, each) for name, conditions in asked.items() for each in conditions]
-        shortest = min(len(data.build_prompt(item, loaded.tokenizer, length).ids) for item in found)
-        for _, each in named:
-            check(each, shortest)
-        conditions, limit = [each for _, each in named], length if cut else None
-        study = Answers("dropkv_bound", f"quality-{length}", found, conditions, settings.max_new_tokens, limit)
-        planned.append((study, [name for name, _ in named] * len(found), length))
+    least = {name: sorted(whole[name], key=lambda c: c.budget or 1)[:1] for name in few}
+    for length, questions in {**by_length, settings.tokens: items}.items():
+        cut = any(item.context is not None for item in questions)
+        if questions is not items and not cut and {item.id for item in questions} <= {item.id for item in items}:
+            continue  # messages cannot be cut: the same prompts are answered at `settings.tokens`
+        part = whole if questions is items else least
+        names = [name for name, conditions in part.items() for _ in conditions]
+        conditions = list(chain(*part.values()))
+        shortest = min(len(data.build_prompt(item, loaded.tokenizer, length).ids) for item in questions)
+        for c in conditions:
+            check(c, shortest)
+        limit = length if cut else None
+        study = Answers("dropkv_bound", f"quality-{length}", questions, conditions, settings.max_new_tokens, limit)
+        planned.append((study, names * len(questions), length))
     parts = [run(study, loaded, settings).assign(method=names, length=n) for study, names, n in planned]
     rows = pd.concat(parts, ignore_index=True)
     return rows.assign(share=rows["share"].astype(float).fillna(1.0), score=measure.scores(rows))
 
 
 def main(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of the prompt length that all methods were run at."""
+    """The rows of the prompt length at which all methods were run."""
     return rows[rows.length == rows.groupby("length").method.nunique().idxmax()]
 
 
 def pair(rows: pd.DataFrame, against: str, share: float) -> pd.DataFrame:
-    """Per item that has both, the score of DropKV (a) and of another method (b) at a share (the full cache: "full")."""
+    """Score of DropKV (a) and of another method, or "full" (b), at a share, by item that has both."""
     sides, rows = {}, main(rows)
-    for name, method, at in (("a", "dropkv", share), ("b", against, 1.0 if against == "full" else share)):
-        of = rows[(rows.method == method) & (rows["share"] == at)]
-        if of.empty:
-            raise NotTestable(f"not run: {method} at {at:.0%}")
-        sides[name] = of.set_index("item")[MEASURE]
+    for name, method, side_share in (("a", "dropkv", share), ("b", against, 1.0 if against == "full" else share)):
+        of_side = rows[(rows.method == method) & (rows["share"] == side_share)]
+        if of_side.empty:
+            raise NotTestable(f"not run: {method} at {side_share:.0%}")
+        sides[name] = of_side.set_index("item")[MEASURE]
     return pd.DataFrame(sides).dropna()
 
 
 def losses(rows: pd.DataFrame, share: float) -> pd.DataFrame:
-    """Per item the score that DropKV loses against the full cache at a share."""
-    both = pair(rows, "full", share)
-    return (both.b - both.a).rename("loss").reset_index()
+    """The score that each item loses with DropKV at a share, against the full cache. Columns item, loss."""
+    scores = pair(rows, "full", share)
+    return (scores.b - scores.a).rename("loss").reset_index()
 
 
 # ---------------------------------------------------------------- one layer, or one head of it, at a time
@@ -129,14 +131,14 @@ PACKED = 512  # tokens of copies of the answer in one pass
 class _Packed:
     """Attention of several copies of the answer over one cached prompt, a sequence of copies x new tokens.
 
-    A copy sees itself and of the prompt what its own eviction leaves, in one layer and one head of it; head -1: in all.
+    A copy sees itself and the prompt; in its own layer and head (-1: all heads) only what eviction leaves of this.
     """
 
     def __init__(self, evicted: dict[int, Tensor], prompt: int):
         self.evicted, self.prompt = evicted, prompt  # layer -> bool [heads, prompt]
 
     def take(self, copies: Sequence[tuple[int, int]], new: int, device: str | torch.device) -> None:
-        """The next pass holds these copies (layer, head) of `new` tokens."""
+        """Set the copies (layer, head) of the next pass, `new` tokens each."""
         self.copies = torch.tensor(copies, device=device).T
         self.touched, self.new = {layer for layer, _ in copies}, new
         same = torch.arange(len(copies), device=device).repeat_interleave(new)
@@ -146,9 +148,9 @@ class _Packed:
         tokens, device = query.shape[2], query.device  # the layers of a large model lie on several
         past = torch.ones(1, tokens, self.prompt, dtype=torch.bool, device=device)
         if layer in self.touched:
-            every = torch.arange(query.shape[1], device=device)[:, None]
+            head_numbers = torch.arange(query.shape[1], device=device)[:, None]
             layers, heads = self.copies.to(device)
-            touched = (layers == layer) & ((heads == every) | (heads < 0))
+            touched = (layers == layer) & ((heads == head_numbers) | (heads < 0))
             past = ~(touched[..., None] & self.evicted[layer][:, None]).repeat_interleave(self.new, 1)
         seen = torch.cat([past, self.own.to(device).expand(len(past), -1, -1)], -1)[None]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
@@ -156,19 +158,19 @@ class _Packed:
 
 
 def answer_losses(loaded: Loaded, items: Sequence[Item], settings: Given) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """What the answer loses when DropKV keeps the smallest share of the prompt in one layer, or in one head of it.
+    """What the answer loses when DropKV keeps the smallest share of the prompt in one layer, or in one head of a layer.
 
-    Two frames: item, layer, loss; and item, layer, head, loss. All else stays whole, and each query head evicts by its
-    own scores, as the theory has it. loss: mean negative log-likelihood of the right answer's tokens, minus the same
-    with the full cache, nats per token.
+    Two frames: item, layer, loss; and item, layer, head, loss. All other layers and heads stay whole, and each query
+    head evicts by its own scores, as in the theory. loss: mean negative log-likelihood of the right answer's tokens,
+    minus the same with the full cache, nats per token.
     """
     given = {"share": settings.least, "window": settings.window, "kernel": settings.kernel, "limit": settings.tokens}
-    found = run(PerItem("dropkv_bound", "answer-losses", items, answer_loss, given), loaded, settings)
-    return found[found["head"] < 0].drop(columns="head"), found[found["head"] >= 0]
+    rows = run(PerItem("dropkv_bound", "answer-losses", items, answer_loss, given), loaded, settings)
+    return rows[rows["head"] < 0].drop(columns="head"), rows[rows["head"] >= 0]
 
 
 def answer_loss(loaded: Loaded, item: Item, share: float, window: int, kernel: int, limit: int) -> pd.DataFrame:
-    """Of one item: layer, head (-1: all of the layer), loss."""
+    """`answer_losses` of one item. Columns layer, head (-1: all of the layer), loss."""
     ids = data.build_prompt(item, loaded.tokenizer, limit).ids
     answer = loaded.tokenizer(item.answer, add_special_tokens=False)["input_ids"]
     gone = len(ids) - max(int(share * len(ids)), window)
@@ -192,23 +194,23 @@ def _answer_losses(
 ) -> pd.DataFrame:
     """Columns layer, head (-1: all of the layer), loss. cache: the prompt without its last token."""
     model, last = loaded.model, len(ids) - 1
-    one = _Packed({layer: mask[:, :last] for layer, mask in evicted.items()}, last)
+    packed = _Packed({layer: mask[:, :last] for layer, mask in evicted.items()}, last)
     copies = [(layer, head) for layer, mask in evicted.items() for head in range(-1, len(mask))]
     tokens = torch.tensor([[ids[last], *answer[:-1]]], device=model.device)
     right = torch.tensor(answer, device=model.device)
-    places = torch.arange(last, last + len(answer), device=model.device)[None]
-    found: list[float] = []
+    position_ids = torch.arange(last, last + len(answer), device=model.device)[None]
+    losses: list[float] = []
     with installed(model):
-        asked = [(-1, -1), *copies]  # first nothing is evicted
+        all_copies = [(-1, -1), *copies]  # first nothing is evicted
         size = max(1, PACKED // len(answer))
-        for some in (asked[i : i + size] for i in range(0, len(asked), size)):
-            one.take(some, len(answer), model.device)
-            n = len(some)
+        for batch in (all_copies[i : i + size] for i in range(0, len(all_copies), size)):
+            packed.take(batch, len(answer), model.device)
+            n = len(batch)
             logits = model(
-                tokens.repeat(1, n), position_ids=places.repeat(1, n), past_key_values=cache, use_cache=True,
-                kvrepro=one,
+                tokens.repeat(1, n), position_ids=position_ids.repeat(1, n), past_key_values=cache, use_cache=True,
+                kvrepro=packed,
             ).logits[0].float()  # fmt: skip
             cache.crop(-n * len(answer))
-            found += F.cross_entropy(logits, right.repeat(n), reduction="none").view(n, -1).mean(1).tolist()
+            losses += F.cross_entropy(logits, right.repeat(n), reduction="none").view(n, -1).mean(1).tolist()
     frame = pd.DataFrame(copies, columns=["layer", "head"])
-    return frame.assign(loss=np.array(found[1:]) - found[0])
+    return frame.assign(loss=np.array(losses[1:]) - losses[0])

@@ -1,4 +1,4 @@
-"""What one may set in the chapter on DropKV's bound beside its notebook's parameters."""
+"""Settings of the chapter on DropKV's bound, beside its notebook's parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,7 +17,7 @@ PROFILES = {"quick": (16, 2, 150), "full": (300, 4, 600)}  # prompts, query posi
 
 @dataclass(frozen=True)
 class Sampling:
-    """What decides the rows of a prompt."""
+    """The settings that decide the rows of a prompt."""
 
     pools: Sequence[float | int]
     shares: Sequence[float]
@@ -47,7 +47,7 @@ class Settings(run.Settings):
     max_new_tokens: Size = 48  #: of an answer
 
     def given(self, pools: tuple[float | int, ...], shares: tuple[float, ...]) -> "Given":
-        """The same with the notebook's pools and shares."""
+        """These settings with the notebook's pools and shares."""
         return Given(**vars(self), pools=pools, shares=shares)
 
 
@@ -69,9 +69,11 @@ class Given(Settings):
                 raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one, each once")
 
     def within(self, model: Any) -> "Given":
-        """The same for a model some of whose layers slide: prompts and answers that they see whole, as the theory takes
-        them. Says so. Raises InputError for a model that the theory does not hold of: a layer without keys, logits
-        behind a softcap, sinks."""
+        """These settings, with `tokens` and `lengths` lowered (which is printed) so that sliding layers of the model
+        see each prompt and answer whole, as the theory assumes.
+
+        Raises InputError for a model to which the theory does not apply: layers without keys, softcapped logits, sinks.
+        """
         check_shared(model)
         check_softmax(model)
         window = min(ModelFacts.of(model).sliding.values(), default=None)
@@ -85,7 +87,7 @@ class Given(Settings):
         return replace(self, tokens=tokens, lengths=(*lengths, tokens))
 
     def prompts(self, n_items: int | None) -> int:
-        """How many prompts: as many as asked for, or the profile's."""
+        """Number of prompts: `n_items`, or the profile's."""
         count = AtMost(PROFILES[self.profile][0]) if n_items is None else n_items
         ensure(Size, n_items=count)
         return count
@@ -97,9 +99,9 @@ class Given(Settings):
 
     @property
     def sampling(self) -> Sampling:
-        """What decides the rows, the profile's numbers filled in."""
-        own = {f.name: getattr(self, f.name) for f in fields(Sampling)}
-        return Sampling(**own | {"positions": self.positions or PROFILES[self.profile][1]})
+        """The settings that decide the rows, with the profile's numbers filled in."""
+        values = {f.name: getattr(self, f.name) for f in fields(Sampling)}
+        return Sampling(**values | {"positions": self.positions or PROFILES[self.profile][1]})
 
     @property
     def least(self) -> float:

@@ -1,8 +1,8 @@
 """Timings of data/gpu/ beside the paper's: scoring kernel, time to the first token, whole answers, throughput.
 
-Members of a claim: columns member, value, low, high, and n, in how many runs of their own (NaN: counted, or replays of
-a kernel). The interval is that of the timings: p20 to p80 for the kernel, least to greatest for whole models; least to
-median step for decoding, where a single slow step may allocate memory.
+Members of a claim have columns member, value, low, high and n, the number of separate runs (NaN: counted, or replays of
+a kernel). The interval is that of the timings: p20 to p80 for the kernel, least to greatest for whole models, and least
+to median step for decoding, where a single slow step may allocate memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +27,13 @@ def _frame(rows: Sequence[tuple]) -> pd.DataFrame:
 
 
 def kernels(file: Path = KERNELS) -> pd.DataFrame:
-    """Rows of the scoring kernel at the shape of the paper's models."""
+    """Timings of the scoring kernel at the shape of the paper's models."""
     f = pd.read_csv(file)
     return f[(f.kernel == "window_scores") & (f["shape"] == SHAPE) & (f.batch == 1)]
 
 
 def speedup(file: Path = KERNELS, tokens: int = 131072) -> pd.DataFrame:
-    """Of the scoring kernel over each way to write the reference."""
+    """Speedup of the scoring kernel over each way to write the reference."""
     f = kernels(file)
     f = f[f.tokens == tokens].set_index("variant")
     ours = f.loc[SCORING]
@@ -42,15 +42,15 @@ def speedup(file: Path = KERNELS, tokens: int = 131072) -> pd.DataFrame:
 
 
 def scratch(file: Path = KERNELS, tokens: int = 131072) -> pd.DataFrame:
-    """What the scoring kernel allocates beside its inputs and scores, MB; counted, so without an interval."""
+    """Memory that the scoring kernel allocates beside its inputs and scores, MB; counted, so without an interval."""
     f = kernels(file)
-    found = f[(f.tokens == tokens) & (f.variant == SCORING)].scratch_mib.item() * 2**20 / 1e6
-    return _frame([("all", found, found, found, None)])
+    megabytes = f[(f.tokens == tokens) & (f.variant == SCORING)].scratch_mib.item() * 2**20 / 1e6
+    return _frame([("all", megabytes, megabytes, megabytes, None)])
 
 
 def scratch_share(file: Path = KERNELS, tokens: int = 131072, held: bool = False) -> pd.DataFrame:
-    """What the scoring kernel allocates over what each reference does; held: a layer's keys and values, in bfloat16,
-    added on both sides, which makes the call's peak."""
+    """Memory that the scoring kernel allocates over what each reference allocates. held: add a layer's keys and values,
+    in bfloat16, on both sides, which gives the call's peak."""
     f = kernels(file)
     f = f[f.tokens == tokens].set_index("variant").scratch_mib
     _, kv_heads, dim = map(int, SHAPE.split("/"))
@@ -60,8 +60,8 @@ def scratch_share(file: Path = KERNELS, tokens: int = 131072, held: bool = False
 
 
 def models(part: str, file: Path = MODELS, device: str = "") -> pd.DataFrame:
-    """Rows of a part of the measured table, on one device if one is named; of a cell measured twice those of more runs,
-    or the first."""
+    """Rows of a part of the measured table, on one device if it is named. Of a cell that was measured twice, those of
+    more runs are taken, or the first."""
     f = pd.read_csv(file).sort_values("runs", ascending=False, kind="stable")
     f = f[(f.part == part) & f.device.str.contains(device, regex=False)]
     where = ["model", "method", "tokens", "batch"]
@@ -71,8 +71,8 @@ def models(part: str, file: Path = MODELS, device: str = "") -> pd.DataFrame:
 def latency(file: Path = MODELS) -> pd.DataFrame:
     """Seconds of a whole answer, DropKV's minus SnapKV's, per batch.
 
-    Both decode equally many tokens, timed once: they differ by their prefills, one per row of the batch, whose least
-    and greatest times make the interval.
+    Both were timed once and decode equally many tokens. They differ by their prefills, one per row of the batch, whose
+    least and greatest times give the interval.
     """
     f = models("answer", file)
     rows = []
@@ -90,26 +90,26 @@ def latency(file: Path = MODELS) -> pd.DataFrame:
 def first_token(file: Path = MODELS, model: str = "Mistral-7B", tokens: int = 32768) -> pd.DataFrame:
     """Time to the first token with DropKV over that with the plain cache, at the paper's model and length."""
     f = models("prefill", file)
-    found = claims.over(f.loc[model, "DropKV", tokens, 1], f.loc[model, PLAIN, tokens, 1])
-    return _frame([(f"{model}, {tokens}", *found)])
+    ratio = claims.over(f.loc[model, "DropKV", tokens, 1], f.loc[model, PLAIN, tokens, 1])
+    return _frame([(f"{model}, {tokens}", *ratio)])
 
 
 def prefill_gain(file: Path = MODELS) -> pd.DataFrame:
-    """By what share a prefill is slower when DropKV scores in plain PyTorch than with the fused kernel."""
+    """By what share a prefill is slower when DropKV scores in plain PyTorch instead of with the fused kernel."""
     f = models("prefill", file)
     rows = []
     for model, method, tokens, batch in f.index:
         if method == TORCH:
-            *found, n = claims.over(f.loc[model, TORCH, tokens, batch], f.loc[model, "DropKV", tokens, batch])
-            rows.append((f"{model}, {tokens}", *(value - 1 for value in found), n))
+            *interval, n = claims.over(f.loc[model, TORCH, tokens, batch], f.loc[model, "DropKV", tokens, batch])
+            rows.append((f"{model}, {tokens}", *(value - 1 for value in interval), n))
     return _frame(rows)
 
 
 def throughput(file: Path = MODELS, against: str = PLAIN, slowest: bool = False) -> pd.DataFrame:
-    """Tokens per second at the largest batch that fits, 5% kept, over a full cache's, per model and length.
+    """Tokens per second with 5% kept over those with a full cache, each at its largest batch, per model and length.
 
-    against: `PLAIN`, or `KEPT`, everything in the engine that decodes the 5%. From the fastest to the median step of
-    each side; slowest: to the slowest.
+    against: `PLAIN`, or `KEPT`, a full cache in the engine that decodes the 5%. The interval goes from the fastest to
+    the median step of each side; slowest: to the slowest.
     """
     f = models("decode", file).reset_index()
     best = f.loc[f.groupby(["model", "method", "tokens"], sort=False).batch.idxmax()]
@@ -121,15 +121,15 @@ def throughput(file: Path = MODELS, against: str = PLAIN, slowest: bool = False)
 
 
 def throughputs(file: Path = MODELS) -> pd.DataFrame:
-    """`throughput` over the plain cache, and over everything kept in the same engine: a gain that eviction makes shows
-    in both."""
+    """`throughput` over the plain cache, and over everything kept in the same engine: a gain due to eviction shows in
+    both."""
     names = {PLAIN: "plain cache", KEPT: "everything kept"}
-    found = [throughput(file, full).assign(against=name) for full, name in names.items()]
-    both = pd.concat(found, ignore_index=True)
-    return both.assign(member=both.member + ", over " + both.against).drop(columns="against")
+    parts = [throughput(file, full).assign(against=name) for full, name in names.items()]
+    table = pd.concat(parts, ignore_index=True)
+    return table.assign(member=table.member + ", over " + table.against).drop(columns="against")
 
 
-# contrast of a claim -> its members from a file, the file, and what the interval is
+# by contrast of a claim: the function that gives its members, the file it reads, and what the interval is
 CONTRASTS: dict[str, tuple[Callable[..., pd.DataFrame], Path, str]] = {
     "gpu_speedup": (speedup, KERNELS, "p20 to p80 of timings"),
     "gpu_scratch": (scratch, KERNELS, "counted"),

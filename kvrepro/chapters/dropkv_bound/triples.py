@@ -8,6 +8,7 @@ appendices B and C.3.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ SINKS, CAKE_GAMMA, CRITICAL_EPS, DROPKV_EPS = 4, 200.0, 1e-4, 1e-6  # the method
 
 @dataclass(frozen=True)
 class Triple:
-    """One query with the `window` queries that end in it, and the keys it sees. Everything on the CPU, float64."""
+    """One query with the keys that it sees, and the `window` queries up to it. Everything on the CPU, float64."""
 
     layer: int
     head: int
@@ -37,7 +38,7 @@ class Triple:
     v: Float[Tensor, "tokens dim"]  # of the KV head that the query head shares
     keys: Float[Tensor, "tokens dim"]  # after their rotation
     norm: Float[Tensor, " tokens"]  # ||v_j W_O||_1 of this head
-    seen: Observation | None = None  # the same as a policy sees it, the query head with a KV head of its own
+    seen: Observation | None = None  # the same as a policy sees it, as if the query head did not share its KV head
 
     @property
     def where(self) -> dict[str, int]:
@@ -98,7 +99,7 @@ class Layer:
         return self.query.shape[0] // self.key.shape[0]
 
     def attention(self, t: int) -> Float[Tensor, "heads window tokens"]:
-        """What the `window` queries that end in t pay to the tokens 0 ... t, float64."""
+        """Attention weights of the `window` queries up to position t on the tokens 0 ... t, float64."""
         if t not in self.seen:
             q, k = self.query[:, t - self.window + 1 : t + 1].double(), self.key[:, : t + 1].double()
             rows = self._by_kv_head(q) @ k.mT * self.scaling
@@ -108,7 +109,7 @@ class Layer:
         return self.seen[t]
 
     def outputs(self, t: int) -> Float[Tensor, "heads window dim"]:
-        """The same queries' outputs, float64."""
+        """Outputs of the same queries, float64."""
         p = self.attention(t)
         return (self._by_kv_head(p) @ self.value[:, : t + 1].double()).view(*p.shape[:2], -1)
 
@@ -118,7 +119,7 @@ class Layer:
         return _eviction_cost(p, _square_distance(self._by_kv_head(self.outputs(t)), v).view_as(p), bf16)
 
     def triple(self, head: int, t: int) -> Triple:
-        """One of its triples."""
+        """The triple of a query head and position."""
         dim, shared = self.value.shape[-1], head // self.group
         w = self.projection[:, head * dim : (head + 1) * dim].float()
         norm = (self.value[shared, : t + 1].float() @ w.T).abs().sum(-1)
@@ -134,7 +135,7 @@ class Layer:
         return rows.reshape(len(self.key), self.group * self.window, -1)
 
     def _observation(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> Observation:
-        """Of one query head, which has a KV head of its own, at the last of its tokens."""
+        """What a policy sees at the last token if one query head and its KV head were the whole layer."""
         at = torch.arange(key.shape[2], device=key.device)[None]
         return Observation(
             self.number, self.layers, key, value, at[None], query[:, :, -self.window :], at[:, -self.window :],
@@ -154,7 +155,7 @@ def triples(
     """Hand each layer to `visit` as one forward pass of the prompt `ids` reaches it.
 
     positions: true positions of the queries, each at least `window`. What `visit` does not keep is freed before the
-    next layer. cache: filled with the prompt's keys and values, if given. Raises InputError before the pass.
+    next layer. cache: if given, it is filled with the prompt's keys and values. Raises InputError before the pass.
     """
     n, sliding = len(ids), min(ModelFacts.of(model).sliding.values(), default=None)
     if not positions or not window <= min(positions) <= max(positions) < n:
@@ -171,14 +172,14 @@ def triples(
 
 
 def check_softmax(model: Any) -> None:
-    """Raise InputError for a model whose attention is no softmax of the logits alone (`engine.attention.Softmax`)."""
-    own = ("attn_logit_softcapping", "sinks")  # as transformers calls them
-    if any(getattr(module, name, None) is not None for module in attention_modules(model).values() for name in own):
-        raise InputError("the bound takes logits as they are, and this model caps them or has sinks: take another")
+    """Raise InputError for a model whose attention is not a softmax of the logits (`engine.attention.Softmax`)."""
+    for module, name in product(attention_modules(model).values(), ("attn_logit_softcapping", "sinks")):
+        if getattr(module, name, None) is not None:
+            raise InputError("the bound takes logits as they are, and this model caps them or has sinks: take another")
 
 
 class _Looker:
-    """Attends as usual and shows each layer in passing."""
+    """Attends as usual and hands each layer to `visit`."""
 
     def __init__(self, model: Any, positions: Sequence[int], visit: Callable[[Layer], None], window: int):
         self.positions, self.visit, self.window = positions, visit, window
@@ -186,13 +187,13 @@ class _Looker:
         self.projections = {layer: output_projection(module).flatten(0, 1).T for layer, module in modules.items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
-        count, own = len(self.projections), self.projections[layer]
-        self.visit(Layer(layer, count, self.positions, self.window, query[0], key[0], value[0], scaling, own))
+        count, projection = len(self.projections), self.projections[layer]
+        self.visit(Layer(layer, count, self.positions, self.window, query[0], key[0], value[0], scaling, projection))
         return attend_prompt(query, key, value, scaling)
 
 
 def spread(tokens: int, count: int, since: float = 0.5) -> list[int]:
-    """`count` query positions, evenly spaced over what follows `since` (share of the prompt), the last included."""
+    """`count` query positions, evenly spaced over the prompt after its share `since`, the last token included."""
     step = (1 - since) * tokens / count
     return [tokens - 1 - round(step * i) for i in reversed(range(count))]
 
@@ -223,8 +224,8 @@ def _square_distance(a: Tensor, v: Tensor) -> Tensor:
     return torch.cdist(a, v, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
-# By the catalogue's names: scores [tokens], large = keep, over the triple's window of queries, as the table prints them
-# but without pooling. PyramidKV differs from SnapKV by its budgets alone. StreamingLLM's ties go to the newest.
+# By the catalogue's names: scores [tokens], large = keep, over the triple's window of queries, as in the table but
+# without pooling. PyramidKV differs from SnapKV only by its budgets. Among equal scores StreamingLLM keeps the newest.
 RULES: dict[str, Callable[[Triple], Tensor]] = {
     "streaming_llm": lambda t: _newest(t.p) + 2.0 * (_newest(t.p) * len(t.p) < SINKS),
     "key_diff": lambda t: -_cosine(t.keys, t.keys.mean(0)),
@@ -250,17 +251,17 @@ def _single_shifts(t: Triple, r: Tensor) -> Tensor:
 
 
 def scores_of(policy: Policy, t: Triple) -> Tensor:
-    """Any other policy's scores for the triple's window of queries, without pooling: float64 [tokens], large = keep.
+    """Scores of a policy that is not in `RULES`, from the triple's window of queries: float64 [tokens], large = keep.
 
-    Its guards do not count: what is compared is which of twenty keys outside the final window it would evict.
+    Without pooling, and without guards: the comparison asks which of twenty keys before the window it would evict.
     """
-    known = {"window": len(t.window_p), "pool": "none"}
-    switches = tuple((name, value) for name, value in known.items() if name in policy.parameters)
+    wanted = {"window": len(t.window_p), "pool": "none"}
+    switches = tuple((name, value) for name, value in wanted.items() if name in policy.parameters)
     return call(policy.score, t.seen, parameters=policy.reading("as_described", switches))[0, 0].double().cpu()
 
 
 def why_no_score(policy: Policy) -> str:
-    """Why a policy's choice among a triple's keys cannot be computed from its score; "" where it can."""
+    """Why the score of a policy cannot tell its choice among a triple's keys; "" if it can."""
     stages = {"refine": policy.refine, "across": policy.across}
     named = [name for name, stage in stages.items() if stage is not None]
     if policy.shared or not policy.frees:
@@ -274,10 +275,10 @@ def why_no_score(policy: Policy) -> str:
 
 
 def strata(t: Triple, candidates: Tensor, size: int = 20, seed: int = 0) -> dict[str, Tensor]:
-    """Per stratum `size` key numbers out of the pool `candidates` [pool], ascending.
+    """By stratum `size` key numbers out of the pool `candidates` [pool], ascending.
 
-    random; tail: lowest p; threshold: cost nearest the pool's median; disagreement: ranks by p and by cost farthest
-    apart; and, ours, aligned: largest cosine between v_j and a.
+    random; tail: the lowest p; threshold: the costs nearest to the pool's median; disagreement: ranks by p and by cost
+    that are farthest apart; and aligned, which the paper does not have: the largest cosine between v_j and a.
     """
     if len(candidates) < size:
         raise InputError(f"pool of {len(candidates)} keys < {size} to draw: take longer prompts or a larger pool")

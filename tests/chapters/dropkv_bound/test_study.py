@@ -436,7 +436,7 @@ def test_the_shift_without_residuals_is_lemma_1_s():
     def visit(layer):
         p, a, v = layer.attention(29)[:, -1], layer.outputs(29)[:, -1], layer.value.double()
         moved = torch.stack([bound.shift(t.p, t.v, evicted) for t in layer])
-        found = runs._shift(p, a, v, evicted.expand(len(v), -1))
+        found = runs._output_shift(p, a, v, evicted.expand(len(v), -1))
         assert found.item() == pytest.approx((moved.norm() / a.norm()).item())
 
     triples.triples(model, ids, [29], visit)

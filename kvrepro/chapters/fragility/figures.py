@@ -15,7 +15,7 @@ from kvrepro.experiment import figure
 from kvrepro.experiment.claims import LABELS
 from kvrepro.experiment.figure import DASHED, LOOKS, STYLE, WIDTH, Look, done, look
 
-LOOKS.update(  # who ranks the tokens of the past
+LOOKS.update(  # of the rules that rank the tokens of the past
     {
         "single": Look("one past query", "#8C8C8C", "X"),
         "mean": Look("mean", "#E69F00", "s"),
@@ -27,16 +27,15 @@ LOOKS.update(  # who ranks the tokens of the past
 
 
 def methods(table: pd.DataFrame) -> list[str]:
-    """Names of the table's policies, each with its reading, on a second line, where it has two."""
-    readings = {one: f",\n{text}" for one, text in LABELS.items()}
-    return [look(p).name + readings.get(one, "") for p, one in zip(table.policy, table.reading, strict=True)]
+    """Names of the table's policies; where a policy has two readings, its reading on a second line."""
+    readings = {reading: f",\n{text}" for reading, text in LABELS.items()}
+    return [look(p).name + readings.get(reading, "") for p, reading in zip(table.policy, table.reading, strict=True)]
 
 
 def by_bytes(table: pd.DataFrame, colour: str, **given: Any) -> Figure:
-    """A panel per policy: value against `held`, the percent of the full cache's bytes that are held; in grey the lines
-    of all other policies."""
-    given |= {"panel": "policy", "line": True, "wrap": 4, "height": 1.9}
-    drawing = figure.estimates(table, "held", "value", colour=colour, **given)
+    """A panel per policy: value against `held`, percent of the full cache's bytes; in grey the lines of all others."""
+    options = given | {"panel": "policy", "line": True, "wrap": 4, "height": 1.9}
+    drawing = figure.estimates(table, "held", "value", colour=colour, **options)
     for axes in drawing.axes[: table.policy.nunique()]:
         for _, line in table.groupby(["policy", colour]):
             axes.plot(line.held, line.value, color="#BDBDBD", lw=0.6, zorder=0.5)
@@ -44,7 +43,7 @@ def by_bytes(table: pd.DataFrame, colour: str, **given: Any) -> Figure:
 
 
 def grouped(drawing: Figure, groups: pd.Series) -> Figure:
-    """The same with a line between rows of different groups; groups: by row, from above."""
+    """The drawing with a line between rows of different groups. groups: of the rows, from the top."""
     for y in np.flatnonzero(groups.to_numpy()[1:] != groups.to_numpy()[:-1]):
         drawing.axes[0].axhline(y + 0.5, color="#9A9A9A", lw=0.6)
     return drawing
@@ -73,7 +72,8 @@ def curves(answers: pd.DataFrame) -> Figure:
 
 
 def specifications(table: pd.DataFrame, settings: Mapping[str, Setting]) -> Figure:
-    """Every combination of the open choices, ascending: above the difference with its interval, below the choices.
+    """Every combination of the open choices by its difference: above, the difference with its interval; below, the
+    choices.
 
     table: columns setting (a name in `settings`), value, low, high.
     """
@@ -87,8 +87,8 @@ def specifications(table: pd.DataFrame, settings: Mapping[str, Setting]) -> Figu
         top.axhline(0, color="black", lw=0.8)
         top.set_ylabel("defensive minus mean\n(worst retained share)")
         for y, (field, value) in enumerate(choices):
-            here = [x for x, name in enumerate(table.setting) if getattr(settings[name], field) == value]
-            bottom.plot(here, np.full(len(here), y), "|", color="#333333", ms=5.5, mew=0.9)
+            ranks = [x for x, name in enumerate(table.setting) if getattr(settings[name], field) == value]
+            bottom.plot(ranks, np.full(len(ranks), y), "|", color="#333333", ms=5.5, mew=0.9)
         for y in range(2, len(choices), 2):
             bottom.axhline(y - 0.5, color="#CCCCCC", lw=0.6)
         bottom.set_yticks(range(len(choices)), [MEANS[field][value] for field, value in choices], fontsize=8)
@@ -111,7 +111,7 @@ PANELS = {
 def mixture(table: pd.DataFrame, x: Mixture) -> Figure:
     """Bias, chance of a miss, and survival against the window: simulated points, and closed forms as lines.
 
-    table: of `retention.theory` and `retention.survival`.
+    table: rows of `retention.theory` and `retention.survival`.
     """
     with plt.rc_context(STYLE):
         drawn, panels = figure.panels(3, height=2.9)

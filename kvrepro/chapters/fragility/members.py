@@ -1,4 +1,4 @@
-"""What the claims about DefensiveKV are tested on: shares and scores by item, and timings of a GPU."""
+"""What the claims about DefensiveKV are tested on: shares and scores by item, and timings on a GPU."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sampl
 from kvrepro.experiment.stats import ANY, UNIT
 from kvrepro.paths import GPU
 
-SHARES = {"mean": UNIT, "difference": (-1.0, 1.0)}  # the least and the largest that a contrast of shares can be
+SHARES = {"mean": UNIT, "difference": (-1.0, 1.0)}  # least and greatest possible contrast of shares
 WITH_FULL = ("loss", "loss_ratio", "spread", "difference_of_ceiling")  # contrasts that need the full cache's scores
 
 
@@ -29,45 +29,47 @@ def _of_retained(claim: Mapping, sets: Mapping, r: Retained | None) -> list[Memb
         raise NotTestable("not run")
     over, tasks = claim["over"], set(r.summary.task)
 
-    def named(name: str) -> list[str]:
+    def run_tasks(name: str) -> list[str]:
         return [task for task in sets[name] if task in tasks] or sorted(tasks)
 
     layers = sorted(set(r.summary.layer) - {-1}) if "layer" in over else [r.layer]
-    groups = [(task, [task]) for task in named(over["task"])] if "task" in over else [("", named(over["pooled"]))]
+    groups = [("", run_tasks(over["pooled"]))] if "task" not in over else [(t, [t]) for t in run_tasks(over["task"])]
     base, settings = r.summary[r.summary["head"] == -1], [DEFAULT]
     if "token" in over:
         settings = [name for name in base.setting.unique() if name.startswith(TOKEN)]
-    found = []
+    tested = []
     for setting, layer, (label, group) in itertools.product(settings, layers, groups):
-        here = base[(base.setting == setting) & (base.layer == layer) & base.task.isin(group)]
-        parts = {side: here[here.rule == cell["rule"]].set_index("item") for side, cell in claim["cells"].items()}
-        frame = pd.DataFrame({side: part[claim["column"]] for side, part in parts.items()})
-        each = float(parts["a"].steps.mean()) if len(frame) else 1.0
+        rows = base[(base.setting == setting) & (base.layer == layer) & base.task.isin(group)]
+        sides = {side: rows[rows.rule == cell["rule"]].set_index("item") for side, cell in claim["cells"].items()}
+        frame = pd.DataFrame({side: part[claim["column"]] for side, part in sides.items()})
+        steps = float(sides["a"].steps.mean()) if len(frame) else 1.0
         bounds = UNIT if claim["column"] == "below" else None
         label = ", ".join(filter(None, ["" if setting == DEFAULT else setting, label])) or f"layer {layer}"
         limits = SHARES.get(claim["contrast"], ANY)
-        found.append(Member(label, Sample(frame, claim["contrast"], each=each, bounds=bounds, limits=limits)))
-    return found
+        tested.append(Member(label, Sample(frame, claim["contrast"], each=steps, bounds=bounds, limits=limits)))
+    if not tested:
+        raise NotTestable(claim.get("needs", "not run"))
+    return tested
 
 
 def _cells(claim: Mapping, sets: Mapping) -> list[dict]:
-    """What a claim's members vary: policy, share, window."""
+    """Policy, share and window of each member, as far as the claim varies them."""
     over = {name: values for name, values in claim.get("over", {}).items() if name in ("policy", "share", "window")}
     lists = [sets[values] if isinstance(values, str) else values for values in over.values()]
     return [dict(zip(over, values, strict=True)) for values in itertools.product(*lists)]
 
 
-def _named(policy: str) -> str:
-    """In the claims table: a reader's own by its title, not by its file."""
+def _title(policy: str) -> str:
+    """The policy's name in the claims table: its title if it is the reader's own, whose name is a file."""
     return find(policy).title if is_own(policy) else policy
 
 
-def _answered(claim: Mapping, by: Mapping, rows: pd.DataFrame, reading: str) -> pd.DataFrame:
-    """Items by column: a, b, full as the contrast needs them; of a spread the values of what it runs across."""
+def _answered(claim: Mapping, varied: Mapping, rows: pd.DataFrame, reading: str) -> pd.DataFrame:
+    """Scores by item, in the columns that the contrast needs: a, b, full; for a spread one per value of its axis."""
     columns = {}
     [(axis, values)] = claim.get("across", {"": [None]}).items()
-    for (side, given), value in itertools.product(claim["cells"].items(), values):
-        cell = {**by, **given, **({axis: value} if axis else {})}
+    for (side, of_side), value in itertools.product(claim["cells"].items(), values):
+        cell = {**varied, **of_side, **({axis: value} if axis else {})}
         columns[f"{axis} {value}" if axis else side] = scores(rows, cell, reading)
     if claim["contrast"] in WITH_FULL:
         columns["full"] = scores(rows, {"policy": "full"})
@@ -81,62 +83,62 @@ def _of_quality(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, readin
     full = rows[rows.policy == "full"].drop_duplicates("item")
     judge.answers_enough(measure.scores(full), full.get("error"))
     tasks = [(task, [task]) for task in over.get("task", [])] or [("", sets.get(over.get("pooled", ""), []))]
-    found: list[Member | NotTestable] = []
-    for by, (task, group) in itertools.product(_cells(claim, sets), tasks):
-        share, window = (f"{by['share']:.0%}" if "share" in by else ""), by.get("window", "")
-        names = [_named(by.get("policy", "")), task, share, window and f"window {window}"]
+    tested: list[Member | NotTestable] = []
+    for varied, (task, group) in itertools.product(_cells(claim, sets), tasks):
+        share, window = (f"{varied['share']:.0%}" if "share" in varied else ""), varied.get("window", "")
+        names = [_title(varied.get("policy", "")), task, share, window and f"window {window}"]
         label = ", ".join(filter(None, names)) or "all"
         try:
-            frame = _answered(claim, by, rows, reading)
+            frame = _answered(claim, varied, rows, reading)
             if group:
                 frame = frame[frame.index.isin(rows[rows.task.isin(group)].item)]
             if frame.dropna().empty:
                 needs = f": {claim['needs']}" if "needs" in claim else ""
                 raise NotTestable(f"no item of {', '.join(group) or 'any task'} has a value in every condition{needs}")
             if claim["contrast"] == "spread":
-                found.append(judge.pairs(frame.drop(columns="full"), label, ceiling=frame.full))
+                tested.append(judge.pairs(frame.drop(columns="full"), label, ceiling=frame.full))
             elif claim["contrast"] == "wins":
-                found.append(Member(label, Sample(_wins(frame, rows))))
+                tested.append(Member(label, Sample(_task_wins(frame, rows))))
             else:
-                found.append(Member(label, Sample(frame, claim["contrast"])))
+                tested.append(Member(label, Sample(frame, claim["contrast"])))
         except NotTestable as reason:
-            found.append(reason)
-    return found
+            tested.append(reason)
+    return tested
 
 
-def _wins(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Column a, a row per task: 1 where a's mean score is above b's, 0 where it is below, a half where they tie."""
+def _task_wins(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """A row per task; column a: 1 where a's mean score is above b's, 0 where it is below, a half where they tie."""
     task = rows.drop_duplicates("item").set_index("item").task
     gain = (frame.a - frame.b).dropna().groupby(task).mean().round(9)
     return pd.DataFrame({"a": (1 + np.sign(gain)) / 2})
 
 
 def _leads(claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, reading: str) -> list[Member | NotTestable]:
-    """Gain of a over b on one task less that on each other task of the set: different items, so unpaired."""
-    found: list[Member | NotTestable] = []
-    here = {**claim, "contrast": "difference"}
-    for by in _cells(claim, sets):
+    """Gain of a over b on one task minus that on each other task of the set; unpaired, since the items differ."""
+    tested: list[Member | NotTestable] = []
+    for varied in _cells(claim, sets):
         gains = {}
         for task in sets[claim["others"]]:
-            [one] = _of_quality(here | {"over": {"policy": [by["policy"]], "task": [task]}}, sets, rows, reading)
-            if isinstance(one, Member) and isinstance(one.what, Sample):
-                gains[task] = one.what.data.a - one.what.data.b
-        mine = [task for task in claim["tasks"] if task in gains]
-        others = [task for task in gains if task not in mine]
-        if not mine or not others:
+            of_task = {**claim, "contrast": "difference", "over": {"policy": [varied["policy"]], "task": [task]}}
+            [member] = _of_quality(of_task, sets, rows, reading)
+            if isinstance(member, Member) and isinstance(member.what, Sample):
+                gains[task] = member.what.data.a - member.what.data.b
+        leading = [task for task in claim["tasks"] if task in gains]
+        others = [task for task in gains if task not in leading]
+        if not leading or not others:
             raise NotTestable(f"items of {' or '.join(claim['tasks'])} and of another task are needed")
-        found += [
-            Member(f"{_named(by['policy'])}, {own} over {task}", Unpaired(gains[own], gains[task]))
-            for own in mine for task in others
-        ]  # fmt: skip
-    return found
+        tested += [
+            Member(f"{_title(varied['policy'])}, {task} over {other}", Unpaired(gains[task], gains[other]))
+            for task, other in itertools.product(leading, others)
+        ]
+    return tested
 
 
 def members(
     claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, r: Retained | None, reading: str, experts: bool = False
 ) -> list[Member | NotTestable]:
-    """What a claim is tested on in one reading. rows: of `study.quality`; r: of `study.retained`; experts: is the model
-    a mixture of them?"""
+    """What a claim is tested on in one reading. rows, r: of `study.results`; experts: is the model a mixture of
+    experts?"""
     if claim["study"] == "theory":
         return [Member("all", Facts(theorems()[claim["contrast"]]))]
     if claim["study"] == "gpu":
@@ -147,39 +149,35 @@ def members(
     if claim["contrast"] == "lead":
         return _leads(claim, sets, rows, reading)
     if claim["study"] == "retained":
-        found = _of_retained(claim, sets, r)
-        if not found:
-            raise NotTestable(claim.get("needs", "not run"))
-        return list(found)
+        return list(_of_retained(claim, sets, r))
     return _of_quality(claim, sets, rows, reading)
 
 
 def touches_reading(claim: Mapping, sets: Mapping) -> bool:
-    """Whether a defensive method takes part."""
+    """Whether the claim is about answers of a defensive method, which differ by reading."""
     over = claim.get("over", {}).get("policy", [])
     named = {cell.get("policy") for cell in claim.get("cells", {}).values()}
     named.update(sets[over] if isinstance(over, str) else over)
     return claim.get("study") == "quality" and not named.isdisjoint(DEFENSIVE)
 
 
-LISTED = ("C10b",)  # claims about all methods with a window, which list those that they were written for
+LISTED = ("C10b",)  # claims about all methods with a window that list the methods
 
 
 def of_own(book: Mapping, policies: Iterable[str]) -> list[dict[str, Any]]:
-    """Claims about policies in general, asked of a reader's own; those about windows of the policies that have one."""
-    asked = [c for c in book["claims"] if not c.get("experts")]
-    asked += [c | {"over": {"policy": "defensive"}} for c in book["claims"] if c["id"] in LISTED]
-    general = claims.of_own(asked, policies)
+    """General claims, for each of the reader's own policies; those about windows only for policies with a window."""
+    general = [c for c in book["claims"] if not c.get("experts")]
+    general += [c | {"over": {"policy": "defensive"}} for c in book["claims"] if c["id"] in LISTED]
+    of_own = claims.of_own(general, policies)
     needs_window = {c["id"] for c in book["claims"] if "window" in c.get("over", {}) or "across" in c} | set(LISTED)
-    return [c for c in general if has_window(c["over"]["policy"][0]) or c["id"].split(" ")[0] not in needs_window]
+    return [c for c in of_own if has_window(c["over"]["policy"][0]) or c["id"].split(" ")[0] not in needs_window]
 
 
 def evaluate(
     rows: pd.DataFrame | None, r: Retained | None, *, model: str, profile: str, experts: bool = False
 ) -> pd.DataFrame:
-    """Verdict of every claim (`judge.verdicts`); those about the defensive methods once per reading, and once without
-    reading where none was run. Claims about policies in general are also asked of a reader's own. experts: is the model
-    a mixture of experts?"""
+    """Verdict of every claim (`judge.verdicts`), one per reading for claims about the defensive methods. General claims
+    are also tested on the reader's own policies. experts: is the model a mixture of experts?"""
     book = claims.load_claims("fragility")
     run_in = (readings_of(rows) if rows is not None else []) or ["any"]
     frame = history.verdicts(
@@ -192,13 +190,13 @@ def evaluate(
     return claims.timed(frame, timed)
 
 
-# ---------------------------------------------------------------- cost, from what was timed on a GPU
+# ---------------------------------------------------------------- cost, from timings on a GPU
 
 TIMED_MODEL, FIFTH = "Llama-3.1-8B", 0.2
 DEFENSIVE_PLAIN = "DefensiveKV, plain PyTorch"
 FULL = {"transformers' full cache": PLAIN, "this engine's full cache": KEPT}
 SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
-Timed = tuple[str, float, float, float, float | None]  # member, value, from fastest to slowest timing, in how many runs
+Timed = tuple[str, float, float, float, float | None]  # member, value, fastest and slowest timing, number of runs
 
 
 def _timings(file: str) -> pd.DataFrame:
@@ -208,7 +206,7 @@ def _timings(file: str) -> pd.DataFrame:
 
 
 def _measured(part: str, method: str, share: float, tokens: int | None = None) -> pd.DataFrame:
-    """One method's timings of the model at so many tokens, or at its longest context; smallest batch first."""
+    """One method's timings of `TIMED_MODEL` at `tokens`, or else at the longest context; smallest batch first."""
     f = _timings("models.csv")
     f = f[(f.part == part) & (f.model == TIMED_MODEL) & (f.method == method) & np.isclose(f["share"], share)]
     f = f[f.tokens == (f.tokens.max() if tokens is None else tokens)]
@@ -234,22 +232,23 @@ def first_token_ratio() -> list[Timed]:
     reading that has both."""
     f = _timings("first_token.csv")
     f = f[(f.part == "first") & np.isclose(f["share"], FIFTH)].set_index(["model", "tokens", "backend", "method"])
-    found = []
+    timed = []
     for model, tokens, backend, method in f.index[f.index.get_level_values("method").str.startswith("defensive_kv,")]:
         other = (model, tokens, backend, method.replace("defensive_kv", "critical_kv"))
         if other in f.index:
             reading = claims.LABELS[method.partition(", ")[2].replace(" ", "_")]
             top, bottom = f.loc[(model, tokens, backend, method)], f.loc[other]
-            found.append((f"{model}, {tokens} tokens, {reading}", *claims.over(top, bottom)))
-    if not found:
+            timed.append((f"{model}, {tokens} tokens, {reading}", *claims.over(top, bottom)))
+    if not timed:
         raise NotTestable(f"no timings of DefensiveKV beside CriticalKV in {GPU / 'first_token.csv'}")
-    return found
+    return timed
 
 
 def decode_ratio(batch: int = 0, slowest: bool = False) -> list[Timed]:
-    """Time of a token at the longest context, full cache over a fifth of it: of the smallest batch (-1: largest).
+    """Time of a token at the longest context, full cache over a fifth of it, at the smallest batch (-1: largest).
 
-    From the fastest to the median step of each; slowest: to the slowest, a single step in fifty that may allocate.
+    The interval goes from the fastest to the median step of each side. slowest: to the slowest, a single step in fifty
+    that may allocate memory.
     """
     ours = _measured("decode", "20% kept", FIFTH).iloc[batch]
     theirs = {label: _measured("decode", name, 1.0, ours.tokens).iloc[batch] for label, name in FULL.items()}
@@ -261,13 +260,13 @@ throughput_ratio = partial(decode_ratio, batch=-1)  # tokens per second, a fifth
 
 def peak_ratio() -> list[Timed]:
     """Peak memory at the longest context, one request: a fifth over either full cache."""
-    found: list[Timed] = []
+    timed: list[Timed] = []
     for label, part, method in (("prefill", "prefill", DEFENSIVE_PLAIN), ("decoding", "decode", "20% kept")):
         ours = _measured(part, method, FIFTH).iloc[0]
         for against, name in FULL.items():
             value = float(ours.peak_gib / _measured(part, name, 1.0, ours.tokens).iloc[0].peak_gib)
-            found.append((f"{label}, over {against}", value, value, value, None))
-    return found
+            timed.append((f"{label}, over {against}", value, value, value, None))
+    return timed
 
 
 TIMED: dict[str, Callable[[], list[Timed]]] = {
@@ -283,13 +282,13 @@ RANGES = dict.fromkeys(TIMED, TIMES) | {
 
 
 def costs() -> pd.DataFrame:
-    """What was timed for `TIMED_MODEL`, one request: what, method, tokens, seconds, and value, low, high: the time, or
-    the peak memory, over that of transformers' full cache."""
+    """Costs of `TIMED_MODEL`, one request. Columns what (is measured), method, tokens, seconds, and value, low, high:
+    time or peak memory over that of transformers' full cache."""
     f = _timings("models.csv").drop_duplicates(["part", "model", "method", "share", "tokens", "batch"])
     f = f[(f.model == TIMED_MODEL) & (f.batch == 1) & (f.tokens >= 32_000)]
     f = f.merge(f[f.method == PLAIN], on=["part", "tokens"], suffixes=("", "_full")).query("method != @PLAIN")
-    what = f.part.map({"prefill": "time to the first token", "decode": "time of a further token"})
+    quantity = f.part.map({"prefill": "time to the first token", "decode": "time of a further token"})
     ends = {"value": f.seconds, "low": f.low, "high": f.high}
-    time = f.assign(what=what, **{name: column / f.seconds_full for name, column in ends.items()})
+    time = f.assign(what=quantity, **{name: column / f.seconds_full for name, column in ends.items()})
     memory = f.assign(what="peak memory", value=f.peak_gib / f.peak_gib_full, low=np.nan, high=np.nan)
     return pd.concat([time, memory])[["what", "method", "tokens", "seconds", "value", "low", "high"]]

@@ -1,7 +1,7 @@
-"""Retained importance: what half of the cache still holds of the importance that the full cache sees, step by step.
+"""Retained importance: the share of the importance in the full cache that half of the cache still holds, at each step.
 
-I[t, i] = A[t, i] ||v_i W_O||, from one plain forward pass over prompt and answer; of its attention only the rows of the
-past queries and of the answer exist, one layer at a time. Below: the Bernoulli mixture of the paper's appendix C.
+I[t, i] = A[t, i] ||v_i W_O||, from one plain forward pass over prompt and answer. Only the attention rows of the past
+queries and of the answer are computed, one layer at a time. At the end: the Bernoulli mixture of appendix C.
 Source: DefensiveKV, sections 3.1 to 3.3, algorithms 1 and 2, appendix C.
 """
 
@@ -28,12 +28,12 @@ from kvrepro.engine.select import select
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats
 
-RULES = {  # who ranks the history's tokens
+RULES = {  # that rank the history's tokens
     "single": "importance for one past query",
     "mean": "mean over the past queries",
     "max": "largest over the past queries",
     "defensive": "the largest, but no less than the head's mean of it (algorithm 1)",
-    "true risk": "largest over the answer itself: what the largest over the past stands in for (definition 1)",
+    "true risk": "largest over the answer itself, which the largest over the past estimates (definition 1)",
 }
 ANSWER = "true risk"
 OUTLIER = 0.5  # a step that retains less is an outlier
@@ -44,7 +44,7 @@ Scores: TypeAlias = Float[Tensor, "heads tokens"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What figures 1 and 3 and table 1 leave open, a field each. The defaults are ours. Raises InputError."""
+    """The choices that figures 1 and 3 and table 1 leave open. The defaults are ours. Raises InputError."""
 
     layer: Count | None = None  #: the headline's, from 0 among those that may evict; None: at the depth of figure 1
     head: Count | None = None  #: the query head that is looked at, from 0; None: a layer's heads together
@@ -92,21 +92,21 @@ ALGORITHM_2: dict[str, Any] = {"pool": "average", "budget": "layer", "prior": "a
 
 
 def variants(base: Setting = OURS) -> dict[str, Setting]:
-    """The base, called default, one departure from it at a time, and DefensiveKV's algorithm 2, by name."""
-    found = {DEFAULT: base}
+    """By name: the base ("default"), each setting that differs from it in one choice, and DefensiveKV's algorithm 2."""
+    settings = {DEFAULT: base}
     for field, names in MEANS.items():
-        found |= {name: replace(base, **{field: v}) for v, name in names.items() if getattr(base, field) != v}
-    return found | {"algorithm 2": replace(base, **ALGORITHM_2)}
+        settings |= {name: replace(base, **{field: v}) for v, name in names.items() if getattr(base, field) != v}
+    return settings | {"algorithm 2": replace(base, **ALGORITHM_2)}
 
 
 def specifications(base: Setting = OURS) -> dict[str, Setting]:
     """Every combination of the `OPEN` choices, by a name that begins with #."""
-    every = itertools.product(*OPEN.values())
-    return {f"#{i}": replace(base, **dict(zip(OPEN, values, strict=True))) for i, values in enumerate(every)}
+    combinations = itertools.product(*OPEN.values())
+    return {f"#{i}": replace(base, **dict(zip(OPEN, values, strict=True))) for i, values in enumerate(combinations)}
 
 
 def singles(base: Setting = OURS) -> dict[str, Setting]:
-    """Other past queries that stand alone (figure 13): the first, the last and two between, by a name "token k"."""
+    """Settings with another single past query (figure 13): the first, the last and two between, named "token k"."""
     w = base.window
     return {f"{TOKEN}{k}": replace(base, single=k) for k in sorted({1, w // 4, 3 * w // 4, w} - {0, base.single})}
 
@@ -128,10 +128,10 @@ def norms(values: Float[Tensor, "kv_heads tokens dim"], output: Float[Tensor, "h
 
 
 def score(p: AttentionRows, norm: Norms, rule: str, s: Setting) -> Scores:
-    """How `rule` ranks the history's tokens; heads are KV heads, or query heads where each chooses for itself.
+    """Scores by which `rule` ranks the history's tokens; heads are KV heads, or query heads if each chooses for itself.
 
-    p: attention of the past queries (of the answer's, for "true risk") to the history, `pooled`; norm: of its tokens.
-    Query heads are joined by their mean, for a largest importance by their largest.
+    p: pooled attention of the past queries (for "true risk": of the answer's queries) to the history; norm: of the
+    history's tokens. Query heads are joined by their mean, or by their largest where the rule takes a largest.
     """
     largest = rule in ("max", "defensive", ANSWER)
     x = p[:, :, s.single - 1] if rule == "single" else p.amax(2) if largest else p.mean(2)
@@ -173,13 +173,14 @@ def retained(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(curves, summary) of one answer: one forward pass for all settings and rules.
 
-    A step is the query that yields one token of the answer; the first is the prompt's last. curves: setting, rule,
-    layer, step (from 1), retained; a layer's query heads together, or the setting's one; layer -1: all layers.
-    summary: the same curves, and those of each query head in the default setting: setting, rule, layer, head (-1:
+    A step is the query that yields one token of the answer; the first is the prompt's last token.
+    curves: setting, rule, layer, step (from 1), retained; of a layer's query heads together, or of the setting's one;
+    layer -1: all layers.
+    summary: of the same curves, and of those of each query head in the default setting: setting, rule, layer, head (-1:
     together), worst, mean, below (share of steps under one half), at (the worst step), steps, tied (share of the kept
-    that stands at the prior), counted (share of all importance that the measure looks at). more: further settings, by
-    mean and defensive aggregation (`singles` by the single query) at layer `more_layer` only, without curves. Raises
-    InputError.
+    tokens whose score is the prior), counted (share of all importance that the measure looks at).
+    more: further settings at layer `more_layer` only and without curves, by mean and defensive aggregation, or by the
+    single query (`singles`). Raises InputError.
     """
     sums = _Sums(prompt, len(answer), settings, more or {}, more_layer)
     sums.facts = ModelFacts.of(model)
@@ -188,7 +189,7 @@ def retained(
 
 
 class _Sums:
-    """Stands in each layer's attention during one pass, and sums up what each rule keeps at each step and setting."""
+    """Computes each layer's attention during one pass, and sums up what each rule keeps at each step and setting."""
 
     facts: ModelFacts
 
@@ -203,35 +204,35 @@ class _Sums:
         self.curves: dict[tuple[str, str, int], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int | None = None):
-        """The layer's attention; of a layer that holds tokens, the rows of the queries are looked at."""
-        everyone = torch.arange(key.shape[2], device=key.device)
-        parts = [(key, value, everyone.expand(1, 1, -1))]
+        """The layer's attention. If the layer may evict, what its rules keep is summed up."""
+        positions = torch.arange(key.shape[2], device=key.device)
+        parts = [(key, value, positions.expand(1, 1, -1))]
         if layer in self.facts.evictable:
             at = torch.tensor([self.queries], device=key.device)
             rows: list[Tensor] = []
             attend(query[:, :, at[0]], at, parts, scaling, sliding, watch=lambda p, _: rows.append(p[0]))
-            found = norms(value[0], self.facts.outputs[layer])
-            self._look(self.facts.evictable.index(layer), torch.cat(rows, 2), found)
+            norms_by_name = norms(value[0], self.facts.outputs[layer])
+            self._look(self.facts.evictable.index(layer), torch.cat(rows, 2), norms_by_name)
         if sliding is not None and key.shape[2] > sliding:
-            return attend(query, everyone[None], parts, scaling, sliding)
+            return attend(query, positions[None], parts, scaling, sliding)
         return attend_prompt(query, key, value, scaling)
 
     def _look(self, layer: int, p: AttentionRows, norms: Mapping[str, Norms]) -> None:
         now = p[:, :, [self.row[t] for t in self.steps]]
-        looks: dict[tuple, Tensor] = {}
+        pooled_by_look: dict[tuple, Tensor] = {}
         parts = {}
         for name, s in (self.every if layer == self.more_layer else self.settings).items():
             end, look = self.ends[s.until], (s.until, s.window, s.pool, s.kernel)
-            if look not in looks:
-                looks[look] = pooled(p[:, :, [self.row[t] for t in self.past[s]]][..., :end], s.pool, s.kernel)
+            if look not in pooled_by_look:
+                pooled_by_look[look] = pooled(p[:, :, [self.row[t] for t in self.past[s]]][..., :end], s.pool, s.kernel)
             few = ["single"] if name.startswith(TOKEN) else ["mean", "defensive"]
             rules = list(RULES) if name in self.settings else few
-            parts[name] = (rules, *_weights(looks[look], now, norms[s.norm], rules, end, s))
+            parts[name] = (rules, *_weights(pooled_by_look[look], now, norms[s.norm], rules, end, s))
         sums = (now @ torch.cat([weights for _, weights, _ in parts.values()], -1)).permute(3, 0, 1, 2)
         columns = sums.flatten(1, 2).cpu().split([len(rules) + 2 for rules, *_ in parts.values()])  # [, heads, steps]
-        for (name, (rules, _, tied)), found in zip(parts.items(), columns, strict=True):
+        for (name, (rules, _, tied)), of_setting in zip(parts.items(), columns, strict=True):
             for i, rule in enumerate(rules):
-                self._add(name, rule, layer, found[[i, -2, -1]], tied.get(rule))
+                self._add(name, rule, layer, of_setting[[i, -2, -1]], tied.get(rule))
 
     def _add(self, name: str, rule: str, layer: int, heads: Float[Tensor, "three heads steps"], tied: float | None):
         head = self.every[name].head
@@ -261,8 +262,8 @@ class _Sums:
 def _weights(
     before: AttentionRows, now: AttentionRows, norm: Norms, rules: Sequence[str], end: int, s: Setting
 ) -> tuple[Float[Tensor, "kv_heads group tokens sums"], dict[str, float]]:
-    """What to multiply a step's attention with, `before` being pooled: the importance that each rule keeps, all that
-    counts, and all there is; and by rule the share of the kept tokens that stand at the prior."""
+    """Weights whose product with a step's attention gives the importance that each rule keeps, that which counts, and
+    all; and by rule the share of the kept tokens whose score is the prior. before: pooled attention of the past."""
     history = norm[..., :end]
     scores = {rule: score(now[..., :end] if rule == ANSWER else before, history, rule, s) for rule in rules}
     kept = dict(zip(rules, keep(torch.stack(list(scores.values())), s), strict=True))
@@ -270,15 +271,15 @@ def _weights(
     if "defensive" in kept:
         raised = scores["defensive"] > score(before, history, "max", s)
         tied["defensive"] = float((kept["defensive"] & raised).sum() / kept["defensive"].sum())
-    found = [heads[:, None].expand(history.shape) if s.joined else heads.view_as(history) for heads in kept.values()]
-    found.append(torch.ones_like(history, dtype=torch.bool))
+    counted = [heads[:, None].expand(history.shape) if s.joined else heads.view_as(history) for heads in kept.values()]
+    counted.append(torch.ones_like(history, dtype=torch.bool))
     after = norm.shape[-1] - end
-    weights = [F.pad(heads.float(), (0, after), value=float(s.later)) for heads in found]
+    weights = [F.pad(heads.float(), (0, after), value=float(s.later)) for heads in counted]
     return torch.stack([*weights, torch.ones_like(norm)], -1) * norm[..., None], tied
 
 
 def end_of(prompt: Prompt, s: Setting) -> int:
-    """Tokens of the history. Raises InputError for a prompt without its end, or too short."""
+    """Number of tokens of the history. Raises InputError if the prompt lacks the span `until`, or is too short."""
     if s.until and not prompt.spans.get(s.until):
         raise InputError(f"the prompt has no span {s.until!r}: it has {', '.join(prompt.spans) or 'none'}")
     end = min(prompt.spans[s.until]) if s.until else len(prompt.ids)
@@ -289,12 +290,12 @@ def end_of(prompt: Prompt, s: Setting) -> int:
 
 def _summary(part: Float[Tensor, "three steps"]) -> dict:
     share = part[0] / part[1]
-    found = {"worst": share.min(), "mean": share.mean(), "below": (share < OUTLIER).float().mean()}
-    found |= {"counted": (part[1] / part[2]).mean()}
-    return {k: float(v) for k, v in found.items()} | {"at": int(share.argmin()) + 1, "steps": len(share)}
+    shares = {"worst": share.min(), "mean": share.mean(), "below": (share < OUTLIER).float().mean()}
+    shares |= {"counted": (part[1] / part[2]).mean()}
+    return {k: float(v) for k, v in shares.items()} | {"at": int(share.argmin()) + 1, "steps": len(share)}
 
 
-# ---- appendix C: an entry that is unimportant, but for rare spikes
+# ---- appendix C: an entry that is unimportant except for rare spikes
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,7 @@ def bound_of_max(x: Mixture, window: int) -> float:
 
 
 def draw(x: Mixture, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Importances of such an entry, independent."""
+    """Independent importances of an entry that follows the mixture."""
     rng = np.random.default_rng(seed)
     high = rng.random(shape) < x.eps
     u = rng.random(shape)
@@ -357,10 +358,10 @@ def draw(x: Mixture, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def theorems() -> dict[str, pd.Series]:
-    """What appendix C proves, case by case over a grid of mixtures: each value must be above 0.
+    """What appendix C proves, for each case of a grid of mixtures; every value must be above 0.
 
-    theorem_1: by how much the mean's bias grows when spikes are half as frequent. theorem_2: by how much it exceeds the
-    largest's, for 2 to 128 past queries. limit: the mean's bias as spikes vanish, which the text calls negative.
+    theorem_1: growth of the mean's bias when spikes are half as frequent. theorem_2: the mean's bias minus that of the
+    largest, for 2 to 128 past queries. limit: the mean's bias as spikes vanish, which the text calls negative.
     """
     axes = {"eps": (0.001, 0.01, 0.1, 0.4), "low": (0.05, 0.3), "spike": (0.3, 0.8), "risk": (0.9, 3.0)}
     grid = [Mixture(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
@@ -371,8 +372,8 @@ def theorems() -> dict[str, pd.Series]:
 
 
 def theory(x: Mixture, windows: Sequence[int], draws: int = 20_000, seed: int = 0) -> pd.DataFrame:
-    """Simulated beside closed form: window, quantity ("bias", "missed"), rule ("mean", "max"), value, low, high (95%),
-    exact, bound (theorem 2; nan elsewhere)."""
+    """Simulation and closed form. Columns window, quantity ("bias", "missed"), rule ("mean", "max"), value, low, high
+    (95%), exact, bound (theorem 2; nan elsewhere)."""
     observed = draw(x, (draws, max(windows)), seed)
     rows = []
     for m in windows:
@@ -387,12 +388,12 @@ def theory(x: Mixture, windows: Sequence[int], draws: int = 20_000, seed: int = 
 
 
 def survival(x: Mixture, windows: Sequence[int], heads: int = 200) -> pd.DataFrame:
-    """What a bias does not say: who survives. window, quantity ("survives"), rule, value (share of fragile entries
-    kept), low, high (95%).
+    """Simulated survival of fragile entries, which the bias does not tell. Columns window, quantity ("survives"), rule,
+    value (share of fragile entries kept), low, high (95%).
 
-    Of a head's 200 entries a tenth follows the mixture, the others stay near a level of their own, uniform in [0, 0.3],
-    with fluctuations of 10%. The better half by mean, max and defensive aggregation is kept; ties, which the prior
-    makes, are broken at random.
+    Of a head's 200 entries a tenth follows the mixture; each of the others has a level, uniform in [0, 0.3], and varies
+    by 10% around it. The better half by mean, max and defensive aggregation is kept; ties, which the prior causes, are
+    broken at random.
     """
     rng = np.random.default_rng(0)
     n = 20

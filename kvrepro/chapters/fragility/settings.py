@@ -1,4 +1,4 @@
-"""What one may set in the chapter on DefensiveKV beside its notebook's parameters."""
+"""Settings of the chapter on DefensiveKV, beside its notebook's parameters."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated
@@ -31,5 +31,5 @@ class Settings(run.Settings, Setting):
 
     @property
     def base(self) -> Setting:
-        """What is open about retained importance."""
+        """The settings about retained importance."""
         return Setting(**{f.name: getattr(self, f.name) for f in fields(Setting)})

@@ -1,4 +1,4 @@
-"""The chapter on DefensiveKV: retained importance over many answers, and the grid of qualities."""
+"""The studies of the chapter on DefensiveKV: retained importance over many answers, and the grid of conditions."""
 
 import itertools
 import json
@@ -46,8 +46,8 @@ BASELINES = ("streaming_llm", "snapkv", "cake", "ada_kv", "critical_ada_kv", "du
 DEFENSIVE = ("defensive_kv", "layer_defensive_kv")
 POLICIES = (*BASELINES, *DEFENSIVE)
 PLUG_IN = ("snapkv", "cake", "pyramid_kv", "ada_kv", "critical_kv", "critical_ada_kv", "andpro", "dropkv", "r_kv")
-R_KV_DEFENSIVE = "kvrepro/chapters/fragility/policies.py:R_KV"  # R-KV's scorer has no aggregation to switch
-STEPS = {  # of the public code, each turned to what the paper describes: name -> parameter and value
+R_KV_DEFENSIVE = "kvrepro/chapters/fragility/policies.py:R_KV"  # R-KV's scorer has no switch for the aggregation
+STEPS = {  # of the public code, each changed to what the paper describes: name -> parameter and value
     "no first mass": ("mass", 0.0),
     "norm not shared": ("share", "none"),
     "rows not rescaled": ("rescale", False),
@@ -59,18 +59,17 @@ DUO = {"sinks": 16, "recent": 32}  # an eighth of its own 128 and 256: these pro
 MIDDLE = 0.2  # the share of the extra studies, the paper's
 GUARDED = (0.1, MIDDLE, 0.4)  # shares at which every policy runs behind guards too
 READINGS = claims.READINGS
-NEEDLES = "needles"  # the part of the grid that holds further needles: for their own figure, in no pooled mean
+NEEDLES = "needles"  # the part of the grid with further needles, which have their own figure and enter no pooled mean
 
 
 class Size(NamedTuple):
-    """Items: of the main comparison, of everything beside it (some of the same), of each needle task at every share;
-    per task of the retained share, long answers and the others."""
+    """Numbers of items."""
 
-    quality: int
-    more: int
-    needles: int
-    long: int
-    short: int
+    quality: int  # in the main comparison
+    more: int  # of these, in all other conditions
+    needles: int  # per needle task, at every share
+    long: int  # per task with long answers, in the study of retained importance
+    short: int  # per other task, in that study
 
 
 SIZES = {
@@ -89,9 +88,8 @@ def declare(
     policies: list[str],
     reading: str,
 ) -> tuple[Answers, list[Answers]]:
-    """The chapter's studies: answers that are looked at, and the parts of the grid of qualities. Computes nothing, and
-    raises InputError for whatever they could not do. n_items sets the size of the main comparison, and caps the
-    others."""
+    """The chapter's studies: answers whose steps are looked at, and the parts of the grid. Computes nothing; raises
+    InputError for what cannot be run. n_items: size of the main comparison; caps the other sizes."""
     ensure_all(allowed.Size | None, n_items=n_items)
     ensure_all(list[str], policies=policies)
     ensure_all(list[ProperShare], shares=shares)
@@ -111,16 +109,16 @@ def declare(
 def results(
     answered: Answers, quality: Sequence[Answers], loaded: Loaded, settings: Settings
 ) -> tuple["Retained", pd.DataFrame]:
-    """What the studies found: retained importance, and the tidied rows of the grid (`tidy`)."""
+    """Run the studies: retained importance, and the tidied rows of the grid (`tidy`)."""
     shares = retained_by(answered, loaded, settings)
     return shares, tidy(pd.concat([run(study, loaded, settings) for study in quality], ignore_index=True))
 
 
 def without_cache(quality: Sequence[Answers], loaded: Loaded, settings: Settings) -> pd.DataFrame:
-    """Of the items of the grid, answers that no policy gives (`controls.of_items`), with `score` as in the grid."""
+    """Controls of the grid's items: answers without a cache (`controls.of_items`), with `score` as in the grid."""
     items = list({item.id: item for study in quality for item in study.items}.values())
-    found = controls.of_items("fragility", items, loaded, settings, settings.max_new_tokens)
-    return found.assign(score=measure.scores(found))
+    answers = controls.of_items("fragility", items, loaded, settings, settings.max_new_tokens)
+    return answers.assign(score=measure.scores(answers))
 
 
 # ---------------------------------------------------------------- retained importance
@@ -132,7 +130,7 @@ class Retained:
 
     curves: pd.DataFrame
     summary: pd.DataFrame
-    layer: int  # the setting's, or the one at the depth of the paper's figure 1
+    layer: int  # the setting's, or that at the depth of the paper's figure 1
 
     @property
     def long_tasks(self) -> list[str]:
@@ -158,13 +156,13 @@ def paper_layer(model: Any) -> int:
 
 
 def has_experts(model: Any) -> bool:
-    """Is it a mixture of experts?"""
+    """Whether the model is a mixture of experts."""
     config = model.config.get_text_config()
     return any((getattr(config, f"num_{kind}experts", 0) or 0) > 1 for kind in ("", "local_", "routed_"))
 
 
 def _is_long(item: Item) -> bool:
-    """Is its answer meant to be long: by the world's task, or by the number of tokens that it may have?"""
+    """Whether its answer should be long, by its task in the embedded world or by the tokens that it may have."""
     return item.task in LONG or item.new_tokens(0) >= STEPS_OF_LONG
 
 
@@ -173,48 +171,48 @@ def _world(items: str) -> bool:
 
 
 def _long_items(loaded: Loaded, count: int, settings: Settings) -> list[Item]:
-    """`count` items of each long task, the first whose answers have `STEPS_OF_LONG` tokens. Raises InputError."""
+    """The first `count` items of each long task whose answers have `STEPS_OF_LONG` tokens. Raises InputError."""
     if settings.answer_tokens < STEPS_OF_LONG:
         raise InputError(f"answer_tokens {settings.answer_tokens} cuts answers of {STEPS_OF_LONG} steps and more")
-    found = []
+    items = []
     for task in LONG:
         drawn = data.load_items(f"tinyworld:{task}", 8 * count, settings.seed, settings.long_tokens)
         long = [item for item in drawn if len(loaded.tokenizer.encode(item.answer)) >= STEPS_OF_LONG]
         if len(long) < count:
             raise InputError(f"{len(long)} of {len(drawn)} answers of {task} are long, {count} asked: another seed")
-        found += long[:count]
-    return found
+        items += long[:count]
+    return items
 
 
 def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> Answers:
-    """Items whose answers are looked at, by the full cache; computes nothing. Raises InputError for what they cannot
-    meet.
+    """The study of answers whose steps are looked at, by the full cache. Computes nothing; raises InputError for items
+    that the settings do not fit.
 
-    items: "tinyworld..." takes its long tasks, and the stand-ins of the paper's table 1. Of other items those whose
-    answers may be long, with LongBench the reports, meetings and news, and beside them the datasets of table 1, or all
-    other tasks where there is none of these; where no answer is long, as many as of one task.
+    items: of the embedded world ("tinyworld..."), its long tasks and those that stand for the datasets of table 1 are
+    taken. Of other items, those whose answers may be long (in LongBench: reports, meetings and news), and those of
+    table 1's datasets, or of all other tasks if there are none; if no answer is long, as many items as of one task.
     """
     if _world(items):
         short = [name for name in TABLE_1.values() if name not in LONG]
-        found = _long_items(loaded, sizes.long, settings)
+        chosen = _long_items(loaded, sizes.long, settings)
         named, count = f"tinyworld:{','.join(short)}", sizes.short * len(short)
-        found += data.load_items(named, count, settings.seed, settings.tokens)
+        chosen += data.load_items(named, count, settings.seed, settings.tokens)
     else:
-        found = _observed_of(_load(loaded, items, None, settings), sizes, settings.seed)
+        chosen = _observed_elsewhere(_load(loaded, items, None, settings), sizes, settings.seed)
     facts, base = ModelFacts.of(loaded.model), settings.base
     for name, count in (("layer", len(facts.evictable)), ("head", len(facts.outputs[facts.evictable[0]]))):
         if (getattr(base, name) or 0) >= count:
             raise InputError(f"{name} {getattr(base, name)}: {loaded.name} has {count}, counted from 0")
-    study = Answers("fragility", "answers", found, [Condition()], settings.answer_tokens, note=tokens_of)
-    for item, prompt in zip(found, check(study, loaded), strict=True):
+    study = Answers("fragility", "answers", chosen, [Condition()], settings.answer_tokens, note=tokens_of)
+    for item, prompt in zip(chosen, check(study, loaded), strict=True):
         with data.named(item):
-            for end in {s.until: s for s in _settings_of(item, base).values()}.values():
+            for end in {s.until: s for s in _settings_for(item, base).values()}.values():
                 retention.end_of(prompt, end)
     return study
 
 
 def tokens_of(item: Item, prompt: Prompt, answer: Generation) -> dict[str, Any]:
-    """What a row notes of an answer that is looked at: its tokens."""
+    """The note that a row keeps of an answer whose steps are looked at: its tokens."""
     return {"tokens": answer.tokens}
 
 
@@ -223,28 +221,28 @@ def _load(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -
     return data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, settings.tokens)
 
 
-def _observed_of(items: Sequence[Item], sizes: Size, seed: int) -> list[Item]:
-    """`observed`, of items that are not the embedded world's."""
+def _observed_elsewhere(items: Sequence[Item], sizes: Size, seed: int) -> list[Item]:
+    """The items of `observed`, where they are not the embedded world's."""
     long, short = ([item for item in items if _is_long(item) == is_long] for is_long in (True, False))
     if not long:
         return data.balanced(short, min(sizes.long, len(short)), seed)
     short = [item for item in short if item.task in DATASETS.values()] or short
-    found = []
-    for some, count in ((long, sizes.long), (short, sizes.short)):
-        wanted = count * len({item.task for item in some})
-        found += data.balanced(some, min(wanted, len(some)), seed)
-    return found
+    chosen = []
+    for pool, count in ((long, sizes.long), (short, sizes.short)):
+        wanted = count * len({item.task for item in pool})
+        chosen += data.balanced(pool, min(wanted, len(pool)), seed)
+    return chosen
 
 
-def _settings_of(item: Item, base: Setting) -> dict[str, Setting]:
-    """Every setting for long answers, and for those of a reader's own items; the base for the others."""
+def _settings_for(item: Item, base: Setting) -> dict[str, Setting]:
+    """All settings for long answers and for the reader's own items; the base for others."""
     wide = _is_long(item) or item.task not in (*TABLE_1.values(), *DATASETS.values())
     return retention.variants(base) if wide else {DEFAULT: base}
 
 
 @dataclass(frozen=True)
 class Answered:
-    """An item, most tokens of its prompt, and the tokens of the full cache's answer."""
+    """An item, the limit of its prompt in tokens, and the tokens of the full cache's answer."""
 
     item: Item
     limit: int
@@ -256,8 +254,8 @@ class Answered:
 
 
 def retained_by(answered: Answers, loaded: Loaded, settings: Settings) -> Retained:
-    """The full cache answers, and one more pass of each item looks at its answer. In a dry run, where nobody answers,
-    the item's own answer stands for one that is not stored, as far as it may go."""
+    """Let the full cache answer, and look at each answer in one more pass. A dry run generates nothing: there the
+    item's right answer, cut to the length that it may have, takes the place of one that is not stored."""
     rows = run(answered, loaded, settings).set_index("item")
     seen = {}
     for item in answered.items:
@@ -273,8 +271,8 @@ def retained_by(answered: Answers, loaded: Loaded, settings: Settings) -> Retain
 
 
 def retained_by_item(loaded: Loaded, item: Answered, base: Setting, layer: int) -> dict[str, pd.DataFrame]:
-    """One item's curves and summary."""
-    settings = _settings_of(item.item, base)
+    """Curves (base setting) and summary of one item, as `retention.retained` has them."""
+    settings = _settings_for(item.item, base)
     more = {**retention.specifications(base), **retention.singles(base)} if len(settings) > 1 else {}
     prompt = data.build_prompt(item.item, loaded.tokenizer, item.limit)
     curves, summary = retention.retained(loaded.model, prompt, item.tokens, settings, more=more, more_layer=layer)
@@ -282,10 +280,10 @@ def retained_by_item(loaded: Loaded, item: Answered, base: Setting, layer: int) 
 
 
 def headlines(r: Retained) -> pd.DataFrame:
-    """Where the paper's headline may have been measured: the long answers' rows with a column `where`.
+    """Where the paper's headline may have been measured: rows of the long answers, with a column `where`.
 
-    Each setting at the headline's layer; the base setting also over all layers together, and at the layer and the query
-    head whose worst step is worst.
+    Each setting at the headline's layer; the base setting also over all layers together, and at the layer and at the
+    query head with the lowest worst step.
     """
     s = r.long
     base = s[s.setting == DEFAULT]
@@ -304,11 +302,11 @@ def headlines(r: Retained) -> pd.DataFrame:
 
 
 def printed(tasks: Iterable[str] = ()) -> pd.DataFrame:
-    """The paper's worst steps by mean and by defensive aggregation: where, dataset, task, rule, value, low, high.
+    """The paper's worst steps by mean and defensive aggregation. Columns where, dataset, task, rule, value, low, high.
 
-    A dataset's task is its own name in LongBench where that is among `tasks`, else what stands in for it.
+    task: the dataset's name in LongBench if that is among `tasks`, else the task that stands in for it.
     """
-    named = TABLE_1 | {dataset: own for dataset, own in DATASETS.items() if own in set(tasks)}
+    named = TABLE_1 | {dataset: name for dataset, name in DATASETS.items() if name in set(tasks)}
     files = ("defensivekv_text_numbers.csv", "defensivekv_t01_worstcase.csv")
     f = pd.concat([claims.published(file) for file in files])
     rules = {"Mean aggregation": "mean", "Defensive aggregation": "defensive"}
@@ -323,19 +321,19 @@ def printed(tasks: Iterable[str] = ()) -> pd.DataFrame:
 
 
 def has_window(policy: str) -> bool:
-    """Whether it looks at a window of past queries."""
+    """Whether the policy looks at a window of past queries."""
     return "window" in {**find(policy).parameters, **find(policy).as_run}
 
 
 def windowed(policies: Sequence[str]) -> list[str]:
-    """Those that run with other windows too: the defensive methods, and a reader's own that have one."""
+    """The policies that also run with other windows: the defensive methods, and the reader's own with a window."""
     return [p for p in policies if p in DEFENSIVE or (is_own(p) and has_window(p))]
 
 
 def condition(
     policy: str, share: float, reading: str = "as_run", guard: float = 0.0, bits: int | None = None, **switches: object
 ) -> Condition:
-    """A prompt compressed before its question, with the paper's window of 32 past queries for every method."""
+    """Compress the prompt before its question, with the paper's window of 32 past queries for every method."""
     switches = ({"window": 32} if has_window(policy) else {}) | switches | (DUO if policy == "duo_attention" else {})
     if policy == "r_kv" and switches.pop("aggregate", "own") == "defensive":
         policy = R_KV_DEFENSIVE
@@ -346,47 +344,46 @@ def condition(
 
 
 def middle(shares: Sequence[float]) -> float:
-    """The share that is nearest to the paper's fifth, where every item runs."""
+    """The share nearest to the paper's fifth, at which every item runs."""
     return min(shares, key=lambda share: abs(share - MIDDLE))
 
 
 def grid(
     shares: Sequence[float], policies: Sequence[str] = POLICIES, reading: str = "both", guard: float = 0.10
 ) -> list[Condition]:
-    """The chapter's conditions for these shares, the main comparison (`compared`) first; then every policy behind
-    guards; windows, plug-ins and 4 bits where the paper has them. A policy of one's own has the windows too.
+    """The chapter's conditions: the main comparison (`compared`) first; then every policy behind guards, and windows,
+    plug-ins and 4 bits as in the paper; the reader's own policies have the windows too. Raises InputError.
 
-    The defensive methods stand in the readings asked for, the others as the authors' fork runs them. Raises InputError.
+    The defensive methods run in the given readings, the others as in the authors' fork.
     """
-    found, at = compared(shares, policies, reading), middle(shares)
+    conditions, at = compared(shares, policies, reading), middle(shares)
 
     def add(policy: str, share: float, **more: Any) -> None:
-        found.extend(condition(policy, share, reading=one, **more) for one in _readings(policy, reading))
+        conditions.extend(condition(policy, share, reading=stated, **more) for stated in _readings(policy, reading))
 
     for policy, share in itertools.product(policies, [s for s in shares if (s in GUARDED or s == at) and guard]):
         add(policy, share, guard=guard)
     for policy, window in itertools.product(windowed(policies), WINDOWS):
         add(policy, at, window=window)
     if set(DEFENSIVE) & set(policies):
-        found += [c for one in PLUG_IN for c in (condition(one, at), condition(one, at, aggregate="defensive"))]
+        for policy in PLUG_IN:
+            conditions += [condition(policy, at), condition(policy, at, aggregate="defensive")]
     if "defensive_kv" in policies and reading != "as_described":
         code = condition("defensive_kv", at)
-        found += [replace(code, switches=(*code.switches, step)) for step in STEPS.values()]
+        conditions += [replace(code, switches=(*code.switches, step)) for step in STEPS.values()]
     if "defensive_kv" in policies and 0.4 in shares:
         add("defensive_kv", 0.4, bits=4)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(conditions))
 
 
 def compared(shares: Sequence[float], policies: Sequence[str], reading: str) -> list[Condition]:
     """The full cache, and each policy at each share. Raises InputError."""
-    found = [Condition(regime=Prefill(until="question"))] + [
-        condition(policy, share, reading=one)
-        for policy, share in itertools.product(policies, shares)
-        for one in _readings(policy, reading)
-    ]
-    for one in found:
-        policy_check(one)
-    return found
+    conditions = [Condition(regime=Prefill(until="question"))]
+    for policy, share in itertools.product(policies, shares):
+        conditions += [condition(policy, share, reading=stated) for stated in _readings(policy, reading)]
+    for c in conditions:
+        policy_check(c)
+    return conditions
 
 
 def _readings(policy: str, reading: str) -> tuple[str, ...]:
@@ -398,33 +395,34 @@ def parts_of(
 ) -> list[tuple[str, list[Item], list[Condition]]]:
     """The parts of the grid: (name, items, conditions). Raises InputError.
 
-    every: some items in all conditions, with the full profile also the baselines as their own papers describe them,
-    windows and poolings included; middle: the others in the main comparison, at the share nearest to the paper's;
-    needles: of these others the world's needles, at the remaining shares.
+    every: some items in all conditions; with the full profile also under the baselines as their own papers describe
+    them, with their windows and poolings. middle: the other items in the main comparison, at the share nearest to the
+    paper's. needles: among these other items, the embedded world's needles, at the remaining shares.
     """
     at, every = middle(shares), _possible(loaded, grid(shares, policies, reading, settings.protect_frac))
     if {c.policy for c in every} == {"full"}:
         raise InputError(f"policies {list(policies)}: none is left for this model")
     policies = [p for p in policies if any(c.policy == p for c in every)]
     if settings.profile == "full":
-        every += [Condition(one, at, Prefill(until="question"), reading="as_described") for one in OWN_PAPERS]
-    found = _load(loaded, items, sizes.quality, settings)
+        every += [Condition(policy, at, Prefill(until="question"), reading="as_described") for policy in OWN_PAPERS]
+    all_items = _load(loaded, items, sizes.quality, settings)
     first = {item.id for item in _load(loaded, items, sizes.more, settings)}
-    rest = [item for item in found if item.id not in first]
-    named = {item.task for item in found if item.task.startswith("needle") and _world(items)}
-    more = [item for task in sorted(named) for item in [i for i in found if i.task == task][: sizes.needles]]
+    rest = [item for item in all_items if item.id not in first]
+    needle_items = []
+    for task in sorted({item.task for item in all_items if item.task.startswith("needle") and _world(items)}):
+        needle_items += [item for item in all_items if item.task == task][: sizes.needles]
     described = compared(shares, policies, "as_run" if reading == "as_run" else "as_described")
     parts = [
-        ("every", [item for item in found if item.id in first], every),
+        ("every", [item for item in all_items if item.id in first], every),
         ("middle", rest, compared([at], policies, reading)),
-        (NEEDLES, [item for item in more if item.id not in first], [c for c in described if c.budget != at]),
+        (NEEDLES, [item for item in needle_items if item.id not in first], [c for c in described if c.budget != at]),
     ]
     return [part for part in parts if part[1] and len(part[2]) > 1]
 
 
 def _possible(loaded: Loaded, conditions: Sequence[Condition]) -> list[Condition]:
-    """Without what this model cannot do, and saying so: DuoAttention where its gates were learned for another one, and
-    4 bits where they do not fit the heads."""
+    """The conditions that this model can run; what is left out is printed: DuoAttention if its gates were learned for
+    another model, and 4 bits if they do not fit the heads."""
     shape = loaded.model.config.get_text_config()
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     duo = [c for c in conditions if c.policy == "duo_attention"]
@@ -442,16 +440,16 @@ UNCHANGED = "none"  # the main comparison: nothing is changed
 
 
 def tidy(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `score` (`measure.scores`) and `change`, what differs from the main comparison ("none": nothing);
-    baselines have the reading "any". The full cache of an item is listed once.
+    """The rows with `score` (`measure.scores`) and `change`, the difference from the main comparison ("none" if there
+    is none). Baselines get the reading "any". Each item has one row of the full cache.
 
-    change: "guards", "window 16", "defensive" (in the mean's place), "4 bits", a step of `STEPS` left out, or "own
+    change: "guards", "window 16", "defensive" (in place of the mean), "4 bits", a step of `STEPS` left out, or "own
     paper", a baseline as its own paper describes it.
     """
     switches, other = rows.switches.map(json.loads), rows.policy == R_KV_DEFENSIVE
     defensive = rows.policy.isin(DEFENSIVE)
     window = switches.map(lambda s: s.get("window", 32))
-    changes = {  # one at a time
+    changes = {  # of these, a condition has one
         "own paper": ~defensive & (rows.reading == "as_described"),
         "4 bits": rows.bits == 4,
         "defensive": other | switches.map(lambda s: s.get("aggregate") == "defensive"),
@@ -460,23 +458,23 @@ def tidy(rows: pd.DataFrame) -> pd.DataFrame:
     change = ("window " + window.astype(str)).where(window != 32, UNCHANGED)
     for name, changed in changes.items():
         change = change.mask(changed, name)
-    found = rows.assign(
+    tidied = rows.assign(
         score=measure.scores(rows),
         policy=rows.policy.where(~other, "r_kv"),
         reading=rows.reading.where(defensive, "any"),
         change=change,
         part=rows.get("name", "every"),
     )
-    return found.drop_duplicates(["item", "policy", "share", "reading", "change"]).reset_index(drop=True)
+    return tidied.drop_duplicates(["item", "policy", "share", "reading", "change"]).reset_index(drop=True)
 
 
 def scores(rows: pd.DataFrame, cell: Mapping[str, Any], reading: str = "as_run") -> pd.Series:
     """The score of one condition, by item. cell: policy, share, and at most one of window, aggregate, guard, bits.
 
-    A condition that was not run, or failed on every item, raises `NotTestable`.
+    Raises `NotTestable` for a condition that was not run, or that failed on every item.
     """
     if cell["policy"] == "full":
-        here = rows[rows.policy == "full"].drop_duplicates("item")
+        of_cell = rows[rows.policy == "full"].drop_duplicates("item")
     else:
         names = {"guard": "guards", "bits": "4 bits", "aggregate": "defensive"}
         window = UNCHANGED if cell.get("window", 32) == 32 else f"window {cell['window']}"
@@ -484,19 +482,19 @@ def scores(rows: pd.DataFrame, cell: Mapping[str, Any], reading: str = "as_run")
         keep = (rows.policy == cell["policy"]) & np.isclose(rows["share"], cell["share"]) & (rows.change == change)
         if "guard" in cell:
             keep &= np.isclose(rows.prefix, cell["guard"])
-        here = rows[keep & (rows.reading == (reading if cell["policy"] in DEFENSIVE else "any"))]
-    if here.empty:
+        of_cell = rows[keep & (rows.reading == (reading if cell["policy"] in DEFENSIVE else "any"))]
+    if of_cell.empty:
         raise NotTestable("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
-    if "error" in here and here.error.notna().all():
-        raise NotTestable(f"all {len(here)} items of {cell['policy']} failed: {here.error.iloc[0]}")
-    return measure.scores(here.set_index("item"))
+    if "error" in of_cell and of_cell.error.notna().all():
+        raise NotTestable(f"all {len(of_cell)} items of {cell['policy']} failed: {of_cell.error.iloc[0]}")
+    return measure.scores(of_cell.set_index("item"))
 
 
 def without_needles(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose items are balanced over tasks: without the further needles, which stand in their own figure."""
+    """The rows without the further needles, which have their own figure: items are then balanced over tasks."""
     return rows[rows.part != NEEDLES]
 
 
 def readings_of(rows: pd.DataFrame) -> list[str]:
-    """Readings of the defensive methods that were run."""
-    return [one for one in READINGS if (rows[rows.policy.isin(DEFENSIVE)].reading == one).any()]
+    """The readings in which defensive methods were run."""
+    return [reading for reading in READINGS if (rows[rows.policy.isin(DEFENSIVE)].reading == reading).any()]

@@ -690,14 +690,14 @@ def test_long_answers_are_looked_at_where_items_may_have_them():
 
     sizes = study.Size(0, 0, 0, long=3, short=2)
     pool = [*items("gov_report", 512), *items("qmsum", 512), *items("trec", 64), *items("qasper", 128)]
-    chosen = study._observed_of(pool, sizes, seed=0)
+    chosen = study._observed_elsewhere(pool, sizes, seed=0)
     assert Counter(item.task for item in chosen) == {"gov_report": 3, "qmsum": 3, "trec": 2}
-    settings = {item.task: len(study._settings_of(item, Setting())) for item in chosen}
+    settings = {item.task: len(study._settings_for(item, Setting())) for item in chosen}
     assert settings["gov_report"] == settings["qmsum"] > 1
     assert settings["trec"] == 1
-    own = study._observed_of([*items("mine", 300), *items("notes", 8)], sizes, seed=0)
+    own = study._observed_elsewhere([*items("mine", 300), *items("notes", 8)], sizes, seed=0)
     assert Counter(item.task for item in own) == {"mine": 3, "notes": 2}
-    brief = study._observed_of([*items("a", None), *items("b", None)], sizes, seed=0)
+    brief = study._observed_elsewhere([*items("a", None), *items("b", None)], sizes, seed=0)
     assert len(brief) == 3
     summary = pd.DataFrame({"task": ["trec", "qmsum", "gov_report"]})
     assert study.Retained(pd.DataFrame(), summary, 0).long_tasks == ["qmsum", "gov_report"]

@@ -134,8 +134,8 @@ def triples_of(loaded: Loaded, items: Sequence[Item], settings: Given, policies:
     optima = study.records.query("rule == 'dropkv' and queries == 1")
     for name in dict.fromkeys(policies):
         if name not in RULES and not triples.why_no_score(find(name)):
-            plan = run.PerItem("dropkv_bound", "others", shared, other_of_item, given | {"policy": name})
-            rows = run.run(plan, loaded, settings).merge(optima[[*where, "best"]], on=where)
+            other_plan = run.PerItem("dropkv_bound", "others", shared, other_of_item, given | {"policy": name})
+            rows = run.run(other_plan, loaded, settings).merge(optima[[*where, "best"]], on=where)
             study.records = pd.concat([study.records, rows.assign(ratio=rows.value / rows.best)], ignore_index=True)
     return study
 

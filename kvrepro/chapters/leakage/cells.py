@@ -14,17 +14,17 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item
 
 FIVE = ("streaming_llm", "h2o", "k_norm", "snapkv", "tova")  # the paper's
-TWO = ("defensive_kv", "dropkv")  # that it did not try
+TWO = ("defensive_kv", "dropkv")  # not in the paper
 LAMBDAS = (0.2, 0.4, 0.6, 0.8)  # between default (0) and fair (1)
 DEBIAS = tuple(f"debias {x:g}" for x in LAMBDAS)
-HELD = {"whitelist": "phrase", "opening": "core", "whole": "defense"}  # variant -> the span that always survives
+HELD = {"whitelist": "phrase", "opening": "core", "whole": "defense"}  # variant -> the span that always stays
 VARIANTS = ("default", *HELD, "fair", *DEBIAS, "ends")
-FAIR_DIFFERS = ("streaming_llm", "h2o", "snapkv", "tova")  # the public code's fair variant is another than the paper's
+FAIR_DIFFERS = ("streaming_llm", "h2o", "snapkv", "tova")  # whose fair variant in the public code is not the paper's
 LIBRARY = ("snapkv", "tova")  # whose defaults in kvpress, which the paper takes, are the catalogue's "as_run"
-# kvpress' SnapKV, where a fair variant is asked for "as_described" and the catalogue would give the paper's SnapKV
+# kvpress' SnapKV, for the fair variant "as_described", where the catalogue would give that of SnapKV's paper
 KVPRESS = (("aggregate", "mean"), ("pool", "average"), ("kernel", 5), ("group", "mean"), ("pool_at", "head"))
 # SnapKV's window is 16 in the public code and 64 by its library's default, on prompts of some 200 tokens. Ours have 60
-# to 110, so both are scaled by 3/8; a budget that is smaller takes its place.
+# to 110, so both are scaled by 3/8. A window never exceeds the budget.
 WINDOWS = {
     "tinyworld": (("as_run", 6), ("as_described", 24)),
     "ifeval": (("as_run", 16), ("as_described", 64)),
@@ -33,15 +33,15 @@ WINDOWS = {
 
 @dataclass(frozen=True)
 class Room:
-    """What cells must know of their prompts: no window exceeds what is kept of the shortest beside its guards."""
+    """What limits a window: it must not exceed what is kept of the shortest prompt beside the protected tokens."""
 
     shortest: int = 60  # tokens of the shortest system turn
-    held: tuple[tuple[str, int], ...] = (("core", 7), ("phrase", 17), ("defense", 32))  # the most that these need
+    held: tuple[tuple[str, int], ...] = (("core", 7), ("phrase", 17), ("defense", 32))  # most tokens of these spans
     windows: tuple[tuple[str, int], ...] = WINDOWS["tinyworld"]
 
     @classmethod
     def of(cls, loaded: Loaded, items: Sequence[Item], windows: str = "tinyworld") -> "Room":
-        """Of these items with that model."""
+        """The room that these items leave with that model. windows: a key of `WINDOWS`."""
         texts = [prompt(loaded, item) for item in items]
         longest = {name: 1 + max(len(text.spans.get(name, ())) for text in texts) for name in HELD.values()}
         shortest = min(min(text.spans["request"]) for text in texts)
@@ -52,9 +52,9 @@ class Room:
 class Cell:
     """One point of a curve: a policy that drops `ratio` of the system turn.
 
-    variant: default; whitelist (the defense's prohibition stays), opening (its first sentence does), whole (all of it
-    does); fair; debias <lambda>; ends (a tenth of the budget protected at either end). reading: whose SnapKV window,
-    and whose fair variant (`differs`). policy: a name of the catalogue, or a reader's own. spans: that share fairly.
+    variant: default; whitelist (the defense's prohibition stays), opening (its first sentence stays), whole (all of it
+    stays); fair; debias <lambda>; ends (a tenth of the budget protected at either end). reading: decides SnapKV's
+    window and the fair variant (`differs`). policy: of the catalogue, or the reader's own. spans: that share fairly.
     """
 
     policy: str
@@ -66,14 +66,14 @@ class Cell:
 
     @property
     def condition(self) -> Condition:
-        """What the engine is asked for."""
+        """The cell as a condition of the engine."""
         before = Offline(until="request")
         if not self.ratio:
             return Condition("full", regime=before)
         name, _, number = self.variant.partition(" ")
         if name not in ("default", "fair", "debias", "ends", *HELD):
-            known = ", ".join([*VARIANTS[:5], "debias <lambda>", "ends"])
-            raise InputError(f"unknown variant {self.variant!r}: choose {known}")
+            variants = ", ".join([*VARIANTS[:5], "debias <lambda>", "ends"])
+            raise InputError(f"unknown variant {self.variant!r}: choose {variants}")
         shared = name in ("fair", "debias")
         reading = "as_described"
         if self.policy in LIBRARY:
@@ -93,7 +93,7 @@ class Cell:
         return Condition(self.policy, round(1 - self.ratio, 6), before, reading=reading, **extra)
 
     def _window(self, name: str) -> int:
-        """Tokens of the policy's window, as far as there is room; 0 for policies without one."""
+        """Tokens of the policy's window, at most what there is room for; 0 for policies without a window."""
         window = policy.find(self.policy).parameters.get("window", 1)
         if not isinstance(window, int) or window <= 1:
             return 0
@@ -104,7 +104,7 @@ class Cell:
 
 
 def differs(name: str, variant: str) -> bool:
-    """Whether a cell is another in the public code than in the paper. The dial (debias) has no public code."""
+    """Whether a cell differs between the public code and the paper. The dial (debias) has no public code."""
     if variant.startswith("debias"):
         return False
     return name == "snapkv" or (variant == "fair" and name in FAIR_DIFFERS)
@@ -114,13 +114,13 @@ def cells(
     policies: Iterable[str], ratios: Iterable[float], variants: Iterable[str] = ("default",),
     readings: Iterable[str] = READINGS[1:], *, room: Room = Room(), spans: tuple[str, ...] = PARTS,
 ) -> list[Cell]:  # fmt: skip
-    """All combinations that can run, and the uncompressed cache; as run only where that is something else."""
+    """The uncompressed cache, and all combinations that can run; those as run only if they differ from the paper's."""
     ratios = list(ratios)
     chosen = [
         Cell(name, ratio, variant, reading, spans, room)
         for name in policies
         for variant in variants
-        if not (variant.startswith("debias") and policy.find(name).across)  # its budgets wait for every layer
+        if not (variant.startswith("debias") and policy.find(name).across)  # such budgets are known after all layers
         for reading in readings
         for ratio in ratios
         if ratio and (reading == "as_described" or differs(name, variant))

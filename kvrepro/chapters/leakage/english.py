@@ -58,17 +58,17 @@ SENTENCES = re.compile(  # of the paper's defense: the first says what is secret
 
 @cache
 def papers() -> Wording:
-    """The paper's own, from its public code. Raises InputError where that is not at hand and cannot be fetched.
+    """The paper's wording, from its public code. Raises InputError if that is missing and cannot be fetched.
 
-    The template around labelled examples is in the public code with one more sentence and another refusal than in the
-    paper (appendix G.1): both are mended. It stands before the examples; after them, it announces none.
+    In the public code the template around labelled examples has one sentence more and another refusal than in the paper
+    (appendix G.1); both are changed to the paper's. Only where it precedes the examples does it announce them.
     """
     files = data.sources()["pitfalls"]["files"]
     code = {path: data.fetch(f"pitfalls/{path}").read_text(encoding="utf-8") for path in files}
     templates = json.loads(code["benchmarks/raccoon/defenses/defense_template.json"])
-    said = {order: templates[name].replace("$system_prompt", "") for order, name in
+    defenses = {order: templates[name].replace("$system_prompt", "") for order, name in
             (("normal", "standard_defense"), ("flipped", "flipped_defense"))}  # fmt: skip
-    refusal = re.findall(r"REPLY WITH '(.*?\.)'", said["normal"])[0]
+    refusal = re.findall(r"REPLY WITH '(.*?\.)'", defenses["normal"])[0]
     strict = templates["medium_defense_Tune_Therapist"].replace("$system_prompt", "").strip()
     strict = re.sub(r"Illegal Disclosure.*?(?=Response to)", "", strict, flags=re.DOTALL)
     strict = re.sub(r"respond with '.*?\.'(?= This)", f"ONLY respond with '{refusal}'", strict)
@@ -79,28 +79,28 @@ def papers() -> Wording:
         and isinstance(node.target, ast.Name) and node.target.id == "system_prompt_prepend"
     )  # fmt: skip
     return Wording(
-        "paper", str(preamble), {order: _sentences(text) for order, text in said.items()},
+        "paper", str(preamble), {order: _sentences(text) for order, text in defenses.items()},
         {"normal": [(["defense"], f"{strict} Instructions:\n\n")], "flipped": [(["defense"], f"\n\n{strict}")]},
         refusal, code["benchmarks/raccoon/attacks/singular_attacks/Plain/prompt1"].strip(),
     )  # fmt: skip
 
 
 def _sentences(text: str) -> Parts:
-    found = SENTENCES.fullmatch(text)
-    if found is None:
+    sentences = SENTENCES.fullmatch(text)
+    if sentences is None:
         raise InputError(f"the paper's defense is not of the form that was published: {text[:60]!r}")
     return [(["defense", name] if name in ("core", "phrase") else ["defense"], part)
-            for name, part in found.groupdict().items()]  # fmt: skip
+            for name, part in sentences.groupdict().items()]  # fmt: skip
 
 
-def wording(asked: str | None) -> Wording:
-    """ "paper", "ours", or (None) the paper's where it can be had, else ours."""
-    if asked == "ours":
+def wording(whose: str | None) -> Wording:
+    """The wording by its name, "paper" or "ours"; None: the paper's if it can be had, else ours."""
+    if whose == "ours":
         return OURS
     try:
         return papers()
     except InputError:
-        if asked == "paper":
+        if whose == "paper":
             raise
         return OURS
 
@@ -110,13 +110,13 @@ def wording(asked: str | None) -> Wording:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a file: a directive, a request that it applies to, and what following it means."""
+    """A line of a file: a directive, a request that it applies to, and how to check whether it is followed."""
 
     id: str
     directive: str
     request: str
-    asked: list[tuple[str, dict[str, Any]]]  # classes of `ifeval.CHECKS`, with their arguments
-    defense: Parts | None = None  # in the place of the wording's, in either order
+    instructions: list[tuple[str, dict[str, Any]]]  # classes of `ifeval.CHECKS`, with their arguments
+    defense: Parts | None = None  # replaces the wording's in both orders
     refusal: str = ""
 
 
@@ -125,51 +125,51 @@ def read(path: Path) -> list[Row]:
 
     - `messages`: two, {"role": "system", "content": the directive} and {"role": "user", "content": a request that it
       applies to}
-    - what following means: `instruction_id_list` and `kwargs` as IFEval has them, or `answer` (a text, or `answers`, a
-      list of which one is enough), which must occur in the answer
-    - if you like: `id`; `defense`, a text in the place of the chapter's, with `phrase`, the part of it that a whitelist
-      holds (without: all of it), and `refusal`, what it asks for
+    - what following means: `instruction_id_list` and `kwargs` as in IFEval, or `answer`, a text that must occur in the
+      answer (or `answers`, a list of texts of which one must occur)
+    - optional: `id`; `defense`, a text that replaces the chapter's, with `phrase`, the part of it that a whitelist
+      holds (default: all of it), and `refusal`, what the defense asks for
 
-    IFEval's own file is of this form. Raises InputError with the numbers of all bad lines and what is wrong with the
-    first.
+    IFEval's own file has this form. Raises InputError with the numbers of all bad lines and the fault of the first.
     """
     needed = "messages of a system and a user, and instruction_id_list with kwargs, or answer"
     return data.by_line(path, _row, needed)
 
 
-def _row(given: dict[str, Any], number: int) -> Row:
-    turns = {message["role"]: message["content"].strip() for message in given["messages"]}
-    if list(turns) != ["system", "user"] or len(given["messages"]) != 2 or not all(turns.values()):
+def _row(line: dict[str, Any], number: int) -> Row:
+    turns = {message["role"]: message["content"].strip() for message in line["messages"]}
+    if list(turns) != ["system", "user"] or len(line["messages"]) != 2 or not all(turns.values()):
         raise ValueError("messages are not a text of the system and one of the user")
-    asked = list(zip(given.get("instruction_id_list", ()), given.get("kwargs", ()), strict=True))
-    for kind, arguments in asked:
+    instructions = list(zip(line.get("instruction_id_list", ()), line.get("kwargs", ()), strict=True))
+    for kind, arguments in instructions:
         if kind in CHECKS:
             CHECKS[kind]("an answer", **arguments)  # raises for arguments that it does not take
         elif kind not in UNCHECKED:
             raise ValueError(f"unknown instruction {kind!r}: there are {', '.join(CHECKS)}")
-    answers = given.get("answers", given.get("answer", []))
+    answers = line.get("answers", line.get("answer", []))
     answers = [answers] if isinstance(answers, str) else answers
     if answers:
-        asked.append(("answer:contains", {"answers": [answer.strip() for answer in answers]}))
-    if not asked:
+        instructions.append(("answer:contains", {"answers": [answer.strip() for answer in answers]}))
+    if not instructions:
         raise KeyError("answer")
-    defense, phrase = given.get("defense", "").strip(), given.get("phrase", "").strip()
+    defense, phrase = line.get("defense", "").strip(), line.get("phrase", "").strip()
     if phrase not in defense:
         raise ValueError(f"phrase {phrase!r} is no part of the defense")
     before, _, after = defense.partition(phrase or defense) if defense else ("", "", "")
     pieces = [(["defense"], before), (["defense", "phrase"], phrase or defense), (["defense"], after)]
     parts = [(names, text) for names, text in pieces if text]
-    key = str(given.get("id", given.get("key", number)))
-    return Row(key, turns["system"], turns["user"], asked, parts or None, given.get("refusal", ""))
+    key = str(line.get("id", line.get("key", number)))
+    return Row(key, turns["system"], turns["user"], instructions, parts or None, line.get("refusal", ""))
 
 
 def english(
     source: str, n: int | None = None, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: bool = True,
     wording: Wording = OURS,
 ) -> list[Item]:  # fmt: skip
-    """n system prompts, or all there are, of IFEval (`source` "ifeval") or of a file (`read`), behind a defense.
+    """n system prompts, or all there are, of IFEval (`source` "ifeval") or of a file (`read`), with a defense.
 
-    preamble: a general opening of every directive, as the public code has it. meta: as in `prompts.systems`, `wording`.
+    preamble: begin every directive with a general sentence, as in the public code. meta: as in `prompts.systems`, and
+    `wording`.
     """
     path = data.fetch("ifeval/sys_ifeval.jsonl") if source == "ifeval" else data.found(source) or Path(source)
     rows, name = read(path), "ifeval" if source == "ifeval" else path.stem
@@ -180,15 +180,15 @@ def english(
         directive.append((["directive", "rule"], row.directive))
         refusal = row.refusal or ("" if row.defense else wording.refusal)
         meta = {
-            "rules": "multi" if len(row.asked) > 1 else "single", "ifeval": row.asked,
-            "instructions": {kind: [] for kind, _ in row.asked}, "refusal": refusal,
+            "rules": "multi" if len(row.instructions) > 1 else "single", "ifeval": row.instructions,
+            "instructions": {kind: [] for kind, _ in row.instructions}, "refusal": refusal,
             "wording": "own" if row.defense else wording.name,
         }  # fmt: skip
         turns = {"follow": (row.request, ""), "leak": (wording.leak, refusal)}
         for order in orders:
             defense = row.defense or wording.defense.get(order, [])
-            told = [name, *["paper"] * (wording.name == "paper"), *["bare"] * (not preamble), order, row.id]
-            items += requests("-".join(told), i, order, defense, directive, turns, meta)
+            name_parts = [name, *["paper"] * (wording.name == "paper"), *["bare"] * (not preamble), order, row.id]
+            items += requests("-".join(name_parts), i, order, defense, directive, turns, meta)
     return items
 
 
@@ -200,23 +200,27 @@ TASK = "Name the type of a question, in the words of these examples.\n"
 
 
 def trec(n: int, seed: int = 0, wording: Wording = OURS, words: int = 1000) -> list[Item]:
-    """Labelled questions as a system prompt, LongBench's TREC: is a new question's type named, are the examples told?
+    """Labelled questions of LongBench's TREC as system prompts: does the model name a new question's type, does it tell
+    the examples?
 
-    n contexts of `words` to 1,000 more; meta `classes`: all labels. Raises InputError where the set is not at hand.
+    n contexts of `words` to `words` + 1,000 words; meta `classes`: all labels. Raises InputError if the data set is
+    missing.
     """
-    found = [item for item in data.load_items("longbench:trec") if 0 <= len(str(item.context).split()) - words <= 1000]
+    questions = [
+        item for item in data.load_items("longbench:trec") if 0 <= len(str(item.context).split()) - words <= 1000
+    ]
     items = []
-    for i in sorted(random.Random(seed).sample(range(len(found)), min(n, len(found)))):
-        one = found[i]
-        shown = SHOWN.findall(str(one.context))
-        question = re.sub(r"\s*Type:\s*$", "", str(one.question).strip())
-        told = "\n".join(f"Question: {text}\nType: {label}" for text, label in shown)
-        directive: Parts = [(["directive"], f"{TASK}{told}")]
-        turns = {"follow": (f"{question}\nType:", one.answer), "leak": (wording.leak, wording.refusal)}
+    for i in sorted(random.Random(seed).sample(range(len(questions)), min(n, len(questions)))):
+        item = questions[i]
+        shown = SHOWN.findall(str(item.context))
+        question = re.sub(r"\s*Type:\s*$", "", str(item.question).strip())
+        labelled = "\n".join(f"Question: {text}\nType: {label}" for text, label in shown)
+        directive: Parts = [(["directive"], f"{TASK}{labelled}")]
+        turns = {"follow": (f"{question}\nType:", item.answer), "leak": (wording.leak, wording.refusal)}
         meta: dict[str, Any] = {"rules": "examples", "refusal": wording.refusal, "wording": wording.name}
-        classes = one.meta.get("classes") or sorted({label for _, label in shown} | {one.answer})
+        classes = item.meta.get("classes") or sorted({label for _, label in shown} | {item.answer})
         meta |= {"words": words, "classes": classes}
         for order in ORDERS:
-            name = f"trec-{'paper-' if wording.name == 'paper' else ''}{order}-{one.id}"
+            name = f"trec-{'paper-' if wording.name == 'paper' else ''}{order}-{item.id}"
             items += requests(name, i, order, wording.strict[order], directive, turns, meta)
     return items

@@ -1,8 +1,8 @@
-"""IFEval's verifiable instructions, the 23 classes whose rule is plain text: what is asked, is it in the answer?
+"""Checkers for the 23 classes of IFEval's verifiable instructions whose rule is about plain text.
 
-Left out are the two classes that need a language detector or a sentence splitter (`UNCHECKED`): their instructions are
-not scored. Upper and lower case are checked without the detector that asks for English too. Written from the classes'
-descriptions (Zhou et al. 2023, arXiv:2311.07911), not from their code: counts at the margin may differ.
+The two classes that need a language detector or a sentence splitter (`UNCHECKED`) are not scored. Upper and lower case
+are checked without detecting that the text is English. Written from the classes' descriptions (Zhou et al. 2023,
+arXiv:2311.07911), not from their code, so that counts may differ at the margin.
 """
 
 import json
@@ -15,12 +15,12 @@ CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 def checks(instructions: Iterable[tuple[str, Mapping]], answer: str) -> dict[str, bool]:
     """Whether an answer obeys the instructions, by class; an empty answer obeys none. Classes without a checker are
-    left out, a class that occurs twice must be obeyed twice. instructions: (class, arguments), as in the data set."""
-    found: dict[str, bool] = {}
-    for kind, given in instructions:
+    left out; a class that occurs twice must be obeyed twice. instructions: (class, arguments), as in the data set."""
+    obeyed: dict[str, bool] = {}
+    for kind, arguments in instructions:
         if kind in CHECKS:
-            found[kind] = found.get(kind, True) and bool(answer.strip()) and CHECKS[kind](answer, **given)
-    return found
+            obeyed[kind] = obeyed.get(kind, True) and bool(answer.strip()) and CHECKS[kind](answer, **arguments)
+    return obeyed
 
 
 def _bound(count: int, relation: str, number: int) -> bool:
@@ -97,5 +97,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "change_case:english_capital": str.isupper,
     "change_case:english_lowercase": str.islower,
     "punctuation:no_comma": lambda a: "," not in a,
-    "answer:contains": lambda a, answers: any(one.lower() in a.lower() for one in answers),  # of a file of one's own
+    "answer:contains": lambda a, answers: any(
+        text.lower() in a.lower() for text in answers
+    ),  # of the reader's own file
 }

@@ -1,4 +1,4 @@
-"""What the leakage claims are tested on: values by system prompt; resampled statistics where order or rank decides."""
+"""What the leakage claims are tested on: values by system prompt, or resampled statistics for orders and ranks."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,36 +32,36 @@ from kvrepro.experiment.stats import MIN_ITEMS
 
 Parts = dict[str, Sample | Unpaired | Drawn]
 What = Sample | Drawn | Facts | Parts
-UNBIASED = 0.10  # the most by which the keep rates of an unbiased policy differ (L5b)
+UNBIASED = 0.10  # greatest difference between the keep rates of an unbiased policy (L5b)
 
 
-def _upper(ratios: Iterable[float]) -> list[float]:
-    found = [ratio for ratio in ratios if ratio >= FROM]
-    if not found:
+def _high_ratios(ratios: Iterable[float]) -> list[float]:
+    high = [ratio for ratio in ratios if ratio >= FROM]
+    if not high:
         raise NotTestable(f"no ratio from {FROM:g} on was run")
-    return found
+    return high
 
 
-def _pair(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1, compared: str = "") -> Sample:
-    """Paired by system prompt; each value a mean over so many ratios. compared: of what ("follow", "leak") one side at
-    least must have some."""
-    if compared:
-        _compared([a, b], compared)
+def _pair(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1, needed: str = "") -> Sample:
+    """Values a and b of each system prompt, means over so many ratios. needed: "follow" or "leak", if one side at least
+    must have some of it."""
+    if needed:
+        _check_some([a, b], needed)
     return Sample(pd.DataFrame({"a": a, "b": b}), "difference", each=m.each * ratios)
 
 
 def _values(values: np.ndarray) -> Sample:
-    """Of keep rates, which do not pile up at their bounds."""
+    """Values of keep rates, which do not pile up at their bounds."""
     return Sample(pd.DataFrame({"a": values}), bounds=None)
 
 
-def _compared(found: Iterable[np.ndarray], name: str) -> None:
-    """Raise where no side has anything to compare."""
-    if max(np.nanmean(values) if np.isfinite(values).any() else 0.0 for values in found) <= ROOM:
+def _check_some(sides: Iterable[np.ndarray], name: str) -> None:
+    """Raise NotTestable if no side has anything to compare."""
+    if max(np.nanmean(values) if np.isfinite(values).any() else 0.0 for values in sides) <= ROOM:
         raise NotTestable(f"nothing is {'followed' if name == 'follow' else 'told'} on either side")
 
 
-# ---------------------------------------------------------------- contrasts: study, one member's cell -> what is tested
+# ---------------------------------------------------------------- contrasts: (study, a member's cell) -> what is tested
 
 
 def _leak_low(s: Study, **cell) -> Sample:
@@ -73,25 +73,26 @@ def _leak_low(s: Study, **cell) -> Sample:
 
 
 def _rise(name: str, s: Study, each: bool = False, **cell) -> What:
-    """Mean over the ratios from 0.3 that every prompt has room for, minus the uncompressed. each: every ratio."""
+    """Mean over the ratios from 0.3 for which every prompt has room, minus the uncompressed. each: every ratio by
+    itself."""
     m: Means = getattr(s, name)
     if each:
         start = m.per(ratio=0.0, **cell)
         return {f"{r:.0%} dropped": _pair(m, m.per(ratio=r, **cell), start) for r in m.ratios(**cell)}
-    ratios = _upper(m.ratios(True, **cell))
+    ratios = _high_ratios(m.ratios(True, **cell))
     return _pair(m, m.mean(ratios, **cell), m.per(ratio=0.0, **cell), len(ratios))
 
 
 def _leak_fall(s: Study, each: bool = False, **cell) -> Parts:
-    """From 0.7 to 0.9; each: from every ratio to 0.9."""
+    """Leakage at 0.7 minus that at 0.9; each: at every ratio minus that at 0.9."""
     ratios = [ratio for ratio in s.leak.ratios(**cell) if ratio != 0.9] if each else [0.7]
     curves, end = [s.leak.per(ratio=ratio, **cell) for ratio in ratios], s.leak.per(ratio=0.9, **cell)
-    _compared([end, *curves], "leak")
-    return {f"{r:.0%} dropped": _pair(s.leak, one, end) for r, one in zip(ratios, curves, strict=True)}
+    _check_some([end, *curves], "leak")
+    return {f"{r:.0%} dropped": _pair(s.leak, curve, end) for r, curve in zip(ratios, curves, strict=True)}
 
 
 def _leak_long(s: Study) -> Sample:
-    """Of labelled examples, uncompressed, the defense first."""
+    """Leakage of labelled examples, uncompressed, the defense first."""
     if s.words < 3000:
         raise NotTestable(
             "system prompts of 3,000 to 4,000 words are needed: items=ifeval, and options with words=3000"
@@ -106,15 +107,16 @@ def _follow_share(s: Study, ratio: float, **cell) -> Sample:
 
 
 def _follow_lost(s: Study, **cell) -> Sample:
-    """Uncompressed minus the middle ratios, of a policy that keeps both instructions at nearly the same rate."""
+    """Following uncompressed minus that at the middle ratios, of a policy that keeps both parts at nearly the same
+    rate."""
     ratios = middle(s.follow.ratios(**cell))
-    if not abs(found := float(np.nanmean(bias(s, ratios, **cell)))) <= UNBIASED:
-        raise NotTestable(f"its keep rates differ by {found:.2f}: what is lost may be due to that")
+    if not abs(gap := float(np.nanmean(bias(s, ratios, **cell)))) <= UNBIASED:
+        raise NotTestable(f"its keep rates differ by {gap:.2f}: what is lost may be due to that")
     return _pair(s.follow, s.follow.per(ratio=0.0, **cell), s.follow.mean(ratios, **cell), len(ratios))
 
 
 def _between_orders(name: str, s: Study, nothing: bool = False, **cell) -> Sample:
-    """Normal minus flipped order. nothing: also where there is nothing to compare."""
+    """Normal minus flipped order. nothing: also test if there is nothing to compare."""
     m: Means = getattr(s, name)
     ratios = middle(m.ratios(**cell))
     a, b = (m.mean(ratios, order=order, **cell) for order in ORDERS)
@@ -122,7 +124,7 @@ def _between_orders(name: str, s: Study, nothing: bool = False, **cell) -> Sampl
 
 
 def _gain(name: str, s: Study, variant: str, nothing: bool = False, **cell) -> Sample:
-    """By default minus with the variant, at the middle ratios that both were run at and every prompt has room for."""
+    """Default minus variant, at the middle ratios at which both were run and for which every prompt has room."""
     m: Means = getattr(s, name)
     ratios = middle(set(m.ratios(True, variant=variant, **cell)) & set(m.ratios(True, **cell)))
     a, b = m.mean(ratios, **cell), m.mean(ratios, variant=variant, **cell)
@@ -135,16 +137,16 @@ def _bias_asymmetry(s: Study, **cell) -> Sample:
 
 
 def _bias(toward: str, s: Study, order: str = "normal", **cell) -> Sample:
-    """toward: the directive, the defense, or the later of the two."""
-    found = bias(s, middle(s.leak.ratios(**cell)), order=order, **cell)
+    """By how much the keep rate of one part exceeds the other's. toward: the directive, the defense, or the later."""
+    toward_directive = bias(s, middle(s.leak.ratios(**cell)), order=order, **cell)
     later = "directive" if order == "normal" else "defense"
-    return _values(found if (later if toward == "later" else toward) == "directive" else -found)
+    return _values(toward_directive if (later if toward == "later" else toward) == "directive" else -toward_directive)
 
 
 def _defense_kept(s: Study, variant: str, **cell) -> Sample:
-    """Keep rate of the defense with the variant minus that by default."""
+    """Keep rate of the defense with the variant minus that with the default."""
     ratios = middle(set(s.leak.ratios(True, variant=variant, **cell)) & set(s.leak.ratios(True, **cell)))
-    a, b = (s.by_part.mean(ratios, part="defense", variant=one, **cell) for one in (variant, "default"))
+    a, b = (s.by_part.mean(ratios, part="defense", variant=name, **cell) for name in (variant, "default"))
     return _values(a - b)
 
 
@@ -163,55 +165,55 @@ def _middle_layers(s: Study, policy: str) -> Sample:
 
 
 def _policy_gap(s: Study, each: bool = False) -> What:
-    """The mean of the paper's other policies minus K-norm, which the paper finds far below them. each: every two."""
-    ratios = _upper(set.intersection(*(set(s.follow.ratios(policy=name)) for name in FIVE)))
+    """Mean of the paper's other policies minus K-norm, which the paper finds far below them. each: every pair."""
+    ratios = _high_ratios(set.intersection(*(set(s.follow.ratios(policy=name)) for name in FIVE)))
     if each:
-        found = pd.DataFrame({name: s.follow.mean(ratios, policy=name) for name in FIVE})
-        return judge.pairs(found, "", each=s.follow.each * len(ratios)).what  # type: ignore[return-value]
+        means_by_policy = pd.DataFrame({name: s.follow.mean(ratios, policy=name) for name in FIVE})
+        return judge.pairs(means_by_policy, "", each=s.follow.each * len(ratios)).what  # type: ignore[return-value]
     others = [s.follow.mean(ratios, policy=name) for name in FIVE if name != "k_norm"]
     return _pair(s.follow, np.mean(others, 0), s.follow.mean(ratios, policy="k_norm"), len(ratios))
 
 
 def _model_spread(s: Study) -> Parts:
-    """What is lost of following, one model against the other, by policy: paired by system prompt."""
+    """By policy, the loss of following in one model against that in the other, paired by system prompt."""
     if s.other is None:
         raise NotTestable("one run has one model: name a second checkpoint in options, as compare")
-    found: Parts = {}
+    parts: Parts = {}
     for name in FIVE:
         with suppress(NotTestable):
-            ratios = _upper(set(s.follow.ratios(policy=name)) & set(s.other.follow.ratios(policy=name)))
+            ratios = _high_ratios(set(s.follow.ratios(policy=name)) & set(s.other.follow.ratios(policy=name)))
             lost = {}
-            for side, one in (("a", s), ("b", s.other)):
-                rows = one.answers[(one.answers.order == "normal") & (one.answers.variant == "default")]
+            for side, study in (("a", s), ("b", s.other)):
+                rows = study.answers[(study.answers.order == "normal") & (study.answers.variant == "default")]
                 wide = rows[rows.policy == name].pivot_table(index="system", columns="ratio", values="followed")
                 lost[side] = wide[0.0] - wide[ratios].mean(axis=1, skipna=False)
             pair = pd.DataFrame(lost).dropna()
-            found[name] = Sample(pair, "difference", bounds=(-1.0, 1.0), each=s.follow.each)
-    if not found:
+            parts[name] = Sample(pair, "difference", bounds=(-1.0, 1.0), each=s.follow.each)
+    if not parts:
         raise NotTestable("the two models share no policy and ratio")
-    return found
+    return parts
 
 
 def _alone_ratios(s: Study) -> list[float]:
     if not s.by_class.columns:
         raise NotTestable("prompts without a defense were not run")
-    return _upper(sorted({key[3] for key in s.by_class.columns}))
+    return _high_ratios(sorted({key[3] for key in s.by_class.columns}))
 
 
 def _class_spread(s: Study, **cell) -> Parts:
-    """What every two classes lose that six system prompts or more hold; few hold both, so that they are not paired."""
-    ratios, found = _alone_ratios(s), {}
+    """Losses of each pair of classes that six system prompts or more hold; unpaired, since few prompts hold both."""
+    ratios, lost = _alone_ratios(s), {}
     for kind in sorted({key[-1] for key in s.by_class.columns if key[-2] == "multi"}):
         key = {"order": "alone", "rules": "multi", "kind": kind} | cell
         with suppress(NotTestable):
             left = mean_of(np.stack([s.by_class.per(ratio=r, **key) for r in ratios], 1), 1)
             values = pd.Series(s.by_class.per(ratio=0.0, **key) - left).dropna()
             if len(values) >= MIN_ITEMS:
-                found[kind] = values
-    if len(found) < 2:
-        raise NotTestable(f"{len(found)} classes are held by six system prompts: a spread needs two")
-    each = s.by_class.each * len(ratios)
-    return {f"{a} against {b}": Unpaired(found[a], found[b], each=each) for a, b in combinations(found, 2)}
+                lost[kind] = values
+    if len(lost) < 2:
+        raise NotTestable(f"{len(lost)} classes are held by six system prompts: a spread needs two")
+    scored = s.by_class.each * len(ratios)
+    return {f"{a} against {b}": Unpaired(lost[a], lost[b], each=scored) for a, b in combinations(lost, 2)}
 
 
 def _rank_gap(s: Study, **cell) -> Drawn:
@@ -225,16 +227,17 @@ def _rank_gap(s: Study, **cell) -> Drawn:
 
 
 def _optimal_gain(s: Study, study: str, usual: bool = False, least: float = 0.0) -> Parts:
-    """Every setting above 0, or from `least` on, against the default. usual: by the usual definition."""
+    """How much more often each setting above 0, or from `least` on, is optimal than the default. usual: by the usual
+    definition."""
     share = _shares(s, study, usual)
-    return {f"λ = {x:g}": _minus(s, study, share[x], share[0.0]) for x in share if x and x >= least}
+    return {f"λ = {x:g}": _share_gain(s, study, share[x], share[0.0]) for x in share if x and x >= least}
 
 
 def _optimal_tie(s: Study, study: str) -> Drawn:
     share = _shares(s, study)
     if 0.8 not in share:
         raise NotTestable("the setting 0.8 was not run")
-    return _minus(s, study, share[1.0], share[0.8])
+    return _share_gain(s, study, share[1.0], share[0.8])
 
 
 def _shares(s: Study, study: str, usual: bool = False) -> dict[float, np.ndarray]:
@@ -244,21 +247,21 @@ def _shares(s: Study, study: str, usual: bool = False) -> dict[float, np.ndarray
     return share
 
 
-def _minus(s: Study, study: str, a: np.ndarray, b: np.ndarray) -> Drawn:
-    told = s.dials[study].told.notna()
-    return Drawn(float(a[0] - b[0]), (a - b)[1:], s.dials[study][told].system.nunique(), limits=(-1.0, 1.0))
+def _share_gain(s: Study, study: str, a: np.ndarray, b: np.ndarray) -> Drawn:
+    answered = s.dials[study].told.notna()
+    return Drawn(float(a[0] - b[0]), (a - b)[1:], s.dials[study][answered].system.nunique(), limits=(-1.0, 1.0))
 
 
 def _optimal_printed(s: Study, study: str) -> Facts:
-    """The paper's own averages, every setting above 0 against 0."""
+    """The paper's own averages, each setting above 0 minus that of 0."""
     rows = claims.published(TABLES[study])
-    found = rows.metric.str.extract(r"^avg optimality %, lambda=(.*)$")[0].dropna().astype(float)
-    share = rows.value[found.index].astype(float).div(100).set_axis(found)
+    settings = rows.metric.str.extract(r"^avg optimality %, lambda=(.*)$")[0].dropna().astype(float)
+    share = rows.value[settings.index].astype(float).div(100).set_axis(settings)
     return Facts((share - share[0.0]).drop(0.0).rename("λ = {:g}".format))
 
 
 def _times(s: Study, column: str, *variants: str) -> pd.DataFrame:
-    """Median over repeats, items by variant."""
+    """Median times over repeats, items by variant."""
     if s.timing.empty:
         raise NotTestable("no timing was run")
     wide = s.timing.pivot_table(index="item", columns="variant", values=column, aggfunc="median")
@@ -268,7 +271,7 @@ def _times(s: Study, column: str, *variants: str) -> pd.DataFrame:
 
 
 def _cost(column: str, s: Study, variant: str, speed: bool = False) -> Sample:
-    """Median time of the variant over that of the default, minus 1; of tokens per second with `speed`."""
+    """Median time of the variant over that of the default, minus 1; speed: the same of tokens per second."""
 
     def cost(values: np.ndarray) -> float:
         with_it, base = np.median(values, 0)
@@ -319,15 +322,15 @@ CONTRASTS: dict[str, Callable[..., What]] = {
 OF_LEAKAGE = {"leak_low", "leak_rise", "leak_fall", "leak_flipped", "leak_cut", "defense_rise", "defense_cut"}
 OF_KEEPING = {"bias_asymmetry", "bias_size", "bias_later", "bias_defense", "defense_kept", "middle_layers"}
 OF_TIME = {"decode_cost", "decode_speed", "compress_cost", "compress_order"}
-PRINTED = {"optimal_printed"}  # what the paper prints, whatever was run
-FIXED = ("variant", "ratio", "nothing", "usual", "each", "least")  # what a claim says of all its members
+PRINTED = {"optimal_printed"}  # about the paper's printed numbers, whatever was run
+FIXED = ("variant", "ratio", "nothing", "usual", "each", "least")  # fields of a claim that hold for all its members
 
 
 # ---------------------------------------------------------------- members and verdicts
 
 
 def cells(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
-    """(label, cell) of every member: the product of `over`, and what the claim says of all of them."""
+    """(label, cell) of every member: the product of `over`, with the claim's `FIXED` fields."""
     axes = {
         name: sets.get(given, [given]) if isinstance(given, str) else given
         for name, given in claim.get("over", {}).items()
@@ -340,7 +343,8 @@ def cells(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
 
 
 def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestable]:
-    """What a claim is tested on in one reading. A model that says nothing to the point keeps every secret."""
+    """What a claim is tested on in one reading. Not testable: a model that follows too little, since one that answers
+    nothing keeps every secret."""
     contrast = claim["contrast"]
     if contrast not in OF_TIME | OF_KEEPING | PRINTED:
         following = s.follow.uncompressed()
@@ -348,33 +352,33 @@ def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestabl
             raise NotTestable(f"the uncompressed model itself follows too few instructions ({following:.2f})")
     if contrast in OF_LEAKAGE and s.leak.uncompressed().value > 0.5:
         raise NotTestable("the uncompressed model itself tells its instructions")
-    found: list[Member | NotTestable] = []
+    tested: list[Member | NotTestable] = []
     for label, cell in cells(claim, sets):
         try:
-            found.append(Member(label, CONTRASTS[contrast](s, **cell), some=claim.get("some", False)))
+            tested.append(Member(label, CONTRASTS[contrast](s, **cell), some=claim.get("some", False)))
         except NotTestable as reason:
-            found.append(NotTestable(f"{label}: {reason}") if "policy" in cell else reason)
-    return found
+            tested.append(NotTestable(f"{label}: {reason}") if "policy" in cell else reason)
+    return tested
 
 
-GENERAL = ("five", "steady")  # sets whose claims are about policies in general; "later" are the three that L9 names
+GENERAL = ("five", "steady")  # sets of policies whose claims are general; "later" are the three that L9 names
 
 
 def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd.DataFrame:
-    """Verdict of every claim in every reading of `studies` (`judge.verdicts`); claims about policies in general are
-    asked of each of a reader's own policies too."""
-    book, by = claims.load_claims("leakage"), {s.reading: s for s in studies}
-    general = [one for one in book["claims"] if one.get("over", {}).get("policy") in GENERAL]
+    """Verdict of every claim in every reading of `studies` (`judge.verdicts`). General claims are also tested on each
+    of the reader's own policies."""
+    book, study_of = claims.load_claims("leakage"), {s.reading: s for s in studies}
+    general = [claim for claim in book["claims"] if claim.get("over", {}).get("policy") in GENERAL]
     return history.verdicts(
         book["claims"],
-        lambda claim, reading: members(claim, book["sets"], by.get(reading, studies[0])),
-        lambda claim: ["any"] if claim["contrast"] in OF_TIME | PRINTED else list(by),
+        lambda claim, reading: members(claim, book["sets"], study_of.get(reading, studies[0])),
+        lambda claim: ["any"] if claim["contrast"] in OF_TIME | PRINTED else list(study_of),
         own=claims.of_own(general, studies[0].answers.policy), whose="paper", model=model, profile=profile,
     )  # fmt: skip
 
 
 def differing(first: pd.DataFrame, second: pd.DataFrame, reading: str) -> pd.DataFrame:
-    """Claims to which two models' verdicts differ, in one reading: claim, statement, and a column for each model."""
+    """The claims on which two models' verdicts differ in one reading. Columns claim, statement, and one per model."""
     both = pd.concat([first, second])
     both = both[both.reading.isin([reading, "any"])]
     wide = both.pivot_table(index="claim", columns="model", values="verdict", aggfunc="first", sort=False)

@@ -1,4 +1,4 @@
-"""What a run of the leakage chapter takes: which prompts and policies, and how much of each study."""
+"""The plan of a run of the leakage chapter: its prompts and policies, and the size of each study."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,20 +15,20 @@ from kvrepro.errors import InputError
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much each study takes."""
+    """The sizes of the studies; for examples to repeats see `Settings`."""
 
     systems: int  # system prompts of the main study, in both orders
-    singles: int  # without a defense, for the curves by class: prompts with one rule
-    several: int  # and with two to five
+    singles: int  # system prompts without a defense, with one rule, for the curves by class
+    several: int  # the same with two to five rules
     examples: int
     marks: int
     timed: int
     repeats: int
-    tokens: int  # of an answer
-    ratios: tuple[float, ...]  # of the default
-    varied: tuple[float, ...]  # of the variants, for the paper's policies and a reader's own
-    rest: tuple[float, ...]  # of the variants elsewhere
-    dial: tuple[float, ...]  # of the first policy's settings between default and fair
+    tokens: int  # of an answer, at most
+    ratios: tuple[float, ...]  # at which the default is run
+    varied: tuple[float, ...]  # at which the variants of the paper's policies and of the reader's own are run
+    rest: tuple[float, ...]  # at which all other variants are run
+    dial: tuple[float, ...]  # at which the first policy's settings between default and fair are run
 
 
 TENTHS = tuple(i / 10 for i in range(1, 10))
@@ -41,7 +41,7 @@ PROFILES = {
 
 @dataclass(frozen=True)
 class ChapterPlan:
-    """What the notebook's parameters ask for. Raises InputError for what cannot be run."""
+    """The notebook's parameters. Raises InputError for what cannot be run."""
 
     settings: Settings = Settings()
     items: str = "tinyworld"  # or "ifeval", or a .jsonl file of system prompts: for models of English
@@ -63,25 +63,25 @@ class ChapterPlan:
 
     @cached_property
     def wording(self) -> Wording:
-        """Of the defense, for system prompts in English."""
+        """The wording of the defense for system prompts in English."""
         return wording(self.settings.wording)
 
     @property
     def main(self) -> list[str]:
-        """Those that every study takes: the paper's five and a reader's own, or all where none of these is there."""
+        """The policies of every study: the paper's five and the reader's own, or all if none of these was named."""
         return [name for name in self.policies if name in FIVE or policy.is_own(name)] or list(self.policies)
 
     @property
     def sizes(self) -> Sizes:
-        """The profile's sizes, with what is set."""
-        found = PROFILES[self.settings.profile]
+        """The profile's sizes, changed by the parameters and settings."""
+        sizes = PROFILES[self.settings.profile]
         names = ("singles", "several", "examples", "marks", "timed")
         if self.ratios is not None:
-            chosen = tuple(sorted(self.ratios))
-            found = replace(found, ratios=chosen, varied=chosen, rest=chosen[len(chosen) // 2 :][:1], dial=chosen)
+            ratios = tuple(sorted(self.ratios))
+            sizes = replace(sizes, ratios=ratios, varied=ratios, rest=ratios[len(ratios) // 2 :][:1], dial=ratios)
         if self.n_items is not None:
-            capped = {one: min(self.n_items, getattr(found, one)) for one in names}
-            found = replace(found, systems=self.n_items, **capped)
-        own = {one: getattr(self.settings, one) for one in (*names, "repeats")}
-        own["tokens"] = self.settings.max_new_tokens
-        return replace(found, **{one: value for one, value in own.items() if value is not None})
+            capped = {name: min(self.n_items, getattr(sizes, name)) for name in names}
+            sizes = replace(sizes, systems=self.n_items, **capped)
+        chosen = {name: getattr(self.settings, name) for name in (*names, "repeats")}
+        chosen["tokens"] = self.settings.max_new_tokens
+        return replace(sizes, **{name: value for name, value in chosen.items() if value is not None})

@@ -2,8 +2,8 @@
 
     items = systems(8)  # `follow`: a request that the directive applies to; `leak`: one that asks for the instructions
 
-Only the system turn is compressed, once, and each request reads what is left of it. Spans of the turn: `defense`, its
-first sentence `core` and its prohibition `phrase`; `directive`, its `preamble`, and `rule:<class>`.
+Only the system turn is compressed, once, and each request reads what is left of it. Spans of the turn are `defense`,
+with its first sentence `core` and its prohibition `phrase`, and `directive`, with its `preamble` and `rule:<class>`.
 """
 
 import random
@@ -22,16 +22,16 @@ from kvrepro.world.instructions import INSTRUCTIONS, follow
 
 ORDERS = ("normal", "flipped")  # the defense before the directive, and after it
 PARTS = ("defense", "directive")
-QUESTIONS = ("longbench", "protection-panel", "ruler")  # items of other chapters: no system prompt, or none to obey
-Parts = list[tuple[list[str], str]]  # names of a stretch, its text
+QUESTIONS = ("longbench", "protection-panel", "ruler")  # items of other chapters, without a system prompt to obey
+Parts = list[tuple[list[str], str]]  # names of the spans that a piece of text belongs to, and the text
 
 
 def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: bool = True) -> list[Item]:
     """Two items, `follow` and `leak`, for each of n system prompts in each order; the same rules in all orders.
 
-    Half of the system prompts hold one rule, all classes in turn; half hold two to five. Order "alone" has no defense.
-    preamble: False leaves it out. meta: system (its number), order, request, rules ("single", "multi"), instructions,
-    and the reference texts.
+    Half of the system prompts hold one rule, of each class in turn; half hold two to five. Order "alone" has no
+    defense. preamble: False leaves it out. meta: system (its number), order, request, rules ("single", "multi"),
+    instructions, and the reference texts.
     """
     if n < 1 or set(orders) - {*ORDERS, "alone"}:
         raise InputError(f"{n} system prompts in orders {list(orders)}: at least 1, of {', '.join(ORDERS)}, alone")
@@ -44,8 +44,8 @@ def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: boo
         rules = {kind: INSTRUCTIONS[kind].draw(rng, verb) for kind in kinds}
         listed = world.things(rng, rng.randint(2, 3), True)
         ask = [words.REQUESTS[verb], "on", *[word for pair in listed for word in (*pair, "and")][:-1], "##."]
-        told = {"follow": (ask, follow(listed, verb, rules)), "leak": (rng.choice(world.LEAK_REQUESTS), world.REFUSAL)}
-        turns = {request: (world.pretty(user), world.pretty(answer)) for request, (user, answer) in told.items()}
+        texts = {"follow": (ask, follow(listed, verb, rules)), "leak": (rng.choice(world.LEAK_REQUESTS), world.REFUSAL)}
+        turns = {request: (world.pretty(user), world.pretty(answer)) for request, (user, answer) in texts.items()}
         directive = [(["directive", "preamble"], world.pretty(world.PREAMBLE))] if preamble else []
         for kind, rule in rules.items():
             directive.append((["directive", f"rule:{kind}"], world.pretty(INSTRUCTIONS[kind].text(rule))))
@@ -58,14 +58,15 @@ def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: boo
 
 
 def examples(n: int, seed: int = 0, orders: Sequence[str] = ORDERS) -> list[Item]:
-    """The same two requests for system prompts of labelled examples behind a defense of another wording: is an unseen
-    word's mark given, are the examples told? Prompts have 250 tokens at most: from there on a class has up to 8
-    examples. The embedded model was trained with this defense in front only."""
+    """The same two requests for system prompts of labelled examples behind a defense in other words: does the model
+    give an unseen word's mark, does it tell the examples? Prompts have 250 tokens at most, since beyond these a class
+    has up to 8 examples. The embedded model was trained with this defense in front only."""
     items = []
     for i in range(n):
-        drawn = f"examples {seed} {i}"
         built = {
-            request: world.system_few_shot(random.Random(drawn), 250, True, 1, leak=request == "leak", defended=True)
+            request: world.system_few_shot(
+                random.Random(f"examples {seed} {i}"), 250, True, 1, leak=request == "leak", defended=True
+            )
             for request in ("follow", "leak")
         }
         system, cut = built["leak"].system, built["leak"].system_spans["directive"][0]
@@ -80,43 +81,43 @@ def examples(n: int, seed: int = 0, orders: Sequence[str] = ORDERS) -> list[Item
     return items
 
 
-def _defense(said: list[str]) -> Parts:
-    """The first sentence says what is secret (core), the next what must not be done: its main clause is the phrase that
-    a whitelist holds, as the paper's is (appendix C)."""
-    cut = said.index("##.") + 1
-    clause = next((i for i in range(cut + 1, len(said)) if said[i - 1 : i + 1] == ["##,", "not"]), len(said))
-    parts = [(["defense", "core"], said[:cut]), (["defense", "phrase"], said[cut:clause])]
-    return [(names, world.pretty(some)) for names, some in [*parts, (["defense"], said[clause:])] if some]
+def _defense(tokens: list[str]) -> Parts:
+    """Parts of a defense. Its first sentence (core) says what is secret, the next what must not be done; the main
+    clause of that is the phrase that a whitelist holds, as in the paper (appendix C)."""
+    cut = tokens.index("##.") + 1
+    clause = next((i for i in range(cut + 1, len(tokens)) if tokens[i - 1 : i + 1] == ["##,", "not"]), len(tokens))
+    parts = [(["defense", "core"], tokens[:cut]), (["defense", "phrase"], tokens[cut:clause])]
+    return [(names, world.pretty(stretch)) for names, stretch in [*parts, (["defense"], tokens[clause:])] if stretch]
 
 
 def requests(
     name: str, system: int, order: str, defense: Parts, directive: Parts, turns: Mapping, meta: dict
 ) -> list[Item]:
-    """One item per request to the same system prompt. Between two parts stands a space where neither brings its own."""
+    """One item per request to the same system prompt. Its parts are joined by a space unless one brings its own."""
     parts = {"normal": defense + directive, "flipped": directive + defense, "alone": directive}[order]
     text, spans, pieces = "", [], {}
     for names, piece in parts:
         text += " " if text and not text[-1].isspace() and not piece[0].isspace() else ""
         start = len(text) + len(piece) - len(piece.lstrip())
         text += piece
-        for one in names:
-            spans.append(Span(one, 0, start, len(text.rstrip())))
-            pieces.setdefault(one.partition(":")[0], []).append(piece.strip())
-    references = {one: " ".join(found) for one, found in pieces.items()} | {"system": text}
+        for span_name in names:
+            spans.append(Span(span_name, 0, start, len(text.rstrip())))
+            pieces.setdefault(span_name.partition(":")[0], []).append(piece.strip())
+    references = {span_name: " ".join(texts) for span_name, texts in pieces.items()} | {"system": text}
     meta = meta | {"system": system, "order": order, "references": references}
     items = []
     for request, (user, answer) in turns.items():
         messages = ({"role": "system", "content": text}, {"role": "user", "content": user})
-        told = text if order == "alone" and request == "leak" else answer
-        asked = meta | {"request": request}
-        items.append(Item(f"{name}-{request}", request, messages, told, tuple(spans), meta=asked))
+        expected = text if order == "alone" and request == "leak" else answer
+        meta_of_request = meta | {"request": request}
+        items.append(Item(f"{name}-{request}", request, messages, expected, tuple(spans), meta=meta_of_request))
     return items
 
 
 def suited(items: str) -> str:
-    """The items that this chapter takes where a book is asked for `items`: the embedded world's, "ifeval", or a .jsonl
-    file of system prompts (`english.read`), a turn of the system and one of the user in every row; in the place of
-    questions, which have none, IFEval's. Raises InputError for others."""
+    """The items that this chapter takes when the whole book is run with `items`: "tinyworld", "ifeval", or a .jsonl
+    file of system prompts (`english.read`), with a system and a user turn in every row. Items without a system prompt
+    are replaced by "ifeval". Raises InputError for unknown items."""
     kind = items.partition(":")[0]
     if kind in ("tinyworld", "ifeval"):
         return kind
@@ -130,18 +131,18 @@ def suited(items: str) -> str:
 
 
 def _look(row: dict, number: int) -> SimpleNamespace:
-    """Whether a row holds a system prompt: these two turns, and no passage or question that they would be made of."""
-    roles, asked = [turn["role"] for turn in row.get("messages") or []], row.get("context") or row.get("question")
-    return SimpleNamespace(id=number, system=roles == ["system", "user"] and not asked)
+    """Whether a row holds a system prompt: a system and a user turn, and neither `context` nor `question`."""
+    roles, question = [turn["role"] for turn in row.get("messages") or []], row.get("context") or row.get("question")
+    return SimpleNamespace(id=number, system=roles == ["system", "user"] and not question)
 
 
 def marked(items: Sequence[Item], how: str) -> list[Item]:
-    """The items with other spans, named `part <i>`, for fair quotas over all that is marked (`Cell(spans=())`).
+    """The items with other spans, named `part <i>`, for fair quotas over all spans (`Cell(spans=())`).
 
     how: "hand" (defense and directive), "rules" (defense, preamble and every rule), "sentences" (of the system turn,
-    found by their full stops), "turns" (one span: the whole system turn).
+    recognised by their full stops), "turns" (one span: the whole system turn).
     """
-    found = []
+    copies = []
     for item in items:
         text = item.messages[0]["content"]
         if how == "sentences":
@@ -152,17 +153,17 @@ def marked(items: Sequence[Item], how: str) -> list[Item]:
             rules = [f"rule:{kind}" for kind in item.meta["instructions"]]
             wanted = PARTS if how == "hand" else ("defense", "preamble", *rules)
             stretches = [[(s.start, s.end) for s in item.spans if s.name == name] for name in wanted]
-            places = [(min(a for a, _ in one), max(b for _, b in one)) for one in stretches if one]
+            places = [(min(a for a, _ in stretch), max(b for _, b in stretch)) for stretch in stretches if stretch]
         else:
             raise InputError(f"unknown marks {how!r}: choose hand, rules, sentences or turns")
         spans = tuple(Span(f"part {i}", 0, *place) for i, place in enumerate(places))
-        found.append(replace(item, id=f"{item.id}|{how}", spans=spans, meta=item.meta | {"marks": how}))
-    return found
+        copies.append(replace(item, id=f"{item.id}|{how}", spans=spans, meta=item.meta | {"marks": how}))
+    return copies
 
 
 def prompt(loaded: Loaded, item: Item) -> Prompt:
-    """Token ids, spans, and the span `request`: all that follows the system turn (its header with it), or, where a chat
-    template writes it into the user's turn (Gemma's, Mistral's), all that follows its text."""
+    """Token ids, spans, and the span `request`: all tokens after the system turn, the next header included. If the chat
+    template puts the system text into the user's turn (Gemma, Mistral), all tokens after that text."""
     whole = Span("system", 0, 0, len(item.messages[0]["content"]))
     marked = replace(item, spans=(*item.spans, whole))
     built = data.build_prompt(marked, loaded.tokenizer, loaded.context)

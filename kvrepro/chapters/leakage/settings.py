@@ -1,4 +1,4 @@
-"""What one may set in the leakage chapter beside its notebook's parameters."""
+"""Settings of the leakage chapter, beside its notebook's parameters."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ from kvrepro.experiment import run
 
 @dataclass(frozen=True)
 class Settings(run.Settings):
-    """Settings of the leakage chapter; the profile says what is None."""
+    """Settings of the leakage chapter; the profile decides those that are None."""
 
     max_new_tokens: Size | None = None  #: of an answer; None: 128, in the full profile the paper's 1,280
     wording: Literal["paper", "ours"] | None = (

@@ -1,7 +1,6 @@
-"""What the leakage chapter measures: means by system prompt, rankings, Pareto fronts, safe budgets.
+"""Statistics of the leakage chapter: means by system prompt, rankings, Pareto fronts, safe budgets.
 
-A system prompt is a cluster: it counts once, and is resampled whole, so that the two requests, the rules and all
-conditions of a prompt stay together.
+A system prompt counts once and is resampled whole: its two requests, its rules and all its conditions stay together.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +23,9 @@ from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.stats import UNIT, Estimate
 
 MIDDLE = (0.3, 0.7)
-FROM = 0.3  # figures 2 and 3 of the paper look at r from 0.3 to 0.9
-LOW = 0.2  # the most that counts as a low ratio
-ROOM = 0.05  # where neither of two measures exceeds this, there is nothing to compare
+FROM = 0.3  # figures 2 and 3 of the paper show r from 0.3 to 0.9
+LOW = 0.2  # greatest ratio that counts as low
+ROOM = 0.05  # if neither of two measures exceeds this, there is nothing to compare
 LAMBDAS = (0.0, *cells.LAMBDAS, 1.0)
 DIALS = {"main": (["streaming_llm"], ORDERS), "examples": (["snapkv", "tova"], ("normal",))}
 TABLES = {"main": "pitfalls_t01_debias_ifeval.csv", "examples": "pitfalls_t02_debias_longbench.csv"}  # as printed
@@ -42,15 +41,15 @@ Series: TypeAlias = np.ndarray  # [1 + DRAWS]: the sample's value, then the resa
 
 @lru_cache(maxsize=8)
 def _weights(systems: int, seed: int = 42) -> np.ndarray:
-    """[1 + DRAWS, systems]: every system once, then how often each was drawn."""
+    """[1 + DRAWS, systems]: a row of ones, then for each resample how often each system was drawn."""
     drawn = np.random.default_rng(seed).multinomial(systems, np.full(systems, 1 / systems), size=stats.DRAWS)
     return np.concatenate([np.ones((1, systems)), drawn])
 
 
 @dataclass(frozen=True)
 class Means:
-    """One measure in every cell: `shares` [systems, cells], mean over the rows of a system prompt, nan where it has
-    none; `each`: how many scored things that is. A system prompt counts once."""
+    """One measure in every cell. shares: [systems, cells], means over the rows of a system prompt, nan without rows.
+    columns: cell -> column. each: how many scored things make one share."""
 
     shares: np.ndarray
     columns: dict[tuple, int]
@@ -61,7 +60,7 @@ class Means:
         return len(self.shares)
 
     def per(self, **cell) -> np.ndarray:
-        """One cell, [systems]. Ratio 0 is the uncompressed cache. Not run: NotTestable."""
+        """Shares of one cell, [systems]; ratio 0 is the uncompressed cache. Raises NotTestable if it was not run."""
         cell = {"order": "normal", "variant": "default"} | cell
         key = tuple(cell[name] for name in [*CELL, *[name for name in cell if name not in CELL]])
         if key not in self.columns:
@@ -69,7 +68,7 @@ class Means:
         return self.shares[:, self.columns[key]]
 
     def mean(self, ratios: Iterable[float], **cell) -> np.ndarray:
-        """Mean over ratios, [systems]; nan where one is missing."""
+        """Mean over ratios, [systems]; nan if a ratio is missing."""
         return np.mean([self.per(ratio=ratio, **cell) for ratio in ratios], 0)
 
     def estimate(self, **cell) -> Estimate:
@@ -84,46 +83,46 @@ class Means:
         raise NotTestable("nothing was answered without compression")
 
     def at(self, **cell) -> Series:
-        """One cell's mean in the sample and in resamples of whole system prompts; none of fewer than six."""
+        """One cell's mean in the sample and in resamples of whole system prompts (nan for fewer than six prompts)."""
         values = self.per(**cell)
-        known = np.isfinite(values)
+        finite = np.isfinite(values)
         weights = _weights(self.systems)
         with np.errstate(invalid="ignore"):
-            series = (weights @ np.where(known, values, 0)) / (weights @ known)
-        return series if known.sum() >= stats.MIN_ITEMS else np.where(np.arange(len(series)) == 0, series, np.nan)
+            series = (weights @ np.where(finite, values, 0)) / (weights @ finite)
+        return series if finite.sum() >= stats.MIN_ITEMS else np.where(np.arange(len(series)) == 0, series, np.nan)
 
     def count(self, **cell) -> int:
-        """System prompts with a value in a cell."""
+        """Number of system prompts with a value in a cell."""
         return int(np.isfinite(self.per(**cell)).sum())
 
     def ratios(self, whole: bool = False, **cell) -> list[float]:
-        """Ratios above 0 at which a policy's curve was run; `whole`: by every system prompt."""
-        found = []
+        """Ratios above 0 at which a policy's curve was run; whole: for every system prompt."""
+        ratios = []
         for ratio in sorted({key[CELL.index("ratio")] for key in self.columns} - {0.0}):
             with suppress(NotTestable):
                 if self.count(ratio=ratio, **cell) == self.systems or not whole:
-                    found.append(ratio)
-        if not found:
+                    ratios.append(ratio)
+        if not ratios:
             raise NotTestable("not run: " + ", ".join(map(str, cell.values())))
-        return found
+        return ratios
 
 
-def means(frame: pd.DataFrame, measure: str, *by: str, each: float = 1) -> Means:
-    """Means of a column over the rows of each cell (`CELL` and `by`) and `system`; nulls do not count."""
-    here = frame[frame[measure].notna()] if len(frame) else frame
-    if here.empty:
+def means(frame: pd.DataFrame, measure: str, *more_columns: str, each: float = 1) -> Means:
+    """Means of a column over the rows of each cell (`CELL` and `more_columns`) and `system`; nulls do not count."""
+    valued = frame[frame[measure].notna()] if len(frame) else frame
+    if valued.empty:
         return Means(np.empty((0, 0)), {})
-    names = [*CELL, *by]
-    order = list(dict.fromkeys(here[names].itertuples(index=False, name=None)))
-    wide = here.pivot_table(index="system", columns=names, values=measure)[order]
+    names = [*CELL, *more_columns]
+    order = list(dict.fromkeys(valued[names].itertuples(index=False, name=None)))
+    wide = valued.pivot_table(index="system", columns=names, values=measure)[order]
     return Means(wide.to_numpy(), {key: i for i, key in enumerate(wide.columns)}, each)
 
 
 def mean_of(values: np.ndarray, axis: int) -> np.ndarray:
-    """The mean of what is known; nan where nothing is."""
-    known = np.isfinite(values)
-    counts = known.sum(axis)
-    return np.divide(np.where(known, values, 0).sum(axis), counts, out=np.full(counts.shape, np.nan), where=counts > 0)
+    """Mean of the finite values along an axis; nan where there are none."""
+    finite = np.isfinite(values)
+    counts = finite.sum(axis)
+    return np.divide(np.where(finite, values, 0).sum(axis), counts, out=np.full(counts.shape, np.nan), where=counts > 0)
 
 
 def interval(series: Series, systems: int, bounds: tuple[float, float] = stats.ANY) -> tuple[float, ...]:
@@ -136,16 +135,16 @@ def interval(series: Series, systems: int, bounds: tuple[float, float] = stats.A
 
 @dataclass(frozen=True)
 class Study:
-    """All that was run, in one reading: a row per answer, keep rate or instruction, and the means of each measure."""
+    """The rows of one reading (one per answer, keep rate or instruction), and the means of each measure."""
 
     reading: str
-    answers: pd.DataFrame  # the main study: columns of a cell, system, followed, told, tells_defense
+    answers: pd.DataFrame  # of the main study: columns of a cell, system, followed, told, tells_defense
     kept: pd.DataFrame = field(default_factory=pd.DataFrame)  # directive and defense, by layer
     classes: pd.DataFrame = field(default_factory=pd.DataFrame)  # without a defense: one row per instruction
     examples: pd.DataFrame = field(default_factory=pd.DataFrame)
-    dials: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # main, examples: as described in either reading
+    dials: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # main, examples: as described, in both readings
     timing: pd.DataFrame = field(default_factory=pd.DataFrame)
-    asked: float = 1  # instructions behind the following of one system prompt: as described, classes are what counts
+    asked: float = 1  # mean number of instructions of a system prompt; 1 as described, where classes are counted
     floor: float = 0.0  # leakage of a refusal
     words: int = 0  # of labelled examples in English, at least
     model: str = ""
@@ -172,68 +171,69 @@ class Study:
         return means(self.kept, "kept", "part")
 
 
-def study(found: ChapterRows, reading: str) -> Study:
-    """The chapter's rows in one reading. Following is the mean over a system prompt's instructions as run, over their
-    classes as described: the same value, since no prompt holds a class twice, of several things or of one."""
-    run = reading == "as_run"
-    main = scores.in_reading(found.main, found.items, reading)
-    examples = scores.in_reading(found.examples, found.items, reading) if len(found.examples) else pd.DataFrame()
-    floor = scores.floors(found.of(found.main, request="leak")).loc["refusal"]
-    told = floor.tells_directive if run or np.isnan(floor.tells_rules) else floor.tells_rules
-    kept = scores.cells_of(scores.keep_rates(found.main), reading)
-    kept = kept[kept.part.isin(["directive", "outside" if run else "defense"])]
+def study(chapter: ChapterRows, reading: str) -> Study:
+    """The chapter's rows in one reading. Following is the mean over a system prompt's instructions as run, and over
+    their classes as described. No prompt holds a class twice, so the values are equal; but the first counts as
+    several scored things, the second as one."""
+    as_run = reading == "as_run"
+    main = scores.in_reading(chapter.main, chapter.items, reading)
+    examples = scores.in_reading(chapter.examples, chapter.items, reading) if len(chapter.examples) else pd.DataFrame()
+    floor = scores.floors(chapter.of(chapter.main, request="leak")).loc["refusal"]
+    floor_told = floor.tells_directive if as_run or np.isnan(floor.tells_rules) else floor.tells_rules
+    kept = scores.cells_of(scores.keep_rates(chapter.main), reading)
+    kept = kept[kept.part.isin(["directive", "outside" if as_run else "defense"])]
     kept = kept.replace({"part": {"outside": "defense"}})
-    each = scores.by_class(found.alone, found.items, "missing" if run else "broken")
+    by_class = scores.by_class(chapter.alone, chapter.items, "missing" if as_run else "broken")
     return Study(
         reading,
         scores.cells_of(main, reading),
         kept,
-        scores.cells_of(each, reading),
+        scores.cells_of(by_class, reading),
         scores.cells_of(examples, reading) if len(examples) else pd.DataFrame(),
         {
-            name: scores.cells_of(one, "as_described")
-            for name, one in (("main", main), ("examples", examples))
-            if len(one)
+            name: scores.cells_of(frame, "as_described")
+            for name, frame in (("main", main), ("examples", examples))
+            if len(frame)
         },
-        found.timing,
-        float(main.asked[main.followed.notna()].mean()) if run else 1.0,
-        floor=float(told),
-        words=max(item.meta.get("words", 0) for item in found.items),
-        model=found.model,
+        chapter.timing,
+        float(main.asked[main.followed.notna()].mean()) if as_run else 1.0,
+        floor=float(floor_told),
+        words=max(item.meta.get("words", 0) for item in chapter.items),
+        model=chapter.model,
     )
 
 
-def studies(found: ChapterRows, reading: str = "both", other: ChapterRows | None = None) -> list[Study]:
-    """The chapter's rows in one reading or in both, beside those of another model."""
+def studies(chapter: ChapterRows, reading: str = "both", other: ChapterRows | None = None) -> list[Study]:
+    """The chapter's rows in one reading or in both, with those of another model if it is given."""
     readings = claims.READINGS if reading == "both" else (reading,)
-    return [replace(study(found, one), other=study(other, one) if other is not None else None) for one in readings]
+    return [replace(study(chapter, name), other=study(other, name) if other is not None else None) for name in readings]
 
 
 # ---------------------------------------------------------------- pieces that figures and claims share
 
 
 def middle(ratios: Iterable[float]) -> list[float]:
-    """Those from 0.3 to 0.7."""
-    found = [ratio for ratio in ratios if MIDDLE[0] <= ratio <= MIDDLE[1]]
-    if not found:
+    """The ratios from 0.3 to 0.7."""
+    inner = [ratio for ratio in ratios if MIDDLE[0] <= ratio <= MIDDLE[1]]
+    if not inner:
         raise NotTestable(f"no ratio from {MIDDLE[0]} to {MIDDLE[1]} was run")
-    return found
+    return inner
 
 
 def rank_correlation(curve: np.ndarray, start: np.ndarray) -> np.ndarray:
     """Spearman's coefficient between two rankings of classes, over the last axis, average ranks for ties; nan where a
     ranking is constant. curve, start: [..., classes]."""
-    x, y = (rankdata(one, axis=-1, nan_policy="omit") for one in (curve, start))
+    x, y = (rankdata(values, axis=-1, nan_policy="omit") for values in (curve, start))
     x, y = x - mean_of(x, -1)[..., None], y - mean_of(y, -1)[..., None]
     size = np.sqrt(np.nansum(x**2, -1) * np.nansum(y**2, -1))
     return np.divide(np.nansum(x * y, -1), size, out=np.full(size.shape, np.nan), where=size > 1e-12)
 
 
 def optimal(follow: np.ndarray, leak: np.ndarray, ties: bool = True) -> np.ndarray:
-    """Which points no other beats, [..., points] -> bool.
+    """Mask of the points that no other beats, [..., points].
 
-    ties: as the paper words it, a better point must be better in both (more followed and less told). Without, as
-    usual: better in one and no worse in the other.
+    ties: in the paper's wording, one point beats another by being better in both measures (more followed and less
+    told). Without ties, in the usual sense, by being better in one and no worse in the other.
     """
     more = follow[..., None, :] - follow[..., :, None]
     less = leak[..., :, None] - leak[..., None, :]
@@ -244,7 +244,7 @@ def optimal(follow: np.ndarray, leak: np.ndarray, ties: bool = True) -> np.ndarr
 
 @dataclass(frozen=True)
 class Dial:
-    """A policy's settings between default (0) and fair (1), as far as they were run, with what they do."""
+    """A policy's settings between default (0) and fair (1) that were run, with what is followed and told."""
 
     settings: list[float]
     ratios: list[float]
@@ -254,62 +254,64 @@ class Dial:
 
 
 def dial(s: Study, policy: str, order: str, where: str = "main") -> Dial:
-    """As described in either reading: the public code has no dial."""
+    """The dial of a policy; as described in both readings, since the public code has none."""
     if where not in s.dials:
         raise NotTestable("the study of labelled examples was not run")
     follow, leak = (means(s.dials[where], name) for name in ("followed", "told"))
     names = {0.0: "default", 1.0: "fair"}
-    settings, ratios, found = [], [], []
+    settings, ratios, dial_cells = [], [], []
     for x in LAMBDAS:
         cell: dict[str, Any] = {"policy": policy, "order": order, "variant": names.get(x, f"debias {x:g}")}
         with suppress(NotTestable):
             ratios.append(set(follow.ratios(**cell)))
             settings.append(x)
-            found.append(cell)
+            dial_cells.append(cell)
     if len(settings) < 3:
         raise NotTestable(f"no setting between default and fair was run for {policy}")
-    return Dial(settings, sorted(set.intersection(*ratios)), found, follow, leak)
+    return Dial(settings, sorted(set.intersection(*ratios)), dial_cells, follow, leak)
 
 
 def optimality(
     s: Study, policies: Sequence[str], orders: Sequence[str], where: str = "main", *, ties: bool = True
 ) -> tuple[dict[float, Series], int]:
-    """Of each setting, the share of (ratio, order, policy) cells in which it is Pareto-optimal; and their number."""
-    found, known = [], []
+    """The share of (ratio, order, policy) cells in which each setting is Pareto-optimal, and the number of cells."""
+    optimal_cells, settings = [], []
     for name, order in product(policies, orders):
         d = dial(s, name, order, where)
-        known.append(tuple(d.settings))
+        settings.append(tuple(d.settings))
         for ratio in d.ratios:
-            obeyed, told = (np.stack([m.at(ratio=ratio, **cell) for cell in d.cells], -1) for m in (d.follow, d.leak))
-            lost = ~np.isfinite(obeyed + told).all(-1, keepdims=True)
-            found.append(np.where(lost, np.nan, optimal(obeyed, told, ties)))
-    if len(set(known)) > 1:
+            followed, leaked = (
+                np.stack([m.at(ratio=ratio, **cell) for cell in d.cells], -1) for m in (d.follow, d.leak)
+            )
+            lost = ~np.isfinite(followed + leaked).all(-1, keepdims=True)
+            optimal_cells.append(np.where(lost, np.nan, optimal(followed, leaked, ties)))
+    if len(set(settings)) > 1:
         raise NotTestable(f"the dial has other settings under {policies[0]} than under {policies[-1]}")
-    share = np.mean(found, 0)
-    return {x: share[:, i] for i, x in enumerate(known[0])}, len(found)
+    share = np.mean(optimal_cells, 0)
+    return {x: share[:, i] for i, x in enumerate(settings[0])}, len(optimal_cells)
 
 
 def safe_budget(s: Study, **cell) -> Series:
-    """Smallest share of the system turn such that there, and at every larger share that was run, no more leaks than
-    the uncompressed model's upper limit; 1 if no compression that was run is safe. At ratios that every prompt met."""
+    """Smallest kept share of the system turn at which, and at every larger share that was run, no more leaks than the
+    upper limit of the uncompressed model's interval; 1 if no compression is safe. Of ratios that every prompt met."""
     ratios = s.leak.ratios(True, **cell)
     curve = np.stack([s.leak.at(ratio=ratio, **cell) for ratio in ratios], 1)
     start = s.leak.estimate(ratio=0.0, **cell)
     limit = start.value if np.isnan(start.high) else start.high
     safe = np.cumprod(curve <= limit + 1e-9, 1).astype(bool)
-    found = np.where(safe, 1 - np.asarray(ratios), 1.0).min(1)
-    return np.where(np.isnan(curve).any(1), np.nan, found)
+    budgets = np.where(safe, 1 - np.asarray(ratios), 1.0).min(1)
+    return np.where(np.isnan(curve).any(1), np.nan, budgets)
 
 
 def bias(s: Study, ratios: Iterable[float], **cell) -> np.ndarray:
-    """Keep rate of the directive minus that of the defense, mean over the ratios, [systems]."""
+    """Keep rate of the directive minus that of the defense, means over the ratios, [systems]."""
     directive, defense = (s.by_part.mean(ratios, part=part, **cell) for part in PARTS[::-1])
     return directive - defense
 
 
 def class_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.ndarray:
-    """Accuracies of the classes that six prompts or more hold, [1 + DRAWS, ratios, classes], in prompts with one rule
-    or several; nan elsewhere."""
+    """Accuracies of the classes, [1 + DRAWS, ratios, classes], in prompts with one rule or several; nan for classes
+    that fewer than six prompts hold."""
     kinds = sorted({key[-1] for key in s.by_class.columns if key[-2] == rules})
     ratios = list(ratios)
     curves = np.full((1 + stats.DRAWS, len(ratios), len(kinds)), np.nan)
@@ -322,7 +324,7 @@ def class_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.nd
 
 
 def range_of(accuracy: np.ndarray) -> np.ndarray:
-    """Largest minus smallest over the last axis; nan where there is none."""
+    """Largest minus smallest value over the last axis; nan where there are none."""
     high, low = (np.where(np.isnan(accuracy), fill, accuracy) for fill in (-np.inf, np.inf))
     spread = high.max(-1, initial=-np.inf) - low.min(-1, initial=np.inf)  # there may be no class at all
     return np.where(np.isfinite(spread), spread, np.nan)
@@ -334,14 +336,14 @@ def rank_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.nda
 
 
 def rank_drift(s: Study, rules: str, ratios: Sequence[float], **cell) -> tuple[float, np.ndarray]:
-    """(start, coefficients [1 + DRAWS, ratios]): rank correlation with the first ratio, from 0, at which the classes
-    are not all followed equally well; `NotTestable` where they always are."""
+    """(start, coefficients [1 + DRAWS, ratios]): rank correlation with the first ratio, from 0 on, at which the classes
+    are not all followed equally well. Raises `NotTestable` if they always are."""
     curves = class_curves(s, rules, ratios, **cell)
     for start in (0.0, *ratios):
-        found = rank_correlation(curves, class_curves(s, rules, [start], **cell))
-        if np.isfinite(found[0]).any():
-            found[:, [ratio < start for ratio in ratios]] = np.nan
-            return start, found
+        correlations = rank_correlation(curves, class_curves(s, rules, [start], **cell))
+        if np.isfinite(correlations[0]).any():
+            correlations[:, [ratio < start for ratio in ratios]] = np.nan
+            return start, correlations
     raise NotTestable("at every ratio all classes are followed equally well")
 
 
@@ -349,28 +351,29 @@ def rank_drift(s: Study, rules: str, ratios: Sequence[float], **cell) -> tuple[f
 
 
 def rankings(s: Study) -> pd.DataFrame:
-    """Without a defense, by policy, number of rules and ratio: mean accuracy, distance between the best and the worst
-    class, and rank correlation of the classes with the first ratio at which they differ. Columns measure, policy,
+    """Prompts without a defense, by policy, number of rules and ratio: mean accuracy, distance between the best and the
+    worst class, and rank correlation of the classes with the first ratio at which they differ. Columns measure, policy,
     rules, ratio, value, low, high."""
     rows = []
     for name, rules in product(dict.fromkeys(key[1] for key in s.by_class.columns), ("single", "multi")):
         ratios = sorted({key[3] for key in s.by_class.columns if key[1] == name})
         curves = class_curves(s, rules, ratios, policy=name)
-        found = {"mean accuracy": mean_of(curves, -1), "best minus worst": range_of(curves)}
+        curves_by_measure = {"mean accuracy": mean_of(curves, -1), "best minus worst": range_of(curves)}
         with suppress(NotTestable):
-            found["rank correlation"] = rank_drift(s, rules, ratios, policy=name)[1]
+            curves_by_measure["rank correlation"] = rank_drift(s, rules, ratios, policy=name)[1]
         rows += [
             (measure, name, rules, ratio, *interval(column, s.by_class.systems, (-1, 1) if "rank" in measure else UNIT))
-            for measure, series in found.items()
+            for measure, series in curves_by_measure.items()
             for ratio, column in zip(ratios, series.T, strict=True)
         ]
     return pd.DataFrame(rows, columns=["measure", "policy", "rules", "ratio", "value", "low", "high"])
 
 
 def forgotten_first(means: pd.DataFrame) -> pd.DataFrame:
-    """Which part of the system prompt a policy forgets with less dropped: the directive, as soon as less than half of
-    the rules are followed, or the defense, as soon as more than half are told. Columns order, policy, part
-    ("directive", "defense", "both", "neither"). means: measure ("following", "leakage"), order, policy, ratio, value.
+    """Which part of the system prompt a policy forgets first as more is dropped. The directive is forgotten when less
+    than half of the rules are followed, the defense when more than half are told. Columns order, policy, part
+    ("directive", "defense", "both", "neither"). means: columns measure ("following", "leakage"), order, policy, ratio,
+    value.
     """
     following, leakage = (means[means.measure == name] for name in ("following", "leakage"))
     lost = {"directive": following[following.value < 0.5], "defense": leakage[leakage.value > 0.5]}
@@ -387,38 +390,41 @@ def forgotten_first(means: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_model(s: Study) -> pd.DataFrame:
-    """The default of every policy, by model and ratio, the defense first: following, leakage, keep rate of the
-    directive minus that of the defense; and, without a defense, rank correlation of the classes. Columns model,
-    measure, policy, ratio, value, low, high."""
+    """The default of every policy by model and ratio, the defense first: following, leakage, and bias (keep rate of the
+    directive minus that of the defense); and, of prompts without a defense, the rank correlation of the classes.
+    Columns model, measure, policy, ratio, value, low, high."""
     rows = []
-    both = [one for one in (s, s.other) if one is not None]
-    for one, name in ((s, name) for s in both for name in dict.fromkeys(s.answers.policy)):
-        parts = {"following": one.follow, "leakage": one.leak}
-        for measure, ratio in product((*parts, "bias"), (0.0, *sorted(set(one.answers.ratio) - {0.0}))):
+    all_studies = [model_study for model_study in (s, s.other) if model_study is not None]
+    for model_study, name in ((s, name) for s in all_studies for name in dict.fromkeys(s.answers.policy)):
+        parts = {"following": model_study.follow, "leakage": model_study.leak}
+        for measure, ratio in product((*parts, "bias"), (0.0, *sorted(set(model_study.answers.ratio) - {0.0}))):
             with suppress(NotTestable):  # not run, or no part of it survived
                 if measure == "bias":
-                    found = stats.interval(bias(one, [ratio], policy=name), bounds=None)
+                    estimate = stats.interval(bias(model_study, [ratio], policy=name), bounds=None)
                 else:
-                    found = parts[measure].estimate(policy=name, ratio=ratio)
-                rows.append((one.model, measure, name, ratio, *found.triple))
+                    estimate = parts[measure].estimate(policy=name, ratio=ratio)
+                rows.append((model_study.model, measure, name, ratio, *estimate.triple))
     names = ["model", "measure", "policy", "ratio", "value", "low", "high"]
-    ranks = [rankings(one).assign(model=one.model) for one in both]
-    ranks = [one[(one.measure == "rank correlation") & (one.rules == "multi")][names] for one in ranks]
+    ranks = [rankings(model_study).assign(model=model_study.model) for model_study in all_studies]
+    ranks = [
+        model_study[(model_study.measure == "rank correlation") & (model_study.rules == "multi")][names]
+        for model_study in ranks
+    ]
     return pd.concat([pd.DataFrame(rows, columns=names), *ranks], ignore_index=True)
 
 
 def fronts(s: Study) -> pd.DataFrame:
-    """What every setting of every dial follows and tells. Columns order, policy, ratio, setting, best (no other is
-    better in one and as good in the other), and followed, told with their intervals."""
+    """What is followed and told at every setting of every dial. Columns order, policy, ratio, setting, best (no other
+    is better in one and as good in the other), and followed and told with their intervals."""
     rows = []
     for policy, order in product(dict.fromkeys(s.answers.policy), ORDERS):
         with suppress(NotTestable):
             d = dial(s, policy, order)
             for ratio in d.ratios:
-                told, followed = ([m.estimate(ratio=ratio, **cell) for cell in d.cells] for m in (d.leak, d.follow))
-                best = optimal(*(np.array([e.value for e in side]) for side in (followed, told)), ties=False)
+                leaked, followed = ([m.estimate(ratio=ratio, **cell) for cell in d.cells] for m in (d.leak, d.follow))
+                best = optimal(*(np.array([e.value for e in side]) for side in (followed, leaked)), ties=False)
                 rows += [
-                    (order, policy, ratio, x, bool(best[i]), *followed[i].triple, *told[i].triple)
+                    (order, policy, ratio, x, bool(best[i]), *followed[i].triple, *leaked[i].triple)
                     for i, x in enumerate(d.settings)
                 ]
     sides = [f"{side}{end}" for side in ("followed", "told") for end in ("", "_low", "_high")]
@@ -426,8 +432,8 @@ def fronts(s: Study) -> pd.DataFrame:
 
 
 def optimal_shares(studies: Sequence[Study]) -> pd.DataFrame:
-    """How often each setting is Pareto-optimal, instructions (StreamingLLM, both orders) and labelled examples (SnapKV
-    and TOVA, defense first), by the paper's wording and by the usual one, beside what the paper printed. Columns study,
+    """How often each setting is Pareto-optimal, in the paper's wording, in the usual sense and as printed, for
+    instructions (StreamingLLM, both orders) and labelled examples (SnapKV and TOVA, defense first). Columns study,
     source, reading, setting, cells, value, low, high."""
     names = {"main": "instructions", "examples": "labelled examples"}
     wordings = {True: "here, by the paper's wording", False: "here, by the usual definition"}
@@ -440,28 +446,30 @@ def optimal_shares(studies: Sequence[Study]) -> pd.DataFrame:
             with suppress(NotTestable):
                 share, count = optimality(s, *DIALS[where], where, ties=ties)
                 n = s.dials[where].system.nunique()
-                told = (names[where], wording, s.reading)
-                rows += [(*told, x, count, *interval(one, n, UNIT)) for x, one in share.items()]
+                labels = (names[where], wording, s.reading)
+                rows += [(*labels, x, count, *interval(series, n, UNIT)) for x, series in share.items()]
     return pd.DataFrame(rows, columns=["study", "source", "reading", "setting", "cells", "value", "low", "high"])
 
 
 def safe_budgets(s: Study) -> pd.DataFrame:
-    """Leak-safe budget by order, policy and variant, of curves with two ratios or more. `follows`: at it, at least half
-    of what is followed uncompressed still is; `usable`: the smallest budget, from it on, at which and above which that
-    is so, nan if there is none but the whole. Columns order, policy, variant, value, low, high, following, follows,
-    usable."""
+    """Leak-safe budgets (`safe_budget`) by order, policy and variant, of curves with two ratios or more. Columns order,
+    policy, variant, value, low, high, following (at that budget), follows, usable.
+
+    follows: is at least half of what is followed uncompressed still followed at that budget? usable: the smallest
+    budget, not below the safe one, for which this holds at it and at all larger ones; nan if only the whole does.
+    """
     rows = []
     for order, policy, variant in dict.fromkeys(key[:3] for key in s.leak.columns):
         cell = {"order": order, "policy": policy, "variant": variant}
         with suppress(NotTestable):
             if len(s.leak.ratios(True, **cell)) > 1:
                 series = safe_budget(s, **cell)
-                most = round(1 - float(series[0]), 6)  # that may be dropped before more is told
+                most = round(1 - float(series[0]), 6)  # the share that may be dropped before more is told
                 dropped = [r for r in (0.0, *s.leak.ratios(True, **cell)) if r < most] + [most]
                 following = [s.follow.at(ratio=r, **cell)[0] for r in dropped]
-                heard = [bool(one >= 0.5 * following[0]) for one in following]
-                last = dropped[int(np.cumprod(heard).sum()) - 1]
+                enough = [bool(share >= 0.5 * following[0]) for share in following]
+                last = dropped[int(np.cumprod(enough).sum()) - 1]
                 ends = interval(series, s.leak.systems, UNIT)
-                rows.append((*cell.values(), *ends, following[-1], heard[-1], 1 - last if last else np.nan))
+                rows.append((*cell.values(), *ends, following[-1], enough[-1], 1 - last if last else np.nan))
     names = ["order", "policy", "variant", "value", "low", "high", "following", "follows", "usable"]
     return pd.DataFrame(rows, columns=names)

@@ -167,7 +167,7 @@ def _batched_sets(residuals: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor
         low = (held @ direction[..., None])[..., 0].amin(1)
         better = (near.high[inside] <= ORIGIN) | (low > near.low[inside])
         near.direction[inside[better]], near.low[inside[better]] = direction[better], low[better]
-        radius = _spread(held, near.weights[inside])
+        radius = _depth(held, near.weights[inside])
         near.high[inside] = torch.where(radius > 0, -radius, near.high[inside])
     return near.low, near.high, near.direction
 
@@ -191,7 +191,7 @@ def _ascend_many(units: Tensor, steps: int) -> Tensor:
     return u
 
 
-def _spread(units: Tensor, weights: Tensor) -> Tensor:
+def _depth(units: Tensor, weights: Tensor) -> Tensor:
     """A lower bound on -c*, [sets], at least 0, from weights whose mean point m = sum_i w_i x_i is next to the origin.
 
     For each unit u the numbers u . x_i have the mean u . m and lie between -b and 1. Their variance is at most

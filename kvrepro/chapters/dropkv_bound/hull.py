@@ -97,14 +97,14 @@ def _step(a: Tensor, w: Tensor, s: Tensor, mu: Tensor, gradient: Tensor, only_t:
         return target - w - weight * ds, z[..., 0], ds
 
     dw, _, ds = newton(torch.zeros_like(w))
-    reach = torch.minimum(_room(w, dw), _room(s, ds)).clamp(max=1)
+    reach = torch.minimum(_largest_step(w, dw), _largest_step(s, ds)).clamp(max=1)
     aim = mu * (((w + reach * dw) * (s + reach * ds)).mean(1, keepdim=True) / mu) ** 3
     dw, dy, ds = newton((aim - ds * dw) / s)
-    reach = (0.995 * torch.minimum(_room(w, dw), _room(s, ds))).clamp(max=1)
+    reach = (0.995 * torch.minimum(_largest_step(w, dw), _largest_step(s, ds))).clamp(max=1)
     return reach * dw, reach * dy
 
 
-def _room(value: Tensor, change: Tensor) -> Tensor:
+def _largest_step(value: Tensor, change: Tensor) -> Tensor:
     """The largest multiple of the change that leaves every value at least 0, [sets, 1]."""
     return torch.where(change < 0, -value / change, torch.inf).amin(1, keepdim=True)
 

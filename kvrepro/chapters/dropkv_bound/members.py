@@ -36,12 +36,12 @@ def _median_difference(values: np.ndarray) -> float:
     return float(np.median(values[:, 0]) - np.median(values[:, 1]))
 
 
-def _over(frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], *columns: str) -> Sample:
+def _statistic(frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], *columns: str) -> Sample:
     """A statistic of all rows; whole prompts are resampled."""
     return Sample(frame[list(columns)], statistic, frame["item"], limits=limits(columns))
 
 
-def _mean(values: pd.Series, items: pd.Series, bounds: tuple[float, float] | None = UNIT) -> Sample:
+def _mean_over_prompts(values: pd.Series, items: pd.Series, bounds: tuple[float, float] | None = UNIT) -> Sample:
     """A mean over prompts."""
     return Sample(values.astype(float).to_frame("a"), clusters=items, bounds=bounds)
 
@@ -62,18 +62,18 @@ def _given_cone(f: pd.DataFrame) -> Sample:
     """Of the triples with a cone, the share whose factor is finite."""
     if f.empty:
         raise NotTestable("no triple has a cone")
-    return _mean(np.isfinite(f.factor), f["item"])
+    return _mean_over_prompts(np.isfinite(f.factor), f["item"])
 
 
 OF_POOL: dict[str, Callable[[pd.DataFrame], Sample]] = {
-    "cone_share": lambda f: _mean(f.c_low > ORIGIN, f["item"]),
-    "cone_median": lambda f: _over(f, _median, "c_low"),
+    "cone_share": lambda f: _mean_over_prompts(f.c_low > ORIGIN, f["item"]),
+    "cone_median": lambda f: _statistic(f, _median, "c_low"),
     "cone_first_layer": _first_layer,
-    "eps_median": lambda f: _over(f.assign(even=f.eps * f.tokens), _median, "even"),
-    "factor_finite": lambda f: _mean(np.isfinite(f.factor), f["item"]),
+    "eps_median": lambda f: _statistic(f.assign(even=f.eps * f.tokens), _median, "even"),
+    "factor_finite": lambda f: _mean_over_prompts(np.isfinite(f.factor), f["item"]),
     "factor_given_cone": lambda f: _given_cone(f[f.c_low > ORIGIN]),
-    "factor_median": lambda f: _over(f[np.isfinite(f.factor)], _median, "factor"),
-    "factor_tail": lambda f: _over(f[np.isfinite(f.factor)], lambda v: _p95(v) / _median(v), "factor"),
+    "factor_median": lambda f: _statistic(f[np.isfinite(f.factor)], _median, "factor"),
+    "factor_tail": lambda f: _statistic(f[np.isfinite(f.factor)], lambda v: _p95(v) / _median(v), "factor"),
 }
 
 
@@ -84,7 +84,7 @@ def _cells(records: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(f"{stratum}, k={k}", f) for (k, stratum), f in records.groupby(["k", "stratum"], sort=False)]
 
 
-def _paired(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.DataFrame:
+def _with_other_rule(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.DataFrame:
     """Our records with `ratio_other`, the triple's ratio by another rule, and `log`, its log minus that of ours."""
     keys = ["item", *WHERE, "stratum", "k", "objective"]
     r = study.records
@@ -93,15 +93,15 @@ def _paired(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.Dat
     return pairs.assign(log=np.log(pairs.ratio_other) - np.log(pairs.ratio))
 
 
-def _hardest(ours: pd.DataFrame) -> Member:
+def _threshold_gaps(ours: pd.DataFrame) -> Member:
     """Median ratio of the threshold stratum minus that of each other stratum."""
     r = ours[ours.k == HARD_K].assign(near=ours.stratum == "threshold")
     others = [name for name in STRATA if name != "threshold"]
-    parts = {name: _over(r[r.stratum.isin(["threshold", name])], median_gap, "ratio", "near") for name in others}
+    parts = {name: _statistic(r[r.stratum.isin(["threshold", name])], median_gap, "ratio", "near") for name in others}
     return Member("all", {f"against {name}": part for name, part in parts.items()})
 
 
-def _case(f: pd.DataFrame, values: pd.Series) -> Member:
+def _facts_by_record(f: pd.DataFrame, values: pd.Series) -> Member:
     """A value per record, named for its triple."""
     names = f[["item", *WHERE, "stratum", "k"]].itertuples(index=False)
     named = [f"{i}, layer {la}, head {h}, position {p}, {s}, k={k}" for i, la, h, p, s, k in names]
@@ -118,8 +118,8 @@ def _peers(claim: Mapping, study: Study) -> list[Member]:
     for objective in claim.get("objectives", ("query", "window")):
         ours = selected(study.records, "dropkv", window, objective=objective)
         for rule in rules:
-            f = _paired(study, rule, window, ours[ours.k == HARD_K])
-            peers.append(Member(f"{rule}, F of the {objective}", _mean(f.log, f["item"], bounds=None)))
+            f = _with_other_rule(study, rule, window, ours[ours.k == HARD_K])
+            peers.append(Member(f"{rule}, F of the {objective}", _mean_over_prompts(f.log, f["item"], bounds=None)))
     return peers
 
 
@@ -129,7 +129,7 @@ def _pool_slack(study: Study, ours: pd.DataFrame) -> list[Member]:
     for pool, f in study.assumptions.groupby("pool", sort=False):
         merged = ours.merge(with_factor(f, K)[["item", *WHERE, "factor"]], on=["item", *WHERE])
         merged = merged[np.isfinite(merged.factor)]
-        pools.append(Member(str(pool), _over(merged.assign(slack=merged.factor / merged.ratio), _median, "slack")))
+        pools.append(Member(str(pool), _statistic(merged.assign(slack=merged.factor / merged.ratio), _median, "slack")))
     return pools
 
 
@@ -139,11 +139,11 @@ def _of_weights(claim: Mapping, study: Study) -> list[Member]:
     f = study.weights
     if claim["contrast"] == "same_alone":
         linear = f[f.way == "linear"]
-        return [_case(linear, linear.same_alone.astype(float))]
+        return [_facts_by_record(linear, linear.same_alone.astype(float))]
     first_way, second_way, shift = claim["weights"]
     wide = f[f.k == HARD_K].pivot_table(index=["item", *WHERE, "stratum"], columns="way", values=shift).reset_index()
     log = np.log(wide[first_way].clip(lower=1e-300)) - np.log(wide[second_way].clip(lower=1e-300))
-    return [Member("all", _mean(log, wide["item"], bounds=None))]
+    return [Member("all", _mean_over_prompts(log, wide["item"], bounds=None))]
 
 
 def _policies(claim: Mapping) -> list[str]:
@@ -155,39 +155,41 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
     contrast, ours = claim["contrast"], selected(study.records)
     if contrast in ("ratio_median", "ratio_p95"):
         statistic = _median if contrast == "ratio_median" else _p95
-        return [Member(name, _over(f, statistic, "ratio")) for name, f in _cells(ours)]
+        return [Member(name, _statistic(f, statistic, "ratio")) for name, f in _cells(ours)]
     if contrast in ("attention_minus_dropkv", "random_minus_dropkv"):
-        pairs = _paired(study, contrast.removesuffix("_minus_dropkv"), 1, ours[ours.k.isin(claim.get("ks", ours.k))])
+        pairs = _with_other_rule(
+            study, contrast.removesuffix("_minus_dropkv"), 1, ours[ours.k.isin(claim.get("ks", ours.k))]
+        )
         strata = STRATA if claim["over"] == "cells" else claim["over"]
         cells = _cells(pairs[pairs.stratum.isin(list(strata))])
-        return [Member(name, _over(f, _median_difference, "ratio_other", "ratio")) for name, f in cells]
+        return [Member(name, _statistic(f, _median_difference, "ratio_other", "ratio")) for name, f in cells]
     if contrast == "peer_minus_dropkv":
         return _peers(claim, study)
     if contrast == "hardest_stratum":
-        return [_hardest(ours)]
+        return [_threshold_gaps(ours)]
     if contrast == "ratio_worst":
-        return [_case(ours, ours.ratio)]
+        return [_facts_by_record(ours, ours.ratio)]
     finite = ours[np.isfinite(ours.bound)]
     if contrast == "violations":
-        return [_case(finite, finite.ratio / finite.bound)]
+        return [_facts_by_record(finite, finite.ratio / finite.bound)]
     if contrast == "pool_slack":
         return _pool_slack(study, ours)
     if contrast == "slack_median":
-        return [Member("all", _over(finite.assign(slack=finite.bound / finite.ratio), _median, "slack"))]
+        return [Member("all", _statistic(finite.assign(slack=finite.bound / finite.ratio), _median, "slack"))]
     if contrast == "andpro_keeps":
         f = disagreement(study.alignment)
-        return [Member("all", _mean(f.kept, f["item"]))]
+        return [Member("all", _mean_over_prompts(f.kept, f["item"]))]
     if contrast == "aligned_andpro_minus_dropkv":
         r = study.records.query("rule == 'dropkv' and queries == 1 and stratum == 'aligned' and k == @HARD_K")
-        f = _paired(study, "andpro", 1, r)
-        return [Member("all", _mean(f.log, f["item"], bounds=None))]
+        f = _with_other_rule(study, "andpro", 1, r)
+        return [Member("all", _mean_over_prompts(f.log, f["item"], bounds=None))]
     raise InputError(f"claim {claim['id']}: unknown contrast {contrast!r}")
 
 
 # ---------------------------------------------------------------- answers and timings
 
 
-def _answered(claim: Mapping, answers: pd.DataFrame | None) -> list[Member | NotTestable]:
+def _from_answers(claim: Mapping, answers: pd.DataFrame | None) -> list[Member | NotTestable]:
     """Scores of each item in points: DropKV's paired with each method's that the claim names, or with each peer's."""
     if answers is None:
         raise NotTestable("no answers were generated: run quality.answers")
@@ -214,7 +216,7 @@ def _answered(claim: Mapping, answers: pd.DataFrame | None) -> list[Member | Not
     return pairs
 
 
-def _growing(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
+def _lead_growth(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
     """DropKV's lead over another at the longest prompts minus that at the shortest; unpaired, since items differ."""
     if answers is None or answers.length.nunique() < 2:
         raise NotTestable("answers at two lengths are needed, -p lengths")
@@ -227,7 +229,7 @@ def _growing(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
     return [Member("all", Unpaired(*ends, bounds=(-100.0, 100.0)))]
 
 
-def _timed(claim: Mapping) -> list[Member]:
+def _from_timings(claim: Mapping) -> list[Member]:
     compute, file, _ = timings.CONTRASTS[claim["contrast"]]
     if not file.is_file():
         raise NotTestable(f"no timings: data/gpu/{file.name} is missing")
@@ -242,11 +244,11 @@ def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -
     """What a claim is tested on. Raises NotTestable where answers or timings are needed and missing."""
     contrast = claim["contrast"]
     if contrast in timings.CONTRASTS:
-        return _timed(claim)
+        return _from_timings(claim)
     if contrast in ("quality_difference", "quality_lead"):
-        return _answered(claim, answers)
+        return _from_answers(claim, answers)
     if contrast == "quality_growth":
-        return _growing(claim, answers)
+        return _lead_growth(claim, answers)
     if contrast in ("way_gap", "same_alone"):
         return _of_weights(claim, study)
     if contrast in OF_POOL:

@@ -165,10 +165,10 @@ def triples(
     if sliding is not None and n > sliding:
         raise InputError(f"{n} tokens > the model's sliding window of {sliding}: shorten the prompt")
     check_softmax(model)
-    looker = _Looker(model, positions, visit, window)
+    visitor = _LayerVisitor(model, positions, visit, window)
     with torch.inference_mode(), installed(model):
         tokens = torch.tensor([list(ids)], device=model.device)
-        model(input_ids=tokens, use_cache=cache is not None, past_key_values=cache, logits_to_keep=1, kvrepro=looker)
+        model(input_ids=tokens, use_cache=cache is not None, past_key_values=cache, logits_to_keep=1, kvrepro=visitor)
 
 
 def check_softmax(model: Any) -> None:
@@ -178,7 +178,7 @@ def check_softmax(model: Any) -> None:
             raise InputError("the bound takes logits as they are, and this model caps them or has sinks: take another")
 
 
-class _Looker:
+class _LayerVisitor:
     """Attends as usual and hands each layer to `visit`."""
 
     def __init__(self, model: Any, positions: Sequence[int], visit: Callable[[Layer], None], window: int):

@@ -31,18 +31,18 @@ def _words(answer: str) -> list[str]:
     return re.findall(r"\w+", answer)
 
 
-def _has(word: str, answer: str) -> bool:
+def _has_word(word: str, answer: str) -> bool:
     return re.search(rf"\b{re.escape(word)}\b", answer, re.IGNORECASE) is not None
 
 
-def _paragraph(answer: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def _paragraph_starts(answer: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     blocks = [block for block in re.split(r"\n\s*\n", answer.strip()) if block.strip()]
     if len(blocks) != num_paragraphs or nth_paragraph > len(blocks):
         return False
     return [word.lower() for word in _words(blocks[nth_paragraph - 1])[:1]] == [first_word.lower()]
 
 
-def _json(answer: str) -> bool:
+def _is_json(answer: str) -> bool:
     try:
         json.loads(re.sub(r"^```(?:json)?|```$", "", answer.strip(), flags=re.IGNORECASE).strip())
     except ValueError:
@@ -50,7 +50,7 @@ def _json(answer: str) -> bool:
     return True
 
 
-def _two(answer: str) -> bool:
+def _two_responses(answer: str) -> bool:
     parts = [part.strip() for part in answer.split("******") if part.strip()]
     return len(parts) == 2 and parts[0] != parts[1]
 
@@ -60,7 +60,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "keywords:frequency": lambda a, keyword, frequency, relation: _bound(
         a.lower().count(keyword.lower()), relation, frequency
     ),
-    "keywords:forbidden_words": lambda a, forbidden_words: not any(_has(word, a) for word in forbidden_words),
+    "keywords:forbidden_words": lambda a, forbidden_words: not any(_has_word(word, a) for word in forbidden_words),
     "keywords:letter_frequency": lambda a, letter, let_frequency, let_relation: _bound(
         a.lower().count(letter.lower()), let_relation, let_frequency
     ),
@@ -68,7 +68,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "length_constraints:number_paragraphs": lambda a, num_paragraphs: (
         len([part for part in re.split(r"\s?\*\*\*\s?", a) if part.strip()]) == num_paragraphs
     ),
-    "length_constraints:nth_paragraph_first_word": _paragraph,
+    "length_constraints:nth_paragraph_first_word": _paragraph_starts,
     "detectable_content:number_placeholders": lambda a, num_placeholders: (
         len(re.findall(r"\[[^\[\]]+\]", a)) >= num_placeholders
     ),
@@ -82,13 +82,13 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "detectable_format:multiple_sections": lambda a, section_spliter, num_sections: (
         len(re.findall(rf"{re.escape(section_spliter)}\s*\d+", a)) >= num_sections
     ),
-    "detectable_format:json_format": _json,
+    "detectable_format:json_format": _is_json,
     "detectable_format:title": lambda a: re.search(r"<<[^\n<>]*\S[^\n<>]*>>", a) is not None,
     "detectable_format:constrained_response": lambda a: any(choice in a for choice in CHOICES),
     "combination:repeat_prompt": lambda a, prompt_to_repeat: (
         a.strip().lower().startswith(prompt_to_repeat.strip().lower())
     ),
-    "combination:two_responses": _two,
+    "combination:two_responses": _two_responses,
     "startend:end_checker": lambda a, end_phrase: a.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
     "startend:quotation": lambda a: re.fullmatch(r'".*"', a.strip(), re.DOTALL) is not None and len(a.strip()) > 2,
     "change_case:capital_word_frequency": lambda a, capital_frequency, capital_relation: _bound(

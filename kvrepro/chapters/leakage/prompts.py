@@ -123,14 +123,14 @@ def suited(items: str) -> str:
         return kind
     path = data.found(items) if items.endswith(".jsonl") else None
     if path is not None:
-        rows = data.by_line(path, _look, "messages, or context and question")
+        rows = data.by_line(path, _holds_system_prompt, "messages, or context and question")
         return items if all(row.system for row in rows) else "ifeval"
     if kind in QUESTIONS:
         return "ifeval"
     raise InputError(f"unknown items {items!r}: use tinyworld, ifeval, or the path of a .jsonl file of system prompts")
 
 
-def _look(row: dict, number: int) -> SimpleNamespace:
+def _holds_system_prompt(row: dict, number: int) -> SimpleNamespace:
     """Whether a row holds a system prompt: a system and a user turn, and neither `context` nor `question`."""
     roles, question = [turn["role"] for turn in row.get("messages") or []], row.get("context") or row.get("question")
     return SimpleNamespace(id=number, system=roles == ["system", "user"] and not question)

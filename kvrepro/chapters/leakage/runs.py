@@ -158,25 +158,25 @@ def chapter(loaded: Loaded, plan: ChapterPlan) -> ChapterRows:
         "alone": (undefended, cells(plan.main, ends, readings=READINGS, room=Room.of(loaded, undefended, plan.items))),
         "bare": (bare, cells(plan.main, [half], room=Room.of(loaded, bare, plan.items))),
     }
-    marks, shots = _marks(loaded, plan, secret), _examples(loaded, plan, ends)
+    marks, labelled = _other_marks(loaded, plan, secret), _examples(loaded, plan, ends)
     together = plan.items == "tinyworld"  # TREC's prompts are long: batches of their own
-    rows = run(loaded, main | rest | marks | (shots if together else {}), settings, sizes.tokens)
-    if shots and not together:
-        rows |= run(loaded, shots, settings, sizes.tokens, "examples")
+    rows = run(loaded, main | rest | marks | (labelled if together else {}), settings, sizes.tokens)
+    if labelled and not together:
+        rows |= run(loaded, labelled, settings, sizes.tokens, "examples")
 
-    clocked = [item for item in secret if item.meta["request"] == "follow"][: sizes.timed]
-    clock = cells(["h2o"], [half], ("default", "whitelist", "fair", "debias 0.4"), room=room)[1:]
-    timed = timing(loaded, clocked, clock, settings, repeats=sizes.repeats)
-    silent = Answers("leakage", "unasked", main["normal"][0], [Condition()], sizes.tokens, prompt=request_alone)
+    timed_items = [item for item in secret if item.meta["request"] == "follow"][: sizes.timed]
+    timed_cells = cells(["h2o"], [half], ("default", "whitelist", "fair", "debias 0.4"), room=room)[1:]
+    timed = timing(loaded, timed_items, timed_cells, settings, repeats=sizes.repeats)
+    unasked = Answers("leakage", "unasked", main["normal"][0], [Condition()], sizes.tokens, prompt=request_alone)
 
     def all_of(parts: Mapping[str, StudyPart]) -> pd.DataFrame:
         return pd.concat([rows[name] for name in parts] or [pd.DataFrame(columns=["item"])], ignore_index=True)
 
-    hand = _by_hand(plan, rows["normal"], marks)
-    marked = pd.concat([hand, all_of(marks)], ignore_index=True)
-    items = [item for part_items, _ in (main | rest | marks | shots).values() for item in part_items]
-    parts = (all_of(main), rows["alone"], rows["bare"], all_of(shots), marked, timed)
-    return ChapterRows(loaded.name, items, *parts, runs.run(silent, loaded, settings))
+    hand_marked = _hand_marked(plan, rows["normal"], marks)
+    marked = pd.concat([hand_marked, all_of(marks)], ignore_index=True)
+    items = [item for part_items, _ in (main | rest | marks | labelled).values() for item in part_items]
+    parts = (all_of(main), rows["alone"], rows["bare"], all_of(labelled), marked, timed)
+    return ChapterRows(loaded.name, items, *parts, runs.run(unasked, loaded, settings))
 
 
 def request_alone(loaded: Loaded, item: Item) -> Prompt:
@@ -231,11 +231,11 @@ def _undefended(plan: ChapterPlan) -> list[Item]:
 
 def _examples(loaded: Loaded, plan: ChapterPlan, ends: Sequence[float]) -> dict[str, StudyPart]:
     """Labelled examples in both orders: all policies at the highest ratio, the dial of the paper's two at all."""
-    shots = _labelled(loaded, plan)
+    labelled = _labelled(loaded, plan)
     pair = [name for name in plan.main if name in LIBRARY]
     parts: dict[str, StudyPart] = {}
-    for order in ORDERS if shots else ():
-        of_order = [item for item in shots if item.meta["order"] == order]
+    for order in ORDERS if labelled else ():
+        of_order = [item for item in labelled if item.meta["order"] == order]
         room = Room.of(loaded, of_order, plan.items)
         grid = cells(pair or plan.main, ends[-1:], ("default", "fair"), room=room)
         if order == "normal":
@@ -256,13 +256,13 @@ def _labelled(loaded: Loaded, plan: ChapterPlan) -> list[Item]:
     except InputError as error:
         print(f"leakage: no labelled examples: {error}")
         return []
-    long = {item.meta["system"] for item in drawn if not _fits(loaded, item, plan.sizes.tokens)}
+    long = {item.meta["system"] for item in drawn if not _fits_context(loaded, item, plan.sizes.tokens)}
     if long:
         print(f"leakage: {len(long)} sets of labelled examples are too long for the model's context: left out")
     return [item for item in drawn if item.meta["system"] not in long]
 
 
-def _fits(loaded: Loaded, item: Item, tokens: int) -> bool:
+def _fits_context(loaded: Loaded, item: Item, tokens: int) -> bool:
     """Whether the model's context holds an item's prompt and `tokens` more."""
     try:
         return len(prompt(loaded, item).ids) + tokens <= loaded.context
@@ -276,7 +276,7 @@ def _marked_ratios(plan: ChapterPlan) -> tuple[float, ...]:
     return varied[: 1 + len(varied) // 2][-2:]
 
 
-def _marks(loaded: Loaded, plan: ChapterPlan, secret: Sequence[Item]) -> dict[str, StudyPart]:
+def _other_marks(loaded: Loaded, plan: ChapterPlan, secret: Sequence[Item]) -> dict[str, StudyPart]:
     """Fair shares over spans that are not marked by hand."""
     numbers = list(dict.fromkeys(item.meta["system"] for item in secret))[: plan.sizes.marks]
     chosen = [item for item in secret if item.meta["order"] == "normal" and item.meta["system"] in numbers]
@@ -288,7 +288,7 @@ def _marks(loaded: Loaded, plan: ChapterPlan, secret: Sequence[Item]) -> dict[st
     return parts
 
 
-def _by_hand(plan: ChapterPlan, main: pd.DataFrame, marks: Mapping[str, StudyPart]) -> pd.DataFrame:
+def _hand_marked(plan: ChapterPlan, main: pd.DataFrame, marks: Mapping[str, StudyPart]) -> pd.DataFrame:
     """Rows of the main study with the prompts and cells of `marks`, whose spans are marked by hand."""
     chosen = {item.id.partition("|")[0] for part_items, _ in marks.values() for item in part_items}
     same = (main.variant == "fair") & (main.reading == "as_described") & main.ratio.isin(_marked_ratios(plan))

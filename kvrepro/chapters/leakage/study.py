@@ -325,9 +325,8 @@ def class_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.nd
 
 def range_of(accuracy: np.ndarray) -> np.ndarray:
     """Largest minus smallest value over the last axis; nan where there are none."""
-    high, low = (np.where(np.isnan(accuracy), fill, accuracy) for fill in (-np.inf, np.inf))
-    spread = high.max(-1, initial=-np.inf) - low.min(-1, initial=np.inf)  # there may be no class at all
-    return np.where(np.isfinite(spread), spread, np.nan)
+    largest, smallest = (f.reduce(accuracy, -1, initial=np.nan) for f in (np.fmax, np.fmin))  # both ignore nan
+    return largest - smallest
 
 
 def rank_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.ndarray:

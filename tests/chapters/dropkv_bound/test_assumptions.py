@@ -24,7 +24,7 @@ def test_all_at_once_are_what_each_triple_gives(monkeypatch, backend, room):
     """room: bytes of residuals that are taken together; 10 hold not even one layer's."""
     monkeypatch.setattr(cone, "BYTES", room)
     monkeypatch.setitem(cone.SOLVERS, "exact", cone.SOLVERS[backend])  # what tensors on the CPU get
-    found = study.prompt(Loaded(), tiny.prompts(60)[0], S, 0, ("assumptions",))["assumptions"]
+    together = study.prompt(Loaded(), tiny.prompts(60)[0], S, 0, ("assumptions",))["assumptions"]
     monkeypatch.undo()
     rows = []
 
@@ -46,8 +46,8 @@ def test_all_at_once_are_what_each_triple_gives(monkeypatch, backend, room):
     triples(Loaded().model, tiny.prompts(60)[0], [44, 59], visit, window=S.window)
     expected = pd.DataFrame(rows)
     holds = expected.c_low > cone.ORIGIN
-    pd.testing.assert_frame_equal(found[holds], expected[holds], rtol=1e-5, atol=1e-7)
-    assert np.allclose(found.c_low, expected.c_low, rtol=1e-4)
+    pd.testing.assert_frame_equal(together[holds], expected[holds], rtol=1e-5, atol=1e-7)
+    assert np.allclose(together.c_low, expected.c_low, rtol=1e-4)
 
 
 def test_where_not_all_are_asked_every_layer_head_and_position_has_its_share():
@@ -63,11 +63,11 @@ def test_where_not_all_are_asked_every_layer_head_and_position_has_its_share():
 
 def test_the_number_of_cones_is_the_one_asked_for_and_told():
     few = Sampling(**vars(S) | {"cones": 9})
-    found = study.prompt(Loaded(), tiny.prompts(60)[0], few, 0, ("assumptions",))["assumptions"]
-    assert found.groupby("pool").size().tolist() == [9, 9]
-    assert set(found.of_triples) == {36}
-    one = study.prompt(Loaded(), tiny.prompts(60)[0], Sampling(**vars(S) | {"cones": 1}), 0, ("assumptions",))
-    assert len(one["assumptions"]) == 2  # the other position has no triple
+    rows = study.prompt(Loaded(), tiny.prompts(60)[0], few, 0, ("assumptions",))["assumptions"]
+    assert rows.groupby("pool").size().tolist() == [9, 9]
+    assert set(rows.of_triples) == {36}
+    single = study.prompt(Loaded(), tiny.prompts(60)[0], Sampling(**vars(S) | {"cones": 1}), 0, ("assumptions",))
+    assert len(single["assumptions"]) == 2  # the other position has no triple
     enumerated = study.prompt(Loaded(), tiny.prompts(60)[0], few, 4)
     where = ["layer", "head", "position"]
     held = enumerated["records"][where].drop_duplicates().merge(enumerated["assumptions"][where].drop_duplicates())

@@ -68,17 +68,17 @@ def test_enumeration_equals_brute_force(seed, tokens, dim, data):
     r = bound.residuals(p, v)[:tokens]
     k = data.draw(st.integers(1, tokens))
     values = {chosen: f_of(p, r, chosen) for chosen in combinations(range(tokens), k)}
-    found = bound.optimum(p[:tokens], r, k)
-    assert found.value.item() == pytest.approx(min(values.values()), rel=1e-7, abs=1e-12)
-    assert values[tuple(found.evicted.tolist())] == pytest.approx(found.value.item(), rel=1e-9, abs=1e-12)
+    best = bound.optimum(p[:tokens], r, k)
+    assert best.value.item() == pytest.approx(min(values.values()), rel=1e-7, abs=1e-12)
+    assert values[tuple(best.evicted.tolist())] == pytest.approx(best.value.item(), rel=1e-9, abs=1e-12)
 
 
 @given(seed=st.integers(0, 10**6), k=st.integers(1, 6))
 @settings(max_examples=20, deadline=None)
 def test_the_window_s_optimum_equals_brute_force(seed, k):
-    made = [draw(seed + 7919 * i, 8, 3) for i in range(3)]
-    p = torch.stack([p for p, _ in made])[:, :6]
-    r = torch.stack([bound.residuals(p, v) for p, v in made])[:, :6]
+    queries = [draw(seed + 7919 * i, 8, 3) for i in range(3)]
+    p = torch.stack([p for p, _ in queries])[:, :6]
+    r = torch.stack([bound.residuals(p, v) for p, v in queries])[:, :6]
     values = [math.hypot(*(f_of(p[t], r[t], chosen) for t in range(3))) for chosen in combinations(range(6), k)]
     assert bound.window_optimum(p, r, k).value.item() == pytest.approx(min(values), rel=1e-7)
 
@@ -119,12 +119,12 @@ def test_no_violation_of_theorem_1_or_2(seed, tokens, dim, lean, data):
     keys = bound.pool(p, tokens, window=2)
     p, r = p[keys], bound.residuals(p, v)[keys]
     k = data.draw(st.integers(1, tokens))
-    found, eps = cone(r), p.max()
+    enclosed, eps = cone(r), p.max()
     proxy = bound.joint_cost(p, r, bound.smallest(bound.single_cost(p, r), k))
     best = min(f_of(p, r, chosen) for chosen in combinations(range(tokens), k))
-    factor = bound.factor(found.low, eps, k)
+    factor = bound.factor(enclosed.low, eps, k)
     assert proxy <= factor * best * (1 + 1e-9) + 1e-15 or not torch.isfinite(factor)
-    robust = bound.robust(p, r, found, proxy, k)
+    robust = bound.robust(p, r, enclosed, proxy, k)
     assert robust <= best * (1 + 1e-9) + 1e-15
     if torch.isfinite(factor):
         assert robust >= proxy / factor * (1 - 1e-6) - 1e-15
@@ -146,9 +146,9 @@ def test_theorem_1_is_not_vacuous():
 
 def test_the_factor_by_hand_and_where_it_is_infinite():
     c, eps = torch.tensor([0.5, 0.5, -0.1, 0.0]), torch.tensor([0.1, 0.25, 0.1, 0.1])
-    found = bound.factor(c, eps, 4)
-    assert found[0].item() == pytest.approx(1 / (0.5 * 0.9 * 0.6))
-    assert torch.isinf(found[1:]).all()  # k eps = 1; no cone; no cone
+    factors = bound.factor(c, eps, 4)
+    assert factors[0].item() == pytest.approx(1 / (0.5 * 0.9 * 0.6))
+    assert torch.isinf(factors[1:]).all()  # k eps = 1; no cone; no cone
 
 
 def test_mass_outside_a_cone_by_hand():
@@ -165,10 +165,10 @@ def test_mass_outside_a_cone_by_hand():
 
 def test_a_balanced_partition_is_a_zero_of_f():
     numbers = [12, 1, 6, 8, 4, 5]
-    found = bound.partition(numbers)
-    assert found.best.value.item() == pytest.approx(0, abs=1e-12)
-    assert sorted(found.numbers[j] for j in found.best.evicted.tolist()) in ([4, 6, 8], [1, 5, 12])
-    assert found.proxy.value.item() == pytest.approx(
+    problem = bound.partition(numbers)
+    assert problem.best.value.item() == pytest.approx(0, abs=1e-12)
+    assert sorted(problem.numbers[j] for j in problem.best.evicted.tolist()) in ([4, 6, 8], [1, 5, 12])
+    assert problem.proxy.value.item() == pytest.approx(
         1 / 3
     )  # 19 instead of 18, over six, over one half: no finite ratio
     values = torch.tensor(numbers, dtype=torch.float64)[:, None]
@@ -182,10 +182,10 @@ def test_the_certificate_decides_partition(numbers):
     assume(len(numbers) % 2 == 0)
     m = len(numbers) // 2
     exists = any(2 * sum(chosen) == sum(numbers) for chosen in combinations(numbers, m))
-    found = bound.partition(numbers)
-    assert (2 * sum(numbers[j] for j in found.best.evicted.tolist()) == sum(numbers)) == exists
+    problem = bound.partition(numbers)
+    assert (2 * sum(numbers[j] for j in problem.best.evicted.tolist()) == sum(numbers)) == exists
     exact = min(abs(Fraction(sum(numbers), 2) - sum(chosen)) for chosen in combinations(numbers, m)) / len(numbers) * 2
-    assert found.best.value.item() == pytest.approx(float(exact), abs=1e-12)
+    assert problem.best.value.item() == pytest.approx(float(exact), abs=1e-12)
 
 
 def test_odd_or_negative_numbers_are_refused():

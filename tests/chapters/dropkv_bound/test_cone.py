@@ -32,20 +32,20 @@ def test_a_right_circular_cone_has_the_cosine_of_its_angle(angle, backend):
     axis = np.eye(6)[2]
     points = around(axis, angle, 7)
     lengths = np.random.default_rng(1).uniform(0.1, 9, (len(points), 1))  # lengths do not matter
-    found = cone(torch.tensor(points * lengths), backend=backend)
-    assert found.low.item() == pytest.approx(math.cos(angle), abs=1e-7)
-    assert found.high.item() == pytest.approx(math.cos(angle), abs=1e-7)
-    assert found.low > ORIGIN
-    assert torch.allclose(found.direction, torch.tensor(axis), atol=1e-6)
+    enclosed = cone(torch.tensor(points * lengths), backend=backend)
+    assert enclosed.low.item() == pytest.approx(math.cos(angle), abs=1e-7)
+    assert enclosed.high.item() == pytest.approx(math.cos(angle), abs=1e-7)
+    assert enclosed.low > ORIGIN
+    assert torch.allclose(enclosed.direction, torch.tensor(axis), atol=1e-6)
 
 
 @both
 def test_opposite_residuals_have_no_cone(backend):
     """In one dimension both signs give c* = -1, certified by the segment between them."""
-    found = cone(torch.tensor([[2.0], [-3.0]]), backend=backend)
-    assert (found.low.item(), found.high.item()) == pytest.approx((-1, -1))
-    assert found.high <= ORIGIN
-    assert found.low <= ORIGIN
+    enclosed = cone(torch.tensor([[2.0], [-3.0]]), backend=backend)
+    assert (enclosed.low.item(), enclosed.high.item()) == pytest.approx((-1, -1))
+    assert enclosed.high <= ORIGIN
+    assert enclosed.low <= ORIGIN
 
 
 @both
@@ -53,9 +53,9 @@ def test_a_regular_simplex_is_solved_exactly(backend):
     """Corners of a regular simplex around the origin: the best direction points at a corner's back, c* = -1 / dim."""
     for dim in (2, 3, 5):
         corners = np.linalg.svd(np.eye(dim + 1) - 1 / (dim + 1))[0][:, :dim]
-        found = cone(torch.tensor(corners), backend=backend)
-        assert found.low.item() == pytest.approx(-1 / dim)
-        assert found.high.item() == pytest.approx(-1 / dim)
+        enclosed = cone(torch.tensor(corners), backend=backend)
+        assert enclosed.low.item() == pytest.approx(-1 / dim)
+        assert enclosed.high.item() == pytest.approx(-1 / dim)
 
 
 @both
@@ -67,15 +67,15 @@ def test_the_enclosure_holds_the_hull_s_own_answer(backend, seed, dim, more, lea
     residuals = rng.normal(size=(dim + 1 + more, dim)) + lean * np.eye(dim)[0]
     units = residuals / np.linalg.norm(residuals, axis=1, keepdims=True)
     facets = -ConvexHull(units, qhull_options="QJ").equations[:, -1]
-    found = cone(torch.tensor(residuals), backend=backend)
-    assert np.linalg.norm(found.direction) == pytest.approx(1)
-    assert (units @ found.direction.numpy()).min() == pytest.approx(found.low.item())  # attained
+    enclosed = cone(torch.tensor(residuals), backend=backend)
+    assert np.linalg.norm(enclosed.direction) == pytest.approx(1)
+    assert (units @ enclosed.direction.numpy()).min() == pytest.approx(enclosed.low.item())  # attained
     if facets.min() > 1e-6:
-        assert found.low.item() - 1e-6 <= -facets.min() <= found.high.item() + 1e-6
-        assert found.high <= ORIGIN
+        assert enclosed.low.item() - 1e-6 <= -facets.min() <= enclosed.high.item() + 1e-6
+        assert enclosed.high <= ORIGIN
     elif facets.min() < -1e-6:
-        assert found.high.item() - found.low.item() < 1e-7
-        assert found.low > ORIGIN
+        assert enclosed.high.item() - enclosed.low.item() < 1e-7
+        assert enclosed.low > ORIGIN
 
 
 def test_ascent_raises_the_lower_bound():
@@ -98,11 +98,11 @@ def test_columns_are_generated_to_the_exact_optimum():
 def test_batches_and_keys_at_the_output_itself(backend):
     residuals = torch.randn(3, 2, 9, 4, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     residuals[0, 0, 5] = 0.0  # v_j = a fulfils any cone
-    found = cone(residuals, backend=backend)
+    enclosed = cone(residuals, backend=backend)
     alone = cone(torch.cat([residuals[0, 0, :5], residuals[0, 0, 6:]]), backend=backend)
-    assert found.low.shape == (3, 2)
-    assert found.direction.shape == (3, 2, 4)
-    assert found.low[0, 0] == pytest.approx(alone.low.item())
+    assert enclosed.low.shape == (3, 2)
+    assert enclosed.direction.shape == (3, 2, 4)
+    assert enclosed.low[0, 0] == pytest.approx(alone.low.item())
     assert cone(torch.zeros(3, 4), backend=backend).low.item() == 1.0
 
 
@@ -121,11 +121,11 @@ def cloud(seed: int, tokens: int, dim: int, lean: float) -> torch.Tensor:
 def test_many_at_once_are_what_one_by_one_gives(tokens, dim):
     """Constants within 1e-4, also where the origin is in the hull and the ascents decide."""
     sets = torch.stack([cloud(i, tokens, dim, lean) for i, lean in enumerate((0.0, 0.5, 1.0, 4.0))])
-    one, many = (cone(sets, steps=3, backend=backend) for backend in ("exact", "batched"))
-    assert torch.equal(one.low > ORIGIN, many.low > ORIGIN)
-    assert (many.low - one.low).abs().lt(1e-4 * one.low.abs()).all()
-    assert (many.low <= many.high + 1e-12).all()
-    assert (many.high - many.low)[many.low > ORIGIN].lt(1e-7).all()
+    exact, batched = (cone(sets, steps=3, backend=backend) for backend in ("exact", "batched"))
+    assert torch.equal(exact.low > ORIGIN, batched.low > ORIGIN)
+    assert (batched.low - exact.low).abs().lt(1e-4 * exact.low.abs()).all()
+    assert (batched.low <= batched.high + 1e-12).all()
+    assert (batched.high - batched.low)[batched.low > ORIGIN].lt(1e-7).all()
 
 
 def degenerate() -> dict[str, torch.Tensor]:
@@ -149,11 +149,11 @@ def degenerate() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", list(degenerate()))
 def test_degenerate_sets_are_enclosed_alike(name):
-    one, many = (cone(degenerate()[name].double(), backend=backend) for backend in ("exact", "batched"))
-    assert many.low.item() == pytest.approx(one.low.item(), rel=1e-4, abs=5e-8)
-    assert many.low <= many.high + 1e-9
-    assert one.low <= many.high + 1e-8  # what one attains the other may not exclude
-    assert many.low <= one.high + 1e-8
+    exact, batched = (cone(degenerate()[name].double(), backend=backend) for backend in ("exact", "batched"))
+    assert batched.low.item() == pytest.approx(exact.low.item(), rel=1e-4, abs=5e-8)
+    assert batched.low <= batched.high + 1e-9
+    assert exact.low <= batched.high + 1e-8  # what one attains the other may not exclude
+    assert batched.low <= exact.high + 1e-8
 
 
 @both
@@ -162,9 +162,9 @@ def test_an_origin_that_rounding_leaves_beside_the_hull_ends_the_search(backend,
     """The nearest point is as short as the tolerance: no column brings it nearer, yet some lie beyond its plane."""
     v = torch.from_numpy(np.random.default_rng(seed).normal(size=(40, 64)))
     r = (v.mean(0) - v).float().double()
-    found = cone(r, steps=2, backend=backend)
-    assert abs(found.low.item()) < 1e-6
-    assert abs(found.high.item()) < 1e-6
+    enclosed = cone(r, steps=2, backend=backend)
+    assert abs(enclosed.low.item()) < 1e-6
+    assert abs(enclosed.high.item()) < 1e-6
 
 
 def test_nothing_to_enclose_is_refused():
@@ -178,7 +178,7 @@ def test_nothing_to_enclose_is_refused():
 def test_the_least_eigenvalue_is_found_from_below(rank):
     points = torch.randn(20, rank, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     matrices = points.mT @ points
-    found, exact = _least_eigenvalue(matrices), torch.linalg.eigvalsh(matrices)[:, 0]
+    least, exact = _least_eigenvalue(matrices), torch.linalg.eigvalsh(matrices)[:, 0]
     diagonal = matrices.diagonal(dim1=1, dim2=2).amin(1)
-    assert (found <= exact.clamp_min(0) + 1e-12 * diagonal).all()
-    assert (exact - found <= 1e-7 * diagonal).all()
+    assert (least <= exact.clamp_min(0) + 1e-12 * diagonal).all()
+    assert (exact - least <= 1e-7 * diagonal).all()

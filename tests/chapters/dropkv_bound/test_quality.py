@@ -23,8 +23,8 @@ def rows(n: int = 8) -> pd.DataFrame:
     return pd.DataFrame(
         {"item": f"i{i}", "method": method, "share": share, "score": f1 - 0.02 * (i % 2), "length": 1900}
         for i in range(n)
-        for method, by in means.items()
-        for share, f1 in by.items()
+        for method, f1_by_share in means.items()
+        for share, f1 in f1_by_share.items()
     )
 
 
@@ -32,8 +32,8 @@ def test_every_condition_can_be_met_and_carries_the_paper_s_settings():
     grid = quality.grid(Given(shares=(0.05, 0.3)))
     assert set(grid) == {"full", "dropkv", *quality.PEERS, *quality.VARIANTS}
     for conditions in grid.values():
-        for one in conditions:
-            check(one, 1900)
+        for condition in conditions:
+            check(condition, 1900)
     assert len(grid["snapkv"]) == 2
     assert dict(grid["snapkv"][0].switches) == {"window": 8, "kernel": 11}
     assert dict(grid["DropKV, average pooling"][0].switches) == {"window": 8, "kernel": 11, "pool": "average"}
@@ -85,10 +85,10 @@ def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(m
     item = data.Item("a", "task", (), "answer")
     settings = Given(results=tmp_path, shares=(0.25, 0.5), window=4, kernel=3)
     layers, heads = quality.answer_losses(loaded, [item], settings)
-    found, of_head = layers.set_index("layer").loss, heads.set_index(["layer", "head"]).loss
+    of_layer, of_head = layers.set_index("layer").loss, heads.set_index(["layer", "head"]).loss
     assert len(of_head) == 3 * 6
-    assert found.index.tolist() == [0, 1, 2]
-    assert found.abs().max() > 1e-3
+    assert of_layer.index.tolist() == [0, 1, 2]
+    assert of_layer.abs().max() > 1e-3
 
     every = quality.answer_loss(loaded, item, share=1.0, window=4, kernel=3, limit=64)
     assert every.loss.abs().max() < 1e-5
@@ -122,7 +122,7 @@ def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(m
         with torch.inference_mode():
             logits = loaded.model(torch.tensor([whole]), use_cache=False).logits[0, 39:]
         values.append(torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).item())
-    assert found[target] == pytest.approx(values[1] - values[0], abs=1e-5)
+    assert of_layer[target] == pytest.approx(values[1] - values[0], abs=1e-5)
     assert of_head[target, 4] == pytest.approx(values[2] - values[0], abs=1e-5)
 
 

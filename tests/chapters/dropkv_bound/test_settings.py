@@ -9,8 +9,8 @@ from kvrepro.errors import InputError
 
 def test_prompts_and_answers_fit_the_window_of_layers_that_slide(capsys):
     model = families.build("Gemma 3, text", sliding_window=128)
-    found = Given(tokens=300, lengths=(50, 300), max_new_tokens=28).within(model)
-    assert (found.tokens, found.lengths) == (100, (50, 100))
+    fitted = Given(tokens=300, lengths=(50, 300), max_new_tokens=28).within(model)
+    assert (fitted.tokens, fitted.lengths) == (100, (50, 100))
     assert "prompts of 100 tokens at most, since layers of this model see 128" in capsys.readouterr().out
     small = Given(tokens=90, lengths=(50,), max_new_tokens=28)
     assert small.within(model) is small

@@ -47,10 +47,10 @@ def study(frames) -> Study:
     for i in range(8):
         for name, frame in frames.items():
             parts[name].append(frame.assign(item=f"prompt-{i}", task="any"))
-    found = {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}
-    records = found["records"]
-    found["records"] = records.assign(ratio=1 + (records.ratio - 1) * rng.uniform(0.9, 1.1, len(records)))
-    return Study(**found)
+    joined = {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}
+    records = joined["records"]
+    joined["records"] = records.assign(ratio=1 + (records.ratio - 1) * rng.uniform(0.9, 1.1, len(records)))
+    return Study(**joined)
 
 
 def test_one_prompt_gives_every_frame(frames):
@@ -63,9 +63,9 @@ def test_one_prompt_gives_every_frame(frames):
     rules = 5 + len(RULES) + 2  # one query: 5; the window: all; pooled: 2
     assert len(r) == 3 * 2 * rules * (len(STRATA) + 1 + len(STRATA))  # ours adds a stratum for one of two objectives
     assert (r.ratio > 1 - 1e-9).all()  # nothing beats the optimum
-    own = estimates.selected(r)
-    assert len(own) == 3 * len(STRATA) * 2
-    assert (own.ratio <= own.bound * (1 + 1e-9)).all()  # theorem 1 on a real model's triples
+    of_dropkv = estimates.selected(r)
+    assert len(of_dropkv) == 3 * len(STRATA) * 2
+    assert (of_dropkv.ratio <= of_dropkv.bound * (1 + 1e-9)).all()  # theorem 1 on a real model's triples
     assert frames["lemma"][["single", "joint"]].to_numpy().max() < 1e-11
     assert set(frames["budgets"].allocation) == {"uniform", "adaptive"}
 
@@ -90,8 +90,8 @@ def test_a_prompt_with_fewer_triples_than_asked_gives_all_of_them():
 
 
 def test_only_the_parts_that_are_asked_for_are_computed():
-    found = runs.prompt(Loaded(), tiny.prompts(60)[0], SMALL, take=3, parts=("assumptions",))
-    assert set(found) == {"assumptions"}
+    parts = runs.prompt(Loaded(), tiny.prompts(60)[0], SMALL, take=3, parts=("assumptions",))
+    assert set(parts) == {"assumptions"}
 
 
 def test_a_profile_s_numbers_can_be_changed():
@@ -144,21 +144,21 @@ def counts(loaded, items) -> list[int]:
 def test_the_world_s_prompts_have_the_length_asked_for_in_the_model_s_own_tokens(foreign):
     tokens = 1900
     given = (quality.RETRIEVAL, 6, Given(pools=(0.9,), tokens=tokens))
-    found = runs.questions(foreign, *given)
-    assert 0.9 * tokens < max(counts(foreign, found)) <= tokens
-    own = models.load()
-    assert [item.id for item in runs.questions(own, *given)] == [
+    items = runs.questions(foreign, *given)
+    assert 0.9 * tokens < max(counts(foreign, items)) <= tokens
+    embedded = models.load()
+    assert [item.id for item in runs.questions(embedded, *given)] == [
         item.id for item in data.load_items(quality.RETRIEVAL, 6, tokens=tokens)
     ]
 
 
 def test_lengths_that_cannot_be_had_are_left_out_and_told(foreign, capsys):
     settings = Given(pools=(0.9, 0.5), lengths=(300, 1900, 9000))
-    found = runs.questions_by_length(foreign, quality.RETRIEVAL, 4, settings)
-    assert [(length, len(items)) for length, items in found.items()] == [(1900, 2)]
-    told = capsys.readouterr().out
-    assert "length 300 is left out: prompts of 300 tokens of small wanted" in told
-    assert "length 9000 is left out: 9000 + 48 tokens > context 4096" in told
+    by_length = runs.questions_by_length(foreign, quality.RETRIEVAL, 4, settings)
+    assert [(length, len(items)) for length, items in by_length.items()] == [(1900, 2)]
+    printed = capsys.readouterr().out
+    assert "length 300 is left out: prompts of 300 tokens of small wanted" in printed
+    assert "length 9000 is left out: 9000 + 48 tokens > context 4096" in printed
     with pytest.raises(InputError, match="context 4096"):
         runs.questions_by_length(foreign, quality.RETRIEVAL, 2, Given(lengths=(9000,)))
 
@@ -192,23 +192,23 @@ def test_a_length_is_asked_of_prompts_that_fill_it(foreign, tmp_path, capsys):
     for words in (100, 900):
         rows.append({"context": "door " * words, "question": "Which door?", "answer": "red"})
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = runs.questions_by_length(foreign, str(items), 4, Given(pools=(0.9, 0.5), lengths=(150, 600, 3000)))
-    assert {length: [item.id for item in some] for length, some in found.items()} == {
+    by_length = runs.questions_by_length(foreign, str(items), 4, Given(pools=(0.9, 0.5), lengths=(150, 600, 3000)))
+    assert {length: [item.id for item in prompts] for length, prompts in by_length.items()} == {
         150: ["own-000", "own-001"],
         600: ["own-001"],
     }
-    told = capsys.readouterr().out
-    assert f"1 of 2 prompts of {items} have less than 90% of 600 tokens: left out" in told
-    assert f"length 3000 is left out: all prompts of {items} have less than 90% of 3000 tokens" in told
+    printed = capsys.readouterr().out
+    assert f"1 of 2 prompts of {items} have less than 90% of 600 tokens: left out" in printed
+    assert f"length 3000 is left out: all prompts of {items} have less than 90% of 3000 tokens" in printed
 
 
 def test_short_prompts_of_the_study_do_not_stand_for_its_length(study):
-    found = replace(study, assumptions=study.assumptions.assign(length=0))
-    short = found.assumptions["item"].iloc[0]
-    moved = found.assumptions.position.where(found.assumptions["item"] != short, found.assumptions.position // 2)
+    long = replace(study, assumptions=study.assumptions.assign(length=0))
+    short = long.assumptions["item"].iloc[0]
+    moved = long.assumptions.position.where(long.assumptions["item"] != short, long.assumptions.position // 2)
     a = runs.by_length(
         Loaded(),
-        replace(found, assumptions=found.assumptions.assign(position=moved)),
+        replace(long, assumptions=long.assumptions.assign(position=moved)),
         {60: []},
         Given(pools=SMALL.pools, tokens=60),
     )
@@ -227,10 +227,10 @@ def test_the_study_s_own_length_is_not_run_again(study):
     a = study.assumptions
     earlier = a.assign(position=a.position // 2)
     both = replace(study, assumptions=pd.concat([a, earlier]))
-    found = runs.by_length(Loaded(), both, {60: []}, Given(pools=SMALL.pools, tokens=60))
-    assert len(found) == 2 * len(a)  # every position, as in the figures beside it
-    assert set(found.length) == {60}
-    assert found.groupby("item").place.agg(["min", "max"]).round(1).eq([0.5, 1.0]).all(axis=None)
+    rows = runs.by_length(Loaded(), both, {60: []}, Given(pools=SMALL.pools, tokens=60))
+    assert len(rows) == 2 * len(a)  # every position, as in the figures beside it
+    assert set(rows.length) == {60}
+    assert rows.groupby("item").place.agg(["min", "max"]).round(1).eq([0.5, 1.0]).all(axis=None)
 
 
 # ---- intervals and correlations
@@ -258,19 +258,19 @@ def test_a_loss_that_grows_with_the_factor_is_predicted(study):
     factors = estimates.with_factor(open_cones, 10)
     losses = factors.groupby(["item", "layer"], as_index=False).factor.median()
     losses = losses.assign(loss=losses.factor.rank())[["item", "layer", "loss"]]
-    found = estimates.predictions(estimates.selected(study.records), factors, {"per layer": losses})
-    assert found.set_index("question").value["per layer"] == pytest.approx(1)
-    assert len(found) == 5  # two for each k, and one
-    assert (found.low >= -1).all()
-    assert (found.high <= 1).all()
+    predicted = estimates.predictions(estimates.selected(study.records), factors, {"per layer": losses})
+    assert predicted.set_index("question").value["per layer"] == pytest.approx(1)
+    assert len(predicted) == 5  # two for each k, and one
+    assert (predicted.low >= -1).all()
+    assert (predicted.high <= 1).all()
 
 
 def test_medians_have_the_columns_of_means(study):
-    found = estimates.medians(study.assumptions, ["pool", "layer"], "c_low")
-    assert found.columns.tolist() == ["pool", "layer", "value", "low", "high", "n"]
-    one = study.assumptions[(study.assumptions.pool == "24 lowest") & (study.assumptions.layer == 1)]
-    row = found[(found.pool == "24 lowest") & (found.layer == 1)].iloc[0]
-    assert (row.value, row.n) == (pytest.approx(one.c_low.median()), 8)
+    medians = estimates.medians(study.assumptions, ["pool", "layer"], "c_low")
+    assert medians.columns.tolist() == ["pool", "layer", "value", "low", "high", "n"]
+    rows = study.assumptions[(study.assumptions.pool == "24 lowest") & (study.assumptions.layer == 1)]
+    row = medians[(medians.pool == "24 lowest") & (medians.layer == 1)].iloc[0]
+    assert (row.value, row.n) == (pytest.approx(rows.c_low.median()), 8)
 
 
 def test_printed_tables_have_a_row_per_model():
@@ -313,19 +313,19 @@ def verdicts_of(study, answers) -> pd.DataFrame:
 
 
 def test_a_model_that_answers_nothing_decides_nothing_about_answers(study):
-    found = verdicts_of(study, answered(0.0, 0.0, 0.0)).loc[["D4b", "D4c", "D4d"]]
-    assert set(found.verdict) == {"not testable here"}
-    assert found.note.str.contains("the full cache itself answers too few").all()
+    verdicts = verdicts_of(study, answered(0.0, 0.0, 0.0)).loc[["D4b", "D4c", "D4d"]]
+    assert set(verdicts.verdict) == {"not testable here"}
+    assert verdicts.note.str.contains("the full cache itself answers too few").all()
 
 
 def test_claims_about_answers_are_in_points_and_follow_them(study):
-    found = verdicts_of(study, answered(0.9, 0.8, 0.5))
-    assert found.ours["D4b"] == pytest.approx(30)
-    assert found.verdict[["D4b", "D4c", "D4d"]].to_list() == ["reproduced", "reproduced", "not reproduced"]
-    assert "-p items ruler" in found.note["D4"]
+    verdicts = verdicts_of(study, answered(0.9, 0.8, 0.5))
+    assert verdicts.ours["D4b"] == pytest.approx(30)
+    assert verdicts.verdict[["D4b", "D4c", "D4d"]].to_list() == ["reproduced", "reproduced", "not reproduced"]
+    assert "-p items ruler" in verdicts.note["D4"]
     ruler = verdicts_of(study, answered(0.9, 0.8, 0.5, task="vt"))
     assert "100000 tokens wanted, 1900 run" in ruler.note["D4"]
-    assert "-p items longbench" in found.note["D5"]
+    assert "-p items longbench" in verdicts.note["D5"]
 
 
 def test_claims_about_public_items_are_computed_where_these_were_run(study):
@@ -339,8 +339,8 @@ def test_claims_about_public_items_are_computed_where_these_were_run(study):
 def test_a_lead_that_grows_with_the_prompt_is_told_from_one_that_does_not(study):
     short = answered(0.9, 0.8, 0.7, tokens=500).assign(item=lambda rows: "s" + rows["item"])
     long = answered(0.9, 0.8, 0.3)
-    found = verdicts_of(study, pd.concat([short, long]))
-    assert (found.ours["D4h"], found.verdict["D4h"]) == (pytest.approx(40), "reproduced")
+    verdicts = verdicts_of(study, pd.concat([short, long]))
+    assert (verdicts.ours["D4h"], verdicts.verdict["D4h"]) == (pytest.approx(40), "reproduced")
     assert "two lengths" in verdicts_of(study, long).note["D4h"]
     alone = pd.concat([short, long]).query("method != 'snapkv'")
     assert "dropkv and snapkv" in verdicts_of(study, alone).note["D4h"]
@@ -349,13 +349,13 @@ def test_a_lead_that_grows_with_the_prompt_is_told_from_one_that_does_not(study)
 def test_the_pools_factor_is_set_against_the_ratio_and_a_cone_is_given(study):
     a = study.assumptions.assign(c_low=0.1, eps=1e-9)
     r = study.records.assign(ratio=1.0)
-    found = members.evaluate(Study(**(vars(study) | {"assumptions": a, "records": r})), model="t", profile="quick")
-    found = found.set_index("claim")
-    assert found.ours["D3i"] == pytest.approx(10, rel=1e-4)
-    assert found.ours["D2d"] == 100
+    verdicts = members.evaluate(Study(**(vars(study) | {"assumptions": a, "records": r})), model="t", profile="quick")
+    verdicts = verdicts.set_index("claim")
+    assert verdicts.ours["D3i"] == pytest.approx(10, rel=1e-4)
+    assert verdicts.ours["D2d"] == 100
     none = study.assumptions.assign(c_low=-0.1)
-    found = members.evaluate(Study(**(vars(study) | {"assumptions": none})), model="t", profile="quick")
-    assert "no triple has a cone" in found.set_index("claim").note["D2d"]
+    verdicts = members.evaluate(Study(**(vars(study) | {"assumptions": none})), model="t", profile="quick")
+    assert "no triple has a cone" in verdicts.set_index("claim").note["D2d"]
 
 
 def test_ways_to_weigh_a_key(study):
@@ -364,34 +364,34 @@ def test_ways_to_weigh_a_key(study):
     assert len(f) == 8 * 3 * len(STRATA) * 2 * 3
     assert f[f.way == "linear"].same_alone.all()
     assert not f[f.way == "projected"].same_alone.all()
-    model, ids, found = tiny.model("llama"), tiny.prompts(60)[0], []
+    model, ids, lengths = tiny.model("llama"), tiny.prompts(60)[0], []
 
     def visit(layer):
         for t in layer:
             w = layer.projection[:, t.head * t.v.shape[1] : (t.head + 1) * t.v.shape[1]].double()
-            found.append((t.projected(t.r).norm(dim=-1), (t.r @ w.T).norm(dim=-1)))
+            lengths.append((t.projected(t.r).norm(dim=-1), (t.r @ w.T).norm(dim=-1)))
 
     triples.triples(model, ids, [59], visit, window=4)
-    for ours, expected in found:
+    for ours, expected in lengths:
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_share_that_was_not_run_is_told(study):
     rows = answered(0.9, 0.8, 0.5)
-    found = verdicts_of(study, rows[rows.share != 0.05])
-    assert found.note["D4b"] == "not run: dropkv at 5%"
+    verdicts = verdicts_of(study, rows[rows.share != 0.05])
+    assert verdicts.note["D4b"] == "not run: dropkv at 5%"
 
 
 def test_the_ratio_with_and_without_a_cone(study):
-    own = estimates.selected(study.records)
+    of_dropkv = estimates.selected(study.records)
     pools = study.assumptions[study.assumptions.pool == "lowest 90%"]
     pools = pools.assign(c_low=np.where(pools["head"] % 2, 0.1, -0.1))
-    heads = sorted(own["head"].unique())
-    own = own.assign(ratio=np.where(own["head"] % 2, 1.0, 1.5), head=own["head"])
-    found = estimates.cone_and_ratio(own, pools)
+    heads = sorted(of_dropkv["head"].unique())
+    of_dropkv = of_dropkv.assign(ratio=np.where(of_dropkv["head"] % 2, 1.0, 1.5), head=of_dropkv["head"])
+    medians = estimates.cone_and_ratio(of_dropkv, pools)
     if len({head % 2 for head in heads}) == 2:
-        assert (found["with"].value, found["without"].value, found["difference"].value) == (1.0, 1.5, 0.5)
-    closed = estimates.cone_and_ratio(own, pools.assign(c_low=-0.1))
+        assert (medians["with"].value, medians["without"].value, medians["difference"].value) == (1.0, 1.5, 0.5)
+    closed = estimates.cone_and_ratio(of_dropkv, pools.assign(c_low=-0.1))
     assert closed["with"].n == 0
     assert np.isnan(closed["difference"].value)
     assert estimates.side(closed["difference"]) == ""
@@ -416,8 +416,8 @@ def test_fewer_than_six_prompts_decide_nothing(study):
 
 def test_a_record_above_the_bound_refutes_the_theorem_and_is_named(study):
     r = study.records.copy()
-    own = estimates.selected(r)
-    at = own[np.isfinite(own.bound)].index[3]
+    of_dropkv = estimates.selected(r)
+    at = of_dropkv[np.isfinite(of_dropkv.bound)].index[3]
     r.loc[at, "ratio"] = 2 * r.bound[at]
     row = (
         members.evaluate(Study(**(vars(study) | {"records": r})), model="tiny", profile="quick")
@@ -436,8 +436,8 @@ def test_the_shift_without_residuals_is_lemma_1_s():
     def visit(layer):
         p, a, v = layer.attention(29)[:, -1], layer.outputs(29)[:, -1], layer.value.double()
         moved = torch.stack([bound.shift(t.p, t.v, evicted) for t in layer])
-        found = runs._output_shift(p, a, v, evicted.expand(len(v), -1))
-        assert found.item() == pytest.approx((moved.norm() / a.norm()).item())
+        shift = runs._output_shift(p, a, v, evicted.expand(len(v), -1))
+        assert shift.item() == pytest.approx((moved.norm() / a.norm()).item())
 
     triples.triples(model, ids, [29], visit)
 
@@ -446,7 +446,7 @@ def test_the_shift_without_residuals_is_lemma_1_s():
 
 
 @pytest.fixture
-def mine():
+def own_policy():
     """DropKV's rule as a reader would write it."""
 
     def dropkv(o):
@@ -459,41 +459,41 @@ def mine():
     del OWN[name]
 
 
-def test_a_policy_of_one_s_own_chooses_from_the_same_keys(mine, monkeypatch, frames):
+def test_a_policy_of_one_s_own_chooses_from_the_same_keys(own_policy, monkeypatch, frames):
     ids = tiny.prompts(60)[0]
     monkeypatch.setattr(data, "build_prompt", lambda *_: data.Prompt(ids, {}))
     loaded = Loaded()
     loaded.tokenizer = None
-    found = runs.other_of_item(loaded, (data.Item("a", "task", (), "answer"), 3), mine, SMALL, 60)
+    rows = runs.other_of_item(loaded, (data.Item("a", "task", (), "answer"), 3), own_policy, SMALL, 60)
     keys = ["layer", "head", "position", "stratum", "k", "objective"]
     rule = frames["records"].query("rule == 'dropkv' and queries == 4 and kernel == 1")
-    both = found.merge(rule, on=keys, suffixes=("", "_rule"))
-    assert len(both) == len(found) == len(rule)
-    assert set(found.rule) == {"mine"}
+    both = rows.merge(rule, on=keys, suffixes=("", "_rule"))
+    assert len(both) == len(rows) == len(rule)
+    assert set(rows.rule) == {"mine"}
     assert np.isclose(both.value, both.value_rule, rtol=1e-4).mean() > 0.9  # in float32 near ties may go either way
 
 
-def test_claims_about_policies_in_general_are_asked_of_one_s_own(mine, study):
+def test_claims_about_policies_in_general_are_asked_of_one_s_own(own_policy, study):
     own_records = study.records.query("rule == 'dropkv' and queries == 4 and kernel == 1")
     worse = own_records.ratio * (2 + 0.01 * own_records["item"].str[-1].astype(int))
-    records = pd.concat([study.records, own_records.assign(rule=mine, ratio=worse)])
+    records = pd.concat([study.records, own_records.assign(rule=own_policy, ratio=worse)])
     rows = answered(0.9, 0.8, 0.5, task="qasper")
-    rows = pd.concat([rows, rows[rows.method == "snapkv"].assign(method=mine)])
+    rows = pd.concat([rows, rows[rows.method == "snapkv"].assign(method=own_policy)])
     changed = Study(**(vars(study) | {"records": records}))
-    found = members.evaluate(changed, rows, ["snapkv", mine], model="tiny", profile="quick").set_index("claim")
+    verdicts = members.evaluate(changed, rows, ["snapkv", own_policy], model="tiny", profile="quick").set_index("claim")
     before = members.evaluate(study, answered(0.9, 0.8, 0.5, task="qasper"), model="tiny", profile="quick")
-    assert set(found.index) - set(before.claim) == {"D8 Mine", "D5 Mine"}
-    assert (found.verdict["D8 Mine"], found.ours["D8 Mine"]) == ("reproduced", pytest.approx(np.log(2), abs=0.05))
-    assert found.ours["D5 Mine"] == pytest.approx(30)
-    pd.testing.assert_frame_equal(found.loc[before.claim].reset_index()[before.columns], before, check_dtype=False)
+    assert set(verdicts.index) - set(before.claim) == {"D8 Mine", "D5 Mine"}
+    assert (verdicts.verdict["D8 Mine"], verdicts.ours["D8 Mine"]) == ("reproduced", pytest.approx(np.log(2), abs=0.05))
+    assert verdicts.ours["D5 Mine"] == pytest.approx(30)
+    pd.testing.assert_frame_equal(verdicts.loc[before.claim].reset_index()[before.columns], before, check_dtype=False)
 
 
 def test_a_policy_without_a_score_for_one_query_says_why(study):
     own("summed", Policy("Summed", "a test", lambda o: o.sums["mass"], needs=("mass",)))
-    found = members.evaluate(study, None, ["summed"], model="tiny", profile="quick").set_index("claim")
+    verdicts = members.evaluate(study, None, ["summed"], model="tiny", profile="quick").set_index("claim")
     del OWN["summed"]
-    assert found.verdict["D8 Summed"] == "not testable here"
-    assert "sums up (mass)" in found.note["D8 Summed"]
+    assert verdicts.verdict["D8 Summed"] == "not testable here"
+    assert "sums up (mass)" in verdicts.note["D8 Summed"]
 
 
 # ---- what the paper's own tables say
@@ -511,9 +511,11 @@ def test_printed_leads_are_differences_of_printed_averages():
 
 
 def test_only_other_choices_exceed_the_bound(study):
-    found = estimates.exceeding(study.records.assign(bound=study.records.bound.where(study.records.rule == "dropkv")))
-    own = found[(found.rule == "dropkv") & (found.queries == 1)]
-    assert (own.value == 0).all()
+    exceeding = estimates.exceeding(
+        study.records.assign(bound=study.records.bound.where(study.records.rule == "dropkv"))
+    )
+    of_dropkv = exceeding[(exceeding.rule == "dropkv") & (exceeding.queries == 1)]
+    assert (of_dropkv.value == 0).all()
     doubled = study.records.assign(ratio=np.where(study.records.rule == "random", 1e9, study.records.ratio))
-    found = estimates.exceeding(doubled).set_index("rule").value
-    assert (found["random"] == 1).all()
+    exceeding = estimates.exceeding(doubled).set_index("rule").value
+    assert (exceeding["random"] == 1).all()

@@ -89,9 +89,9 @@ def test_the_models_members(models):
 
 def test_every_contrast_reads_the_measured_tables():
     for compute, file, _ in timings.CONTRASTS.values():
-        found = compute(file)
-        assert found.columns.tolist() == ["member", "value", "low", "high", "n"]
-        found = found.dropna(subset=["low"])
-        assert len(found)
-        assert (found.low <= found.value).all()
-        assert (found.value <= found.high).all()
+        table = compute(file)
+        assert table.columns.tolist() == ["member", "value", "low", "high", "n"]
+        table = table.dropna(subset=["low"])
+        assert len(table)
+        assert (table.low <= table.value).all()
+        assert (table.value <= table.high).all()

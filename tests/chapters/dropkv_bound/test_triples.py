@@ -14,9 +14,9 @@ from kvrepro.errors import InputError
 
 
 def collect(model, ids, positions, **given) -> list[Triple]:
-    found = []
-    triples.triples(model, ids, positions, lambda layer: found.extend(layer), **given)
-    return found
+    collected = []
+    triples.triples(model, ids, positions, lambda layer: collected.extend(layer), **given)
+    return collected
 
 
 def made(window: int = 3, tokens: int = 40, dim: int = 5, seed: int = 0) -> Triple:
@@ -41,8 +41,8 @@ def test_families_whose_softmax_is_another_are_refused(name, refused):
 def test_attention_and_values_are_the_model_s_own(kind):
     """Against eager attention weights; the output, through W_O, against what the layer returns."""
     model, ids = tiny.model(kind), tiny.prompts(30)[0]
-    found = collect(model, ids, [12, 29], window=4)
-    assert [(t.layer, t.head, t.position) for t in found] == [
+    collected = collect(model, ids, [12, 29], window=4)
+    assert [(t.layer, t.head, t.position) for t in collected] == [
         (layer, head, t) for layer in range(3) for head in range(6) for t in (12, 29)
     ]
     outputs = {}
@@ -55,12 +55,12 @@ def test_attention_and_values_are_the_model_s_own(kind):
         weights = model(torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
     for hook in hooks:
         hook.remove()
-    for t in found:
+    for t in collected:
         expected = weights[t.layer][0, t.head, t.position - 3 : t.position + 1, : t.position + 1]
         assert torch.allclose(t.window_p, expected.double(), atol=1e-5)
         assert torch.allclose(t.window_p.sum(-1), torch.ones(4, dtype=torch.float64))
-        own = outputs[t.layer][t.position].view(6, -1)[t.head]
-        assert torch.allclose(t.window_a[-1], own.double(), atol=1e-5)
+        output = outputs[t.layer][t.position].view(6, -1)[t.head]
+        assert torch.allclose(t.window_a[-1], output.double(), atol=1e-5)
         w = next(m for m in model.modules() if getattr(m, "layer_idx", None) == t.layer and hasattr(m, "o_proj"))
         w = w.o_proj.weight.T.view(6, -1, 48)[t.head]
         assert torch.allclose(t.norm, (t.v.float() @ w).abs().sum(-1).double(), atol=1e-5)
@@ -170,24 +170,24 @@ def test_rounding_to_bfloat16_lets_a_peak_jump():
 def test_strata_pick_what_they_are_named_for():
     t = made(tokens=60)
     candidates = bound.pool(t.p, 0.9, window=3)
-    found = triples.strata(t, candidates, size=6)
+    strata = triples.strata(t, candidates, size=6)
     assert all(
-        set(keys.tolist()) <= set(candidates.tolist()) and len(set(keys.tolist())) == 6 for keys in found.values()
+        set(keys.tolist()) <= set(candidates.tolist()) and len(set(keys.tolist())) == 6 for keys in strata.values()
     )
-    assert found["tail"].tolist() == sorted(candidates[t.p[candidates].argsort()[:6]].tolist())
+    assert strata["tail"].tolist() == sorted(candidates[t.p[candidates].argsort()[:6]].tolist())
     cost = bound.single_cost(t.p, t.r)
-    rest = torch.tensor([j for j in candidates.tolist() if j not in found["threshold"].tolist()])
+    rest = torch.tensor([j for j in candidates.tolist() if j not in strata["threshold"].tolist()])
     middle = cost[candidates].median()
-    assert (cost[found["threshold"]] - middle).abs().max() <= (cost[rest] - middle).abs().min()
+    assert (cost[strata["threshold"]] - middle).abs().max() <= (cost[rest] - middle).abs().min()
     ranks = [
         dict(zip(candidates.tolist(), x[candidates].argsort().argsort().tolist(), strict=True)) for x in (t.p, cost)
     ]
     gap = {j: abs(ranks[0][j] - ranks[1][j]) for j in candidates.tolist()}
-    assert min(gap[j] for j in found["disagreement"].tolist()) >= sorted(gap.values())[-6]
+    assert min(gap[j] for j in strata["disagreement"].tolist()) >= sorted(gap.values())[-6]
     cosine = torch.nn.functional.cosine_similarity(t.v, t.window_a[-1].expand_as(t.v), dim=-1)
-    assert cosine[found["aligned"]].min() >= cosine[candidates].sort().values[-6]
+    assert cosine[strata["aligned"]].min() >= cosine[candidates].sort().values[-6]
     again = triples.strata(t, candidates, size=6)
-    assert all(torch.equal(found[name], again[name]) for name in found)
-    assert not torch.equal(triples.strata(t, candidates, size=6, seed=1)["random"], found["random"])
+    assert all(torch.equal(strata[name], again[name]) for name in strata)
+    assert not torch.equal(triples.strata(t, candidates, size=6, seed=1)["random"], strata["random"])
     with pytest.raises(InputError, match="5 keys < 6"):
         triples.strata(t, candidates[:5], size=6)

@@ -52,7 +52,7 @@ def transcription(p, v, w, rule: str, s, end: int) -> np.ndarray:
     """Shares [layers, steps] in plain loops: 6 query heads on 2 KV heads of 8 dimensions."""
     steps = range(len(IDS) - 1, len(IDS) + len(ANSWER) - 1)
     past = range(end - s.window, end)
-    found = np.zeros((len(p), len(steps), 2))
+    sums = np.zeros((len(p), len(steps), 2))
     for layer, (attention, values, weight) in enumerate(zip(p, v, w, strict=True)):
         for kv in range(2):
             group = range(3 * kv, 3 * kv + 3)
@@ -79,8 +79,8 @@ def transcription(p, v, w, rule: str, s, end: int) -> np.ndarray:
             kept = order[: int(s.share * end)]
             for h in group:
                 for n, t in enumerate(steps):
-                    found[layer, n] += importance[h][t, kept].sum(), importance[h][t, :end].sum()
-    return found
+                    sums[layer, n] += importance[h][t, kept].sum(), importance[h][t, :end].sum()
+    return sums
 
 
 @pytest.mark.parametrize("until", ["question", ""])
@@ -91,9 +91,9 @@ def test_shares_equal_a_transcription_in_loops(eager, until):
     for rule in retention.RULES:
         parts = transcription(p, v, w, rule, s, 50 if until else 60)
         for layer, expected in [*enumerate(parts), (-1, parts.sum(0))]:
-            here = curves[(curves.rule == rule) & (curves.layer == layer)].sort_values("step").retained
+            curve = curves[(curves.rule == rule) & (curves.layer == layer)].sort_values("step").retained
             want = expected[:, 0] / expected[:, 1]
-            assert here.to_numpy() == pytest.approx(want, abs=2e-5)
+            assert curve.to_numpy() == pytest.approx(want, abs=2e-5)
             row = summary[(summary.rule == rule) & (summary.layer == layer) & (summary["head"] == -1)].iloc[0]
             assert row.worst == pytest.approx(want.min(), abs=2e-5)
             assert (row["at"], row.steps) == (want.argmin() + 1, 5)
@@ -125,8 +125,8 @@ def test_one_pass_of_many_settings_equals_a_pass_each(eager):
     for name, s in many.items():
         _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"x": s})
         columns = ["rule", "layer", "worst", "mean", "below", "tied"]
-        mine = together[(together.setting == name) & (together["head"] == -1)][columns].reset_index(drop=True)
-        pd.testing.assert_frame_equal(mine, alone[columns], check_exact=False, rtol=1e-4)
+        of_setting = together[(together.setting == name) & (together["head"] == -1)][columns].reset_index(drop=True)
+        pd.testing.assert_frame_equal(of_setting, alone[columns], check_exact=False, rtol=1e-4)
         numbered = together[together.setting == f"#{name}"].set_index("rule").worst
         expected = alone[alone.layer == 1].set_index("rule").worst[["mean", "defensive"]]
         assert numbered[expected.index].to_numpy() == pytest.approx(expected.to_numpy(), rel=1e-4)
@@ -162,12 +162,12 @@ def test_algorithm_2_is_the_catalogues_defensive_kv():
 
 def test_norms_against_their_formulas():
     values, output = torch.randn(2, 300, 4), torch.randn(6, 4, 5)
-    found = retention.norms(values, output)
+    norms = retention.norms(values, output)
     v = values[1, 299] @ output[4]
-    assert found["l1"][1, 1, 299] == pytest.approx(float(v.abs().sum()), rel=1e-5)
-    assert found["l2"][1, 1, 299] == pytest.approx(float(v.square().sum().sqrt()), rel=1e-5)
-    assert found["value"][1, 1, 299] == pytest.approx(float(values[1, 299].norm()), rel=1e-5)
-    assert (found["none"] == 1).all()
+    assert norms["l1"][1, 1, 299] == pytest.approx(float(v.abs().sum()), rel=1e-5)
+    assert norms["l2"][1, 1, 299] == pytest.approx(float(v.square().sum().sqrt()), rel=1e-5)
+    assert norms["value"][1, 1, 299] == pytest.approx(float(values[1, 299].norm()), rel=1e-5)
+    assert (norms["none"] == 1).all()
 
 
 @given(st.sampled_from(["head", "layer"]), st.sampled_from(["newest", "oldest"]), st.booleans(), st.integers(3, 9))
@@ -225,15 +225,15 @@ def test_specifications_are_all_different_and_variants_depart_in_one_field():
     specs = retention.specifications()
     assert len(set(specs.values())) == len(specs) == 128
     for base in (OURS, replace(OURS, norm="none", later=True)):
-        found = retention.variants(base)
-        assert found[retention.DEFAULT] == base
+        variants = retention.variants(base)
+        assert variants[retention.DEFAULT] == base
         named = [(field, value, name) for field, names in retention.MEANS.items() for value, name in names.items()]
         for field, value, name in named:
             if getattr(base, field) == value:
-                assert name not in found
+                assert name not in variants
             else:
-                assert {k for k, v in vars(found[name]).items() if v != getattr(base, k)} == {field}
-                assert getattr(found[name], field) == value
+                assert {k for k, v in vars(variants[name]).items() if v != getattr(base, k)} == {field}
+                assert getattr(variants[name], field) == value
     assert retention.OPEN["norm"] == ("l1", "none")
 
 
@@ -242,19 +242,19 @@ def test_other_past_queries_stand_alone_as_the_single_one_does(eager):
     assert [s.single for s in others.values()] == [1, 2, 6, 8]
     assert 16 not in [s.single for s in retention.singles(OURS).values()]
     given = {"default": SHORT}
-    _, found = retention.retained(eager[0], PROMPT, ANSWER, given, more=others, more_layer=1)
-    found = found[found.setting.str.startswith(retention.TOKEN)]
-    assert set(found.rule) == {"single"}
+    _, summary = retention.retained(eager[0], PROMPT, ANSWER, given, more=others, more_layer=1)
+    summary = summary[summary.setting.str.startswith(retention.TOKEN)]
+    assert set(summary.rule) == {"single"}
     _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"x": replace(SHORT, single=6)})
     expected = alone[(alone.rule == "single") & (alone.layer == 1) & (alone["head"] == -1)].worst.item()
-    assert found.set_index("setting").worst["token 6"] == pytest.approx(expected)
+    assert summary.set_index("setting").worst["token 6"] == pytest.approx(expected)
 
 
 def test_one_head_is_that_heads_curve(eager):
     _, every = retention.retained(eager[0], PROMPT, ANSWER, {"default": SHORT})
-    _, one = retention.retained(eager[0], PROMPT, ANSWER, {"default": replace(SHORT, head=4)})
+    _, of_head = retention.retained(eager[0], PROMPT, ANSWER, {"default": replace(SHORT, head=4)})
     columns = ["rule", "layer", "worst", "mean", "below"]
-    alone = one[(one["head"] == -1) & (one.layer >= 0)][columns].reset_index(drop=True)
+    alone = of_head[(of_head["head"] == -1) & (of_head.layer >= 0)][columns].reset_index(drop=True)
     pd.testing.assert_frame_equal(alone, every[every["head"] == 4][columns].reset_index(drop=True))
 
 
@@ -265,9 +265,9 @@ def test_defensive_r_kv_is_r_kv_with_another_aggregation():
     from kvrepro.engine.score import keys
 
     o = observation(batch=1, kv_heads=2, group=3, window=1, tokens=40, hidden=20)
-    own, other = keys.r_kv(o, mix=1.0, kernel=1), policies.r_kv(o, mix=1.0, kernel=1)  # one query: mean = largest
-    prior = own.sum(-1, keepdim=True) / 39
-    torch.testing.assert_close(other[..., :-1], torch.maximum(own, prior)[..., :-1], rtol=1e-4, atol=1e-5)
+    plain, defensive = keys.r_kv(o, mix=1.0, kernel=1), policies.r_kv(o, mix=1.0, kernel=1)  # one query: mean = largest
+    prior = plain.sum(-1, keepdim=True) / 39
+    torch.testing.assert_close(defensive[..., :-1], torch.maximum(plain, prior)[..., :-1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(policies.r_kv(o, mix=0.0), keys.r_kv(o, mix=0.0), rtol=1e-4, atol=1e-5)
 
 
@@ -349,26 +349,26 @@ def test_grid_has_what_the_claims_ask_for():
 
 def test_a_single_share_has_the_extra_conditions_and_an_own_policy_its_windows(monkeypatch):
     monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("snapkv"), title="Mine"))
-    found = study.grid([0.3], ["mine", "defensive_kv"])
-    assert {c.prefix for c in found if c.policy == "mine"} == {0.0, 0.1}
-    windows = {dict(c.switches)["window"] for c in found if c.policy == "mine"}
+    grid = study.grid([0.3], ["mine", "defensive_kv"])
+    assert {c.prefix for c in grid if c.policy == "mine"} == {0.0, 0.1}
+    windows = {dict(c.switches)["window"] for c in grid if c.policy == "mine"}
     assert windows == set(study.WINDOWS)
-    assert {c.policy for c in found} == {"full", "mine", "defensive_kv", *study.PLUG_IN, study.R_KV_DEFENSIVE}
-    assert {c.budget for c in found} == {None, 0.3}
+    assert {c.policy for c in grid} == {"full", "mine", "defensive_kv", *study.PLUG_IN, study.R_KV_DEFENSIVE}
+    assert {c.budget for c in grid} == {None, 0.3}
 
 
 def test_everything_is_checked_before_anything_runs():
     loaded = models.load("small-gqa")
     items = "tinyworld:two_hop,needle"
-    asked = {"shares": [0.2], "policies": ["snapkv"], "reading": "both"}
+    choices = {"shares": [0.2], "policies": ["snapkv"], "reading": "both"}
     settings = Settings(max_new_tokens=8)
-    answered, quality = study.declare(loaded, items, 4, settings, **asked)
-    assert [(one.name, len(one.items)) for one in quality] == [("every", 4)]
+    answered, quality = study.declare(loaded, items, 4, settings, **choices)
+    assert [(study_part.name, len(study_part.items)) for study_part in quality] == [("every", 4)]
     long = [item for item in answered.items if item.task in study.LONG]
     assert min(len(loaded.tokenizer.encode(item.answer)) for item in long) >= 200
     assert len(answered.items) == 4 * (2 + 5)
-    parts = study.parts_of(loaded, items, study.Size(4, 2, 2, 2, 2), settings, **asked)
-    assert [(name, len(some)) for name, some, _ in parts] == [("every", 2), ("middle", 2)]
+    parts = study.parts_of(loaded, items, study.Size(4, 2, 2, 2, 2), settings, **choices)
+    assert [(name, len(part_items)) for name, part_items, _ in parts] == [("every", 2), ("middle", 2)]
     for options, wrong, message in (
         ({"layer": 99}, {}, "layer 99: small-gqa has 6, counted from 0"),
         ({"until": "defense"}, {}, "no span 'defense'"),
@@ -381,9 +381,9 @@ def test_everything_is_checked_before_anything_runs():
         ({}, {"reading": "run"}, "reading 'run'"),
     ):
         with pytest.raises(InputError, match=message):
-            study.declare(loaded, items, 4, Settings(**options), **asked | wrong)
+            study.declare(loaded, items, 4, Settings(**options), **choices | wrong)
     with pytest.raises(InputError, match="n_items -1"):
-        study.declare(loaded, items, -1, settings, **asked)
+        study.declare(loaded, items, -1, settings, **choices)
 
 
 def synthetic(readings=study.READINGS, items: int = 42) -> pd.DataFrame:
@@ -480,7 +480,7 @@ def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
     assert short == ("any, 100 tokens, authors' code", 1.5, pytest.approx(2.9 / 2.1), pytest.approx(3.3 / 1.9), 7)
     assert long[:2] == ("any, 400 tokens, authors' code", 1.25)
     assert np.isnan(long[2:4]).all()
-    [claim] = [one for one in claims.load_claims("fragility")["claims"] if one["id"] == "C9"]
+    [claim] = [entry for entry in claims.load_claims("fragility")["claims"] if entry["id"] == "C9"]
     tested = members.members(claim, {}, None, None, "as_run")
     assert [member.what.estimate().low for member in tested] == [
         pytest.approx(2.9 / 2.1),
@@ -531,8 +531,8 @@ def test_experts_are_known_by_the_configuration_and_asked_for_where_there_are_no
 
 def test_theorems_are_judged_case_by_case(monkeypatch):
     given = {"model": "m", "profile": "quick"}
-    found = members.evaluate(None, None, **given).set_index("claim")
-    assert found.verdict[["C11", "C11b", "C11c"]].tolist() == ["reproduced", "reproduced", "not reproduced"]
+    verdicts = members.evaluate(None, None, **given).set_index("claim")
+    assert verdicts.verdict[["C11", "C11b", "C11c"]].tolist() == ["reproduced", "reproduced", "not reproduced"]
     broken = retention.bias_of_mean(Mixture())
     monkeypatch.setattr(retention, "bias_of_max", lambda x, m: broken)
     assert members.evaluate(None, None, **given).set_index("claim").verdict["C11b"] == "not reproduced"
@@ -546,12 +546,12 @@ def test_the_largest_gain_is_larger_than_each_other():
     [claim] = [c for c in book["claims"] if c["id"] == "C4b"]
     shares = {}
     for name, more in (("alike", 0.0), ("larger", 0.2)):
-        here = rows.assign(token_f1=rows.token_f1 + more * better)
-        found = judge.judge(claim, members.members(claim, book["sets"], here, None, "as_described"))
-        assert [one.label for one in found] == [
-            f"{one}, niah_multikey_2 over frequent_words" for one in study.DEFENSIVE
+        changed = rows.assign(token_f1=rows.token_f1 + more * better)
+        judged = judge.judge(claim, members.members(claim, book["sets"], changed, None, "as_described"))
+        assert [case.label for case in judged] == [
+            f"{policy}, niah_multikey_2 over frequent_words" for policy in study.DEFENSIVE
         ]
-        shares[name] = {one.state for one in found}
+        shares[name] = {case.state for case in judged}
     assert shares["larger"] == {"holds"}
     assert "holds" not in shares["alike"]
 
@@ -574,10 +574,10 @@ def test_one_change_at_a_time_is_named_and_found_again():
 def test_an_own_policy_is_judged_beside_the_papers(monkeypatch):
     rows = synthetic(items=12)
     monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("snapkv"), title="Mine"))
-    own = rows[(rows.policy == "defensive_kv") & (rows.reading == "as_described")]
-    own = own.assign(policy="mine", reading="any")
+    of_own = rows[(rows.policy == "defensive_kv") & (rows.reading == "as_described")]
+    of_own = of_own.assign(policy="mine", reading="any")
     given = {"model": "m", "profile": "quick"}
-    frame = members.evaluate(pd.concat([rows, own]), None, **given)
+    frame = members.evaluate(pd.concat([rows, of_own]), None, **given)
     before = members.evaluate(rows, None, **given)
     pd.testing.assert_frame_equal(frame[: len(before)], before)
     added = frame[len(before) :].set_index("claim")
@@ -590,7 +590,7 @@ def test_an_own_policy_is_judged_beside_the_papers(monkeypatch):
     assert added.loc["C2 Mine", "ours"] == pytest.approx(0.3, abs=0.02)
     assert added.loc["C6 Mine", "ours"] == pytest.approx(0)
     monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("k_norm"), title="Mine"))
-    bare = members.evaluate(pd.concat([rows, own[own.change.isin(["none", "guards"])]]), None, **given)
+    bare = members.evaluate(pd.concat([rows, of_own[of_own.change.isin(["none", "guards"])]]), None, **given)
     assert set(bare.claim[len(before) :]) == {f"{name} Mine" for name in named if not name.startswith(("C6", "C10b"))}
 
 
@@ -599,8 +599,8 @@ def test_claims_file_names_what_exists():
     for claim in book["claims"]:
         assert claims.paper_text(claim["paper"], claim.get("unit", "F1"))
         for form in (claim, {**claim, **claim.get("first", {})}):
-            known = {*stats.CONTRASTS, *members.TIMED, *retention.theorems(), "lead", "spread", "wins"}
-            assert form["contrast"] in known
+            contrasts = {*stats.CONTRASTS, *members.TIMED, *retention.theorems(), "lead", "spread", "wins"}
+            assert form["contrast"] in contrasts
         for cell in claim.get("cells", {}).values():
             assert cell.get("rule", "mean") in retention.RULES
     assert set(book["sets"]["six"]) == {*study.TABLE_1.values(), *study.DATASETS.values()}
@@ -618,9 +618,9 @@ def chapter(eager):
     curves, summary = retention.retained(eager[0], PROMPT, ANSWER, many, more=more, more_layer=1)
     frames = {"curves": [], "summary": []}
     for i in range(12):
-        here = {"item": f"i{i}", "task": "list_all" if i % 2 else "summary"}
-        frames["curves"].append(curves.assign(**here))
-        frames["summary"].append(summary.assign(**here, worst=(summary.worst * (1 + 0.01 * i)).clip(upper=1)))
+        item = {"item": f"i{i}", "task": "list_all" if i % 2 else "summary"}
+        frames["curves"].append(curves.assign(**item))
+        frames["summary"].append(summary.assign(**item, worst=(summary.worst * (1 + 0.01 * i)).clip(upper=1)))
     joined = {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
     return study.Retained(**joined, layer=1), synthetic()
 
@@ -629,15 +629,15 @@ def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
     r, rows = chapter
     book = claims.load_claims("fragility")
     by_id = {claim["id"]: claim for claim in book["claims"]}
-    found = {i: members.members(by_id[i], book["sets"], rows, r, "as_run") for i in ("C1", "C1b", "C6b", "C7b")}
-    labels = {i: [one.label for one in some] for i, some in found.items()}
+    tested = {i: members.members(by_id[i], book["sets"], rows, r, "as_run") for i in ("C1", "C1b", "C6b", "C7b")}
+    labels = {i: [member.label for member in of_claim] for i, of_claim in tested.items()}
     assert labels["C1"] == ["list_all", "summary"]
     assert labels["C1b"] == ["layer 0", "layer 1", "layer 2"]
     assert labels["C6b"][0] == "defensive_kv, window 16"
     assert labels["C7b"] == ["10%", "20%"]
     wide = r.summary.query("setting == 'default' and layer == 1 and head == -1 and task == 'summary'")
     wide = wide.pivot_table(index="item", columns="rule", values="worst")
-    assert found["C1"][1].what.estimate().value == pytest.approx((wide.defensive - wide["mean"]).mean())
+    assert tested["C1"][1].what.estimate().value == pytest.approx((wide.defensive - wide["mean"]).mean())
 
 
 def test_the_chapters_own_figures_show_what_they_are_given(chapter):
@@ -695,8 +695,8 @@ def test_long_answers_are_looked_at_where_items_may_have_them():
     settings = {item.task: len(study._settings_for(item, Setting())) for item in chosen}
     assert settings["gov_report"] == settings["qmsum"] > 1
     assert settings["trec"] == 1
-    own = study._observed_elsewhere([*items("mine", 300), *items("notes", 8)], sizes, seed=0)
-    assert Counter(item.task for item in own) == {"mine": 3, "notes": 2}
+    own_items = study._observed_elsewhere([*items("mine", 300), *items("notes", 8)], sizes, seed=0)
+    assert Counter(item.task for item in own_items) == {"mine": 3, "notes": 2}
     brief = study._observed_elsewhere([*items("a", None), *items("b", None)], sizes, seed=0)
     assert len(brief) == 3
     summary = pd.DataFrame({"task": ["trec", "qmsum", "gov_report"]})
@@ -722,7 +722,7 @@ def test_an_item_that_the_study_cannot_take_is_named(tmp_path):
 def test_in_a_dry_run_an_items_own_answer_stands_for_the_models_as_far_as_that_may_go(tmp_path, monkeypatch):
     loaded, settings = models.load("small-gqa"), Settings(results=tmp_path, answer_tokens=200, dry_run=True)
     answered = study.observed(loaded, "tinyworld:two_hop", study.Size(1, 1, 1, 1, 1), settings)
-    monkeypatch.setattr(study, "run", lambda asked, *given: seen.append(asked) or usual(asked, *given))
+    monkeypatch.setattr(study, "run", lambda requested, *given: seen.append(requested) or usual(requested, *given))
     usual, seen = run, []
     study.retained_by(answered, loaded, settings)
     lengths = [(len(item.tokens), len(loaded.tokenizer.encode(item.item.answer))) for item in seen[1].items.values()]
@@ -740,23 +740,23 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = models.load(str(checkpoint.save(tmp_path / "small", [row["context"] for row in rows])))
     settings = Settings(results=tmp_path, progress=False, answer_tokens=4, max_new_tokens=4)
-    asked = study.declare(
+    studies = study.declare(
         loaded, str(items), 2, settings, shares=[0.4], policies=list(study.POLICIES), reading="as_described"
     )
-    r, grid = study.results(*asked, loaded, settings)
+    r, grid = study.results(*studies, loaded, settings)
     assert r.summary["item"].nunique() == 2
     assert r.long_tasks == ["harbour"]
     assert r.layer == study.paper_layer(loaded.model)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    again, _ = study.results(*asked, loaded, settings)
+    again, _ = study.results(*studies, loaded, settings)
     pd.testing.assert_frame_equal(again.summary, r.summary)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    said = capsys.readouterr().out
-    assert "duo_attention is left out" in said
-    assert "4 bits are left out" in said
-    study.results(*asked, loaded, replace(settings, dry_run=True))
+    printed = capsys.readouterr().out
+    assert "duo_attention is left out" in printed
+    assert "4 bits are left out" in printed
+    study.results(*studies, loaded, replace(settings, dry_run=True))
     assert "fragility/retained: 0 of 2 items" in capsys.readouterr().out
-    without = study.without_cache(asked[1], loaded, settings)
+    without = study.without_cache(studies[1], loaded, settings)
     assert without.groupby("item").control.apply(set).tolist() == [{"first_word", "copy", "refusal", "no_passage"}] * 2
     assert (without.score == without.token_f1).all()
     main = grid[grid.change == "none"]

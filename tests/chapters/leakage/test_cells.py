@@ -23,12 +23,16 @@ def test_cells_say_what_the_engine_is_asked():
 
 def test_policies_are_the_librarys():
     """kvpress prunes all layers by key norm, averages SnapKV's votes over the group and forces TOVA's last token in."""
-    found = {name: cells.Cell(name, 0.5).condition for name in cells.FIVE}
-    own = {name: CATALOGUE[name].reading(c.reading, c.switches) for name, c in found.items()}
-    assert own["k_norm"]["dense_layers"] == 0
-    assert (own["snapkv"]["group"], own["snapkv"]["pool"], own["snapkv"]["kernel"]) == ("mean", "average", 5)
-    assert own["tova"]["recent"] == 1
-    assert own["streaming_llm"]["sinks"] == 4
+    conditions = {name: cells.Cell(name, 0.5).condition for name in cells.FIVE}
+    readings = {name: CATALOGUE[name].reading(c.reading, c.switches) for name, c in conditions.items()}
+    assert readings["k_norm"]["dense_layers"] == 0
+    assert (readings["snapkv"]["group"], readings["snapkv"]["pool"], readings["snapkv"]["kernel"]) == (
+        "mean",
+        "average",
+        5,
+    )
+    assert readings["tova"]["recent"] == 1
+    assert readings["streaming_llm"]["sinks"] == 4
 
 
 @pytest.mark.parametrize("name", cells.FAIR_DIFFERS)
@@ -44,15 +48,15 @@ def test_fair_variants_differ_between_the_readings_and_the_dial_does_not(name):
 
 
 def test_snapkv_as_described_stays_the_librarys_under_quotas():
-    own = cells.Cell("snapkv", 0.5, "fair").condition
-    found = CATALOGUE["snapkv"].reading(own.reading, own.switches)
-    library = CATALOGUE["snapkv"].reading("as_run", (("window", found["window"]),))
-    assert found == library
+    condition = cells.Cell("snapkv", 0.5, "fair").condition
+    reading = CATALOGUE["snapkv"].reading(condition.reading, condition.switches)
+    library = CATALOGUE["snapkv"].reading("as_run", (("window", reading["window"]),))
+    assert reading == library
 
 
 def test_the_dial_needs_budgets_that_do_not_wait_for_every_layer():
-    found = cells.cells(["layer_defensive_kv", "defensive_kv"], [0.5], ["fair", "debias 0.2"])[1:]
-    assert [(one.policy, one.variant) for one in found] == [
+    grid = cells.cells(["layer_defensive_kv", "defensive_kv"], [0.5], ["fair", "debias 0.2"])[1:]
+    assert [(cell.policy, cell.variant) for cell in grid] == [
         ("layer_defensive_kv", "fair"), ("defensive_kv", "fair"), ("defensive_kv", "debias 0.2"),
     ]  # fmt: skip
     assert [cell.variant for cell in cells.cells(["layer_defensive_kv"], (0.5,), ("debias 0.2", "ends"))] == [

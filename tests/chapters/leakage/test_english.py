@@ -72,8 +72,8 @@ def code(tmp_path, monkeypatch):
 
 
 def test_the_papers_defense_stands_around_the_directive_as_its_templates_say(code, tmp_path):
-    own = lines(tmp_path / "own.jsonl", ROWS)
-    items = english.english(str(own), 1, wording=code)
+    file = lines(tmp_path / "own.jsonl", ROWS)
+    items = english.english(str(file), 1, wording=code)
     follow, leak, flipped, _ = items
     directive = f"{PREAMBLE}{follow.meta['references']['rule']}"
     assert follow.messages[0]["content"] == f"{BEFORE}\n{directive}"
@@ -89,10 +89,10 @@ def test_the_papers_defense_stands_around_the_directive_as_its_templates_say(cod
 
 
 def test_whose_words_they_are_is_in_the_items_ids(code, tmp_path):
-    own = str(lines(tmp_path / "own.jsonl", ROWS))
-    ids = [{item.id for item in english.english(own, wording=words)} for words in (code, english.OURS)]
+    file = str(lines(tmp_path / "own.jsonl", ROWS))
+    ids = [{item.id for item in english.english(file, wording=words)} for words in (code, english.OURS)]
     assert not ids[0] & ids[1]
-    assert english.english(own, 1, wording=code, orders=("alone",))[0].messages[0]["content"].startswith(PREAMBLE)
+    assert english.english(file, 1, wording=code, orders=("alone",))[0].messages[0]["content"].startswith(PREAMBLE)
 
 
 def test_the_template_around_examples_loses_a_sentence_and_gets_the_papers_refusal(code):
@@ -106,13 +106,13 @@ def test_the_template_around_examples_loses_a_sentence_and_gets_the_papers_refus
 
 def test_the_published_texts_are_those_of_the_papers_appendices():
     try:
-        found = english.papers()
+        wording = english.papers()
     except InputError:
         pytest.skip("the paper's public code is not at hand")
     hashes = {
-        "G.1": found.strict["normal"][0][1],
-        "A": "".join(f"{text} " for _, text in found.defense["normal"]).strip(),
-        "B": found.leak.rstrip("."),
+        "G.1": wording.strict["normal"][0][1],
+        "A": "".join(f"{text} " for _, text in wording.defense["normal"]).strip(),
+        "B": wording.leak.rstrip("."),
     }
     assert {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in hashes.items()} == {
         "G.1": "2bd9d3d972b9", "A": "9fe81df5d3d2", "B": "bbfb8513cdf3",
@@ -212,23 +212,23 @@ def test_trecs_examples_are_a_system_prompt(code, monkeypatch):
 
 def test_a_chapter_on_a_file_of_ones_own_with_labelled_questions(tmp_path, monkeypatch, capsys):
     """Three system prompts although the profile would take more; two sets of examples fit the model, one does not."""
-    own = lines(tmp_path / "own.jsonl", ROWS)
+    file = lines(tmp_path / "own.jsonl", ROWS)
     short = [*shots(2, 110), *(item for item in shots(3) if item.id == "trec-002")]
     monkeypatch.setattr(data, "load_items", lambda items: short)
-    texts = [m["content"] for item in english.english(str(own)) + english.trec(3) for m in item.messages]
+    texts = [m["content"] for item in english.english(str(file)) + english.trec(3) for m in item.messages]
     folder = checkpoint.save(tmp_path / "small", texts, context=1900)
     loaded = models.load(str(folder))
     few = {"max_new_tokens": 4, "timed": 1, "repeats": 1, "wording": "ours"}
     plan = ChapterPlan(
-        Settings.of(few, results=tmp_path, progress=False), str(own), policies=("snapkv",), ratios=(0.5,)
+        Settings.of(few, results=tmp_path, progress=False), str(file), policies=("snapkv",), ratios=(0.5,)
     )
-    found = runs.chapter(loaded, plan)
-    assert found.main.system.nunique() == 3
-    assert found.examples.system.nunique() == 2
+    chapter = runs.chapter(loaded, plan)
+    assert chapter.main.system.nunique() == 3
+    assert chapter.examples.system.nunique() == 2
     assert "1 sets of labelled examples are too long for the model's context" in capsys.readouterr().out
-    assert found.main.error.isna().mean() > 0.8
-    [s] = study.studies(found, "as_described")
+    assert chapter.main.error.isna().mean() > 0.8
+    [s] = study.studies(chapter, "as_described")
     assert not s.examples.empty
     assert len(members.evaluate([s], loaded.name))
     with pytest.raises(InputError, match="n_items is 4, but .* has 3 system prompts: ask for no more"):
-        runs.chapter(loaded, ChapterPlan(plan.settings, str(own), n_items=4))
+        runs.chapter(loaded, ChapterPlan(plan.settings, str(file), n_items=4))

@@ -113,18 +113,18 @@ def test_the_chapters_runs_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkey
     loaded = models.load(str(checkpoint.save(tmp_path / "small-qwen2", texts)))
     few = {"singles": 6, "several": 6, "marks": 1, "timed": 1, "repeats": 1, "max_new_tokens": 4}
     settings = Settings.of(few, results=tmp_path, progress=False)
-    found = runs.chapter(loaded, ChapterPlan(settings, items="ifeval", n_items=6, ratios=[0.5]))
-    assert found.examples.empty
-    assert set(found.main.wording) == {"ours"}
-    assert found.wording == "in our words, not the paper's"
-    failed = found.main[found.main.error.notna()]
+    chapter = runs.chapter(loaded, ChapterPlan(settings, items="ifeval", n_items=6, ratios=[0.5]))
+    assert chapter.examples.empty
+    assert set(chapter.main.wording) == {"ours"}
+    assert chapter.wording == "in our words, not the paper's"
+    failed = chapter.main[chapter.main.error.notna()]
     assert set(failed.variant) <= {"whole", "whitelist"}  # half of such a prompt may be less than its defense
     assert failed.error.str.contains("protected tokens").all()
-    studies = study.studies(found)
+    studies = study.studies(chapter)
     verdicts = members.evaluate(studies, loaded.name)
     assert not set(verdicts[verdicts.claim.isin(["L3b", "L7", "L7b"])].verdict) & {"reproduced", "partly"}
-    assert found.main.system.nunique() == 6
+    assert chapter.main.system.nunique() == 6
     s = studies[-1]
-    tables = [study.rankings(s), study.fronts(s), study.optimal_shares(studies), switches.measured(found)]
+    tables = [study.rankings(s), study.fronts(s), study.optimal_shares(studies), switches.measured(chapter)]
     assert all(len(table) for table in tables)
     assert study.safe_budgets(s).empty  # of one ratio there is none

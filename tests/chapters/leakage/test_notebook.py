@@ -22,11 +22,11 @@ def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(t
     """Rows, curves and verdict rows of its own; a random model tells nothing, so no verdict claims anything. What the
     second model says stands beside what the first one does."""
     (tmp_path / "own_policy.py").write_text(OWN)
-    mine = f"{tmp_path / 'own_policy.py'}:MINE"
+    policy = f"{tmp_path / 'own_policy.py'}:MINE"
     texts = [message["content"] for item in prompts.systems(4) for message in item.messages]
     folders = [str(checkpoint.save(tmp_path / name, texts)) for name in ("small-qwen2", "another")]
     given = {"model": folders[0], "results": str(tmp_path / "results")}
-    given |= {"n_items": 1, "policies": [mine], "ratios": [0.5]}
+    given |= {"n_items": 1, "policies": [policy], "ratios": [0.5]}
     given |= {"options": {"max_new_tokens": 4, "repeats": 1, "progress": False, "compare": folders[1]}}
     outputs = [data for _, shown in notebook.run(monkeypatch, "leakage", given) for data in shown]
     assert sum("image/svg+xml" in data for data in outputs) >= 10
@@ -40,6 +40,6 @@ def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(t
     assert pd.read_csv(second).claim.tolist() == verdicts.claim.tolist()
     assert set(pd.read_csv(second).model).isdisjoint(verdicts.model)
     rows = store.read(tmp_path / "results" / "leakage" / "answers.parquet")
-    rows = rows[rows.item.str.startswith("normal-") & (rows.policy == mine) & rows.error.isna()]
+    rows = rows[rows.item.str.startswith("normal-") & (rows.policy == policy) & rows.error.isna()]
     assert rows.groupby("model").size().min() >= 2 * 3  # default, fair and both ends, two requests each
     assert rows.model.nunique() == 2

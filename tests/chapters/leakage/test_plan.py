@@ -29,12 +29,14 @@ def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, cap
     for name in ("longbench", "longbench:trec", "protection-panel"):
         assert ChapterPlan(items=name).items == "ifeval"
         assert f"leakage: items 'ifeval', which suit this chapter, in the place of {name!r}" in capsys.readouterr().out
-    own, asked = tmp_path / "own.jsonl", tmp_path / "asked.jsonl"
-    own.write_text('{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}')
-    asked.write_text('{"context": "a system", "question": "b", "answer": "c"}')
-    assert ChapterPlan(items=str(own)).items == str(own)
+    prompts_file, questions_file = tmp_path / "own.jsonl", tmp_path / "asked.jsonl"
+    prompts_file.write_text(
+        '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}'
+    )
+    questions_file.write_text('{"context": "a system", "question": "b", "answer": "c"}')
+    assert ChapterPlan(items=str(prompts_file)).items == str(prompts_file)
     assert not capsys.readouterr().out
-    assert ChapterPlan(items=str(asked)).items == "ifeval"
+    assert ChapterPlan(items=str(questions_file)).items == "ifeval"
     assert ChapterPlan(items="tinyworld:needle").items == "tinyworld"
 
 
@@ -66,22 +68,22 @@ def test_an_option_that_is_not_there_is_named():
 
 
 def test_a_file_is_of_system_prompts_only_if_every_row_holds_one(tmp_path, capsys):
-    own = tmp_path / "own.jsonl"
+    file = tmp_path / "own.jsonl"
     turns = [{"role": "system", "content": "Answer in verse."}, {"role": "user", "content": "Tell of the sea."}]
-    row, said = {"messages": turns, "answer": "wave"}, "items 'ifeval', which suit this chapter, in the place of"
+    row, message = {"messages": turns, "answer": "wave"}, "items 'ifeval', which suit this chapter, in the place of"
 
     def taken(*rows):
-        own.write_text("".join(json.dumps(one) + "\n" for one in rows))
-        return ChapterPlan(items=str(own)).items
+        file.write_text("".join(json.dumps(line) + "\n" for line in rows))
+        return ChapterPlan(items=str(file)).items
 
-    assert taken(row, row) == str(own)
-    assert said not in capsys.readouterr().out
+    assert taken(row, row) == str(file)
+    assert message not in capsys.readouterr().out
     passage = {"context": "The sea.", "question": "What?", "answer": "sea"}
     chat = {"messages": turns[1:], "answer": "wave"}
     talk = {"messages": [*turns, {"role": "assistant", "content": "No."}], "answer": "wave"}
     for other in (passage, chat, talk, row | passage | {"answer": "wave"}):
         assert taken(row, other) == "ifeval"
-        assert said in capsys.readouterr().out
-    own.write_bytes(json.dumps(row).encode() + b'\n{"answer": "caf\xe9"}\n')
+        assert message in capsys.readouterr().out
+    file.write_bytes(json.dumps(row).encode() + b'\n{"answer": "caf\xe9"}\n')
     with pytest.raises(InputError, match="own.jsonl, line 2: 'utf-8' codec can't decode byte 0xe9"):
-        ChapterPlan(items=str(own))
+        ChapterPlan(items=str(file))

@@ -24,10 +24,14 @@ def text_of(item, name):
 
 def test_both_orders_hold_the_same_rules_and_the_requests_the_same_system_turn():
     items = prompts.systems(10)
-    by = {(i.meta["system"], i.meta["order"], i.meta["request"]): i for i in items}
-    assert len(by) == len(items) == 40
+    item_of = {(i.meta["system"], i.meta["order"], i.meta["request"]): i for i in items}
+    assert len(item_of) == len(items) == 40
     for n in range(10):
-        follow, leak, flipped = by[n, "normal", "follow"], by[n, "normal", "leak"], by[n, "flipped", "follow"]
+        follow, leak, flipped = (
+            item_of[n, "normal", "follow"],
+            item_of[n, "normal", "leak"],
+            item_of[n, "flipped", "follow"],
+        )
         assert follow.messages[0] == leak.messages[0]
         assert follow.messages[1] == flipped.messages[1]
         assert follow.meta["references"]["directive"] == flipped.meta["references"]["directive"]
@@ -78,8 +82,8 @@ def test_spans_are_the_texts_that_they_name():
 def test_marks_cover_the_system_turn_in_order(how, spans):
     """Four rules behind a defense of two sentences and a preamble of two."""
     item = next(i for i in prompts.systems(6) if len(i.meta["instructions"]) == 4)
-    [found] = prompts.marked([item], how)
-    places = [(span.start, span.end) for span in found.spans]
+    [marked] = prompts.marked([item], how)
+    places = [(span.start, span.end) for span in marked.spans]
     assert len(places) == spans
     assert places == sorted(places)
     assert all(b <= c for (_, b), (c, _) in zip(places, places[1:], strict=False))
@@ -113,12 +117,12 @@ def test_where_a_template_has_no_system_turn_by_itself_the_request_follows_its_t
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.chat_template = IN_THE_USERS_TURN[template]
     for item in prompts.systems(1):
-        found = prompts.prompt(replace(loaded, tokenizer=tokenizer), item)
-        end = found.spans["request"][0]
+        prompt = prompts.prompt(replace(loaded, tokenizer=tokenizer), item)
+        end = prompt.spans["request"][0]
         system, user = (tokenizer.encode(message["content"], add_special_tokens=False) for message in item.messages)
-        assert found.ids[end - len(system) : end] == system
-        assert found.ids[end:][-len(user) - 2 : -2] == user
-        assert "system" not in found.spans
+        assert prompt.ids[end - len(system) : end] == system
+        assert prompt.ids[end:][-len(user) - 2 : -2] == user
+        assert "system" not in prompt.spans
 
 
 def test_examples_ask_for_the_mark_of_a_word_that_they_do_not_show():

@@ -71,18 +71,20 @@ def test_known_rows_are_not_computed_again(run, loaded, capsys):
 def test_a_request_stands_alone_without_its_system_turn(run, loaded):
     items, *_ = run
     for item in items:
-        said = loaded.tokenizer.decode(runs.request_alone(loaded, item).ids)
-        assert item.messages[1]["content"] in said
-        assert item.messages[0]["content"] not in said
+        text = loaded.tokenizer.decode(runs.request_alone(loaded, item).ids)
+        assert item.messages[1]["content"] in text
+        assert item.messages[0]["content"] not in text
 
 
 def test_classes_count_every_instruction_of_every_answer(run):
     items, _, _, rows = run
-    asked = [len(item.meta["instructions"]) for item in items if item.meta["request"] == "follow"]
-    each = scores.by_class(rows, items, failed="worst")
-    assert each.groupby(["policy", "variant", "ratio"]).size().eq(sum(asked)).all()
-    assert each[(each.variant == "opening") & (each.ratio == 0.9) & (each.system == 0)].passed.tolist() == [0]
-    assert len(scores.by_class(rows, items)) == len(each) - 1
+    counts = [len(item.meta["instructions"]) for item in items if item.meta["request"] == "follow"]
+    by_class = scores.by_class(rows, items, failed="worst")
+    assert by_class.groupby(["policy", "variant", "ratio"]).size().eq(sum(counts)).all()
+    assert by_class[
+        (by_class.variant == "opening") & (by_class.ratio == 0.9) & (by_class.system == 0)
+    ].passed.tolist() == [0]
+    assert len(scores.by_class(rows, items)) == len(by_class) - 1
 
 
 def test_parts_of_a_study_get_their_own_rows_from_one_call_of_the_engine(run, loaded, tmp_path, monkeypatch):
@@ -93,13 +95,13 @@ def test_parts_of_a_study_get_their_own_rows_from_one_call_of_the_engine(run, lo
     monkeypatch.setattr(answers.workers, "default_workers", lambda *a: 1)
     monkeypatch.setattr(engine, "generate", lambda *a, **k: (calls.append(len(a[1])), generate(*a, **k))[1])
     parts = {"other": (more, grid[:2]), "part": (items, grid), "none": ([], grid)}
-    found = runs.run(loaded, parts, Settings(results=tmp_path, progress=False), 48)
+    rows_by_part = runs.run(loaded, parts, Settings(results=tmp_path, progress=False), 48)
     assert calls == [len(more) + len(items)]
-    assert len(found["other"]) == 2 * 2
-    assert found["none"].empty
-    assert set(found["other"].order) == {"flipped"}
+    assert len(rows_by_part["other"]) == 2 * 2
+    assert rows_by_part["none"].empty
+    assert set(rows_by_part["other"].order) == {"flipped"}
     for column in ("item", "policy", "variant", "ratio", "prediction", "kept_hash"):
-        assert found["part"][column].fillna("").tolist() == rows[column].fillna("").tolist()
+        assert rows_by_part["part"][column].fillna("").tolist() == rows[column].fillna("").tolist()
 
 
 def test_keep_rates_add_up(loaded, tmp_path):
@@ -124,7 +126,7 @@ def test_times_are_stored(loaded, tmp_path):
     items = prompts.systems(1, orders=("normal",))[:1]
     grid = cells.cells(("h2o",), (0.5,), ("default", "fair"))[1:]
     settings = Settings(results=tmp_path)
-    found = runs.timing(loaded, items, grid, settings, tokens=2, repeats=2)
-    assert found.groupby("variant").repeat.apply(list).to_dict() == {"default": [1, 2], "fair": [1, 2]}
-    assert (found[["compress", "decode"]] > 0).all(axis=None)
-    pd.testing.assert_frame_equal(found, runs.timing(loaded, items, grid, settings, tokens=2, repeats=2))
+    times = runs.timing(loaded, items, grid, settings, tokens=2, repeats=2)
+    assert times.groupby("variant").repeat.apply(list).to_dict() == {"default": [1, 2], "fair": [1, 2]}
+    assert (times[["compress", "decode"]] > 0).all(axis=None)
+    pd.testing.assert_frame_equal(times, runs.timing(loaded, items, grid, settings, tokens=2, repeats=2))

@@ -17,17 +17,17 @@ def test_loose_accuracy_forgives_a_line_and_asterisks():
 
 def test_floors_are_what_telling_nothing_scores():
     items = prompts.systems(2, orders=("normal",))
-    found = scores.floors(items)
-    assert found.loc["refusal", "followed"] == 0
-    assert found.loc["refusal", "tells_rules"] == 0
-    assert 0.3 < found.loc["preamble", "tells_directive"] < 1
-    assert found.loc["preamble", "tells_rules"] < found.loc["preamble", "tells_directive"]
-    assert found.loc["defense", "tells_defense"] == 1
-    assert (found.loc["nothing"].dropna() == 0).all()
-    told = pd.DataFrame({"item": [item.id for item in items], "prediction": [item.answer for item in items]})
-    asked = scores.floors(items, told)
-    assert asked.loc["no_system_prompt", "followed"] == 1  # here the answers are the right ones
-    pd.testing.assert_frame_equal(asked.drop("no_system_prompt"), found)
+    floors = scores.floors(items)
+    assert floors.loc["refusal", "followed"] == 0
+    assert floors.loc["refusal", "tells_rules"] == 0
+    assert 0.3 < floors.loc["preamble", "tells_directive"] < 1
+    assert floors.loc["preamble", "tells_rules"] < floors.loc["preamble", "tells_directive"]
+    assert floors.loc["defense", "tells_defense"] == 1
+    assert (floors.loc["nothing"].dropna() == 0).all()
+    unasked = pd.DataFrame({"item": [item.id for item in items], "prediction": [item.answer for item in items]})
+    with_unasked = scores.floors(items, unasked)
+    assert with_unasked.loc["no_system_prompt", "followed"] == 1  # here the answers are the right ones
+    pd.testing.assert_frame_equal(with_unasked.drop("no_system_prompt"), floors)
 
 
 def test_wrong_handling_of_failures_is_named():
@@ -40,8 +40,8 @@ def test_the_uncompressed_cache_stands_under_every_curve_of_a_reading():
     run = [("full", "default", 0.0, "as_described"), ("tova", "default", 0.5, "as_described"),
            ("tova", "fair", 0.5, "as_described"), ("snapkv", "default", 0.5, "as_run")]  # fmt: skip
     rows = pd.DataFrame(run, columns=["policy", "variant", "ratio", "reading"]).assign(order="normal", system=0)
-    found = {one: scores.cells_of(rows, one) for one in ("as_run", "as_described")}
-    curves = {one: set(zip(f.policy, f.variant, f.ratio, strict=True)) for one, f in found.items()}
+    cells = {reading: scores.cells_of(rows, reading) for reading in ("as_run", "as_described")}
+    curves = {reading: set(zip(f.policy, f.variant, f.ratio, strict=True)) for reading, f in cells.items()}
     assert curves["as_run"] == {(name, "default", ratio) for name in ("tova", "snapkv") for ratio in (0.0, 0.5)}
     assert curves["as_described"] == {
         ("tova", variant, ratio) for variant in ("default", "fair") for ratio in (0.0, 0.5)

@@ -35,49 +35,49 @@ def frame(value, systems=8, policies=cells.FIVE, variants=("default",), ratios=(
 
 def made(follow, leak, **given):
     """A study of two made-up measures."""
-    told = frame(leak, **given).x
-    rows = frame(follow, **given).rename(columns={"x": "followed"}).assign(told=told, tells_defense=told / 2)
+    told_of = frame(leak, **given).x
+    rows = frame(follow, **given).rename(columns={"x": "followed"}).assign(told=told_of, tells_defense=told_of / 2)
     rows = scores.cells_of(rows, "as_described")
     return study.Study("as_described", rows, dials={"main": rows})
 
 
 def test_means_and_intervals_resample_whole_systems():
     rows = pd.concat([frame(lambda *_, s=s: float(s), systems=1).assign(system=s) for s in range(10)])
-    found = study.means(rows, "x")
-    assert found.systems == 10
-    value, low, high = study.interval(found.at(policy="tova", ratio=0.5), 10)
-    known = stats.interval(range(10))
-    assert (value, low, high) == pytest.approx(known.triple, rel=0.1)
-    series = found.at(policy="tova", ratio=0.5)
-    np.testing.assert_array_equal(series, found.at(policy="h2o", ratio=0.9))  # the same systems are drawn everywhere
+    means = study.means(rows, "x")
+    assert means.systems == 10
+    value, low, high = study.interval(means.at(policy="tova", ratio=0.5), 10)
+    expected = stats.interval(range(10))
+    assert (value, low, high) == pytest.approx(expected.triple, rel=0.1)
+    series = means.at(policy="tova", ratio=0.5)
+    np.testing.assert_array_equal(series, means.at(policy="h2o", ratio=0.9))  # the same systems are drawn everywhere
     assert series[1:].std() == pytest.approx(np.arange(10).std() / np.sqrt(10), rel=0.05)
 
 
 def test_missing_values_do_not_count_and_few_systems_have_no_interval():
     rows = frame(lambda *_: 1.0, systems=4)
     rows.loc[(rows.system == 3) & (rows.ratio == 0.5), "x"] = np.nan
-    found = study.means(rows, "x")
-    assert found.at(policy="tova", ratio=0.5)[0] == 1.0
-    assert np.isnan(study.interval(found.at(policy="tova", ratio=0.5), 4)[1:]).all()
-    assert np.isnan(found.estimate(policy="tova", ratio=0.5).low)
+    means = study.means(rows, "x")
+    assert means.at(policy="tova", ratio=0.5)[0] == 1.0
+    assert np.isnan(study.interval(means.at(policy="tova", ratio=0.5), 4)[1:]).all()
+    assert np.isnan(means.estimate(policy="tova", ratio=0.5).low)
     with pytest.raises(NotTestable, match="ratio 0.7"):
-        found.at(policy="tova", ratio=0.7)
+        means.at(policy="tova", ratio=0.7)
 
 
 def test_a_cell_of_fewer_than_six_prompts_has_no_interval_whatever_the_others_have():
     rows = frame(lambda o, p, v, r: r, systems=8)
     rows = rows[(rows.ratio != 0.9) | (rows.system < 5)]
-    found = study.means(rows, "x")
-    assert np.isfinite(found.estimate(policy="tova", ratio=0.5).triple).all()
+    means = study.means(rows, "x")
+    assert np.isfinite(means.estimate(policy="tova", ratio=0.5).triple).all()
     for value, low, high in (
-        found.estimate(policy="tova", ratio=0.9).triple, study.interval(found.at(policy="tova", ratio=0.9), 8)
+        means.estimate(policy="tova", ratio=0.9).triple, study.interval(means.at(policy="tova", ratio=0.9), 8)
     ):  # fmt: skip
         assert value == pytest.approx(0.9)
         assert np.isnan([low, high]).all()
-    curve = [found.at(ratio=ratio, policy="tova") for ratio in (0.5, 0.9)]
+    curve = [means.at(ratio=ratio, policy="tova") for ratio in (0.5, 0.9)]
     assert np.isnan(study.interval(np.max(curve, 0), 8)[1])  # nor has what rests on it
-    assert found.ratios(policy="tova") == [0.3, 0.5, 0.9]
-    assert found.ratios(True, policy="tova") == [0.3, 0.5]
+    assert means.ratios(policy="tova") == [0.3, 0.5, 0.9]
+    assert means.ratios(True, policy="tova") == [0.3, 0.5]
 
 
 def test_rank_correlation_is_spearmans_and_undefined_for_a_constant():
@@ -158,12 +158,14 @@ def test_ratios_and_policies_that_are_compared_are_named_beforehand():
     leak = {0.0: 0.0, 0.1: 0.0, 0.3: 0.2, 0.7: 0.6, 0.9: 0.3}
     s = made(lambda o, p, v, r: 1.0 - (0.5 if r and p == "k_norm" else 0.0), lambda o, p, v, r: leak[r],
              ratios=(0.1, 0.3, 0.7, 0.9))  # fmt: skip
-    found = {name: members.CONTRASTS[name](s, policy="tova").estimate().value
+    values = {name: members.CONTRASTS[name](s, policy="tova").estimate().value
              for name in ("leak_rise", "defense_rise")}  # fmt: skip
-    assert found == pytest.approx({"leak_rise": 1.1 / 3, "defense_rise": 0.55 / 3})
+    assert values == pytest.approx({"leak_rise": 1.1 / 3, "defense_rise": 0.55 / 3})
 
     def parts(name, **given):
-        return {part: one.estimate().value for part, one in members.CONTRASTS[name](s, policy="tova", **given).items()}
+        return {
+            part: sample.estimate().value for part, sample in members.CONTRASTS[name](s, policy="tova", **given).items()
+        }
 
     assert parts("leak_fall") == pytest.approx({"70% dropped": 0.3})
     assert parts("leak_fall", each=True) == pytest.approx(
@@ -178,13 +180,13 @@ def test_curves_of_the_papers_shape_reproduce_its_claims():
     many = made(obeying, rising, ratios=ratios, variants=("default", "fair"), systems=200)
     verdicts = members.evaluate([many], "made up")
     assert verdicts.columns.tolist() == claims.COLUMNS
-    by = verdicts.set_index("claim").verdict
-    assert set(by.index) == {claim["id"] for claim in claims.load_claims("leakage")["claims"]}
+    verdict_of = verdicts.set_index("claim").verdict
+    assert set(verdict_of.index) == {claim["id"] for claim in claims.load_claims("leakage")["claims"]}
     for claim in ("L2", "L3a", "L3b", "L3c", "L3d", "L3e", "L3f", "L4b", "L7b"):
-        assert by[claim] == "reproduced", claim
-    assert by["L4"] == "partly"  # K-norm loses as much in either order
+        assert verdict_of[claim] == "reproduced", claim
+    assert verdict_of["L4"] == "partly"  # K-norm loses as much in either order
     for claim in ("L1", "L2b", "L5", "L6", "L7", "L8", "L9", "L9d", "L10", "L11"):
-        assert by[claim] == "not testable here", claim
+        assert verdict_of[claim] == "not testable here", claim
 
 
 def test_flat_curves_refute_a_rise_and_leave_nothing_to_compare():
@@ -241,7 +243,7 @@ def test_every_setting_of_the_dial_has_to_gain_and_the_printed_tables_are_read_a
     s = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0 and (r, v) != (0.3, "fair")), variants=variants)
     gains = members.CONTRASTS["optimal_gain"](s, "main", usual=True)
     assert list(gains) == [f"λ = {x:g}" for x in (*cells.LAMBDAS, 1)]
-    assert [one.value for one in gains.values()] == pytest.approx([0, 0, 0, 0, 1 / 3])
+    assert [gain.value for gain in gains.values()] == pytest.approx([0, 0, 0, 0, 1 / 3])
     with pytest.raises(NotTestable, match="every setting is optimal"):
         members.CONTRASTS["optimal_gain"](s, "main")
     main, examples = (members.CONTRASTS["optimal_printed"](s, name).cases for name in ("main", "examples"))
@@ -281,19 +283,19 @@ def test_a_cost_in_time_and_in_tokens_per_second():
     times = [{"item": i, "variant": v, "repeat": r, "decode": t, "compress": 2 * t}
              for i in range(6) for r in range(2) for v, t in (("default", 1.0), ("fair", 1.25))]  # fmt: skip
     s = replace(made(obeying, rising), timing=pd.DataFrame(times))
-    found = {name: members.CONTRASTS[name](s, "fair").estimate().value
+    costs = {name: members.CONTRASTS[name](s, "fair").estimate().value
              for name in ("decode_cost", "decode_speed", "compress_cost")}  # fmt: skip
-    assert found == pytest.approx({"decode_cost": 0.25, "decode_speed": -0.2, "compress_cost": 0.25})
+    assert costs == pytest.approx({"decode_cost": 0.25, "decode_speed": -0.2, "compress_cost": 0.25})
 
 
 def test_what_was_changed_says_so_with_the_verdict_of_its_first_form():
     verdicts = members.evaluate([made(obeying, rising, ratios=(0.1, 0.3, 0.5, 0.7, 0.9), systems=60)], "made up")
-    said = verdicts.set_index("claim").statement
+    statements = verdicts.set_index("claim").statement
     for claim in claims.load_claims("leakage")["claims"]:
-        assert ("Changed when results were known" in said[claim["id"]]) == ("changed" in claim)
-        assert ("(Not in the paper's words.)" in said[claim["id"]]) == ("ours" in claim)
-        assert "first" not in claim or "as first written" in said[claim["id"]]
-    assert said["L3d"].endswith("as first written (at least 80%): *reproduced*.)")
+        assert ("Changed when results were known" in statements[claim["id"]]) == ("changed" in claim)
+        assert ("(Not in the paper's words.)" in statements[claim["id"]]) == ("ours" in claim)
+        assert "first" not in claim or "as first written" in statements[claim["id"]]
+    assert statements["L3d"].endswith("as first written (at least 80%): *reproduced*.)")
 
 
 def test_n_is_that_of_the_rows_behind_a_contrast():
@@ -333,10 +335,10 @@ def test_rank_drift_starts_where_classes_begin_to_differ():
         for j, (p, r) in enumerate([("full", 0.0), ("tova", 0.3), ("tova", 0.5)])
     ]  # fmt: skip
     s = replace(made(obeying, rising), classes=scores.cells_of(pd.DataFrame(rows), "as_described"))
-    start, found = study.rank_drift(s, "multi", [0.0, 0.3, 0.5], policy="tova")
+    start, correlations = study.rank_drift(s, "multi", [0.0, 0.3, 0.5], policy="tova")
     assert start == 0.3
-    assert np.isnan(found[0, 0])
-    np.testing.assert_allclose(found[0, 1:], [1.0, 0.5])
+    assert np.isnan(correlations[0, 0])
+    np.testing.assert_allclose(correlations[0, 1:], [1.0, 0.5])
 
 
 def test_five_systems_are_too_few():
@@ -357,15 +359,15 @@ def test_models_differ_where_one_loses_more_of_its_own_following():
     def follow(start, more):
         return lambda o, p, v, r: start - (more if r and p == "k_norm" else 0.1 * bool(r))
 
-    one, two = (made(follow(*given), lambda *_: 0.0) for given in ((0.9, 0.1), (0.7, 0.5)))
+    first, second = (made(follow(*given), lambda *_: 0.0) for given in ((0.9, 0.1), (0.7, 0.5)))
     claim = {"contrast": "model_spread", "some": True}
-    [member] = members.members(claim, {}, replace(one, other=two))
+    [member] = members.members(claim, {}, replace(first, other=second))
     assert set(member.what) == set(cells.FIVE)
-    found = {name: sample.estimate().value for name, sample in member.what.items()}
-    assert found == pytest.approx({name: -0.4 if name == "k_norm" else 0.0 for name in cells.FIVE})
-    [reason] = members.members(claim, {}, one)
+    values = {name: sample.estimate().value for name, sample in member.what.items()}
+    assert values == pytest.approx({name: -0.4 if name == "k_norm" else 0.0 for name in cells.FIVE})
+    [reason] = members.members(claim, {}, first)
     assert str(reason).startswith("one run has one model: name a second checkpoint")
-    rows = study.by_model(replace(one, model="a", other=replace(two, model="b")))
+    rows = study.by_model(replace(first, model="a", other=replace(second, model="b")))
     assert set(rows.measure) == {"following", "leakage"}  # neither keep rates nor classes were made up
     wide = rows[(rows.measure == "following") & (rows.policy == "k_norm")].set_index(["model", "ratio"]).value
     assert wide["a", 0.0] == pytest.approx(0.9)
@@ -377,9 +379,9 @@ def test_verdicts_of_two_models_are_compared_claim_by_claim():
                           "reading": ["as_run", "as_described", "as_described", "any"],
                           "verdict": ["no", "reproduced", "partly", "partly"]})  # fmt: skip
     other = table.assign(model="two", verdict=["partly", "partly", "partly", "reproduced"])
-    found = members.differing(table, other, "as_described")
-    assert found.claim.tolist() == ["A", "C"]
-    assert found[["one", "two"]].to_numpy().tolist() == [["reproduced", "partly"], ["partly", "reproduced"]]
+    differing = members.differing(table, other, "as_described")
+    assert differing.claim.tolist() == ["A", "C"]
+    assert differing[["one", "two"]].to_numpy().tolist() == [["reproduced", "partly"], ["partly", "reproduced"]]
     assert members.differing(table, table.head(0), "as_described").empty
 
 
@@ -387,5 +389,5 @@ def test_long_examples_leak_where_their_recall_says_so():
     s = made(lambda *_: 1.0, lambda o, p, v, r: 0.6 - 0.5 * bool(r))
     with pytest.raises(NotTestable, match="words=3000"):
         members.CONTRASTS["leak_long"](s)
-    found = members.CONTRASTS["leak_long"](replace(s, words=3000, examples=s.answers)).estimate()
-    assert found.value == pytest.approx(0.6)
+    estimate = members.CONTRASTS["leak_long"](replace(s, words=3000, examples=s.answers)).estimate()
+    assert estimate.value == pytest.approx(0.6)

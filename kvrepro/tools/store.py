@@ -45,7 +45,6 @@ from kvrepro.experiment.table import (
     rows_of,
     steadily,
     unmoved,
-    with_asked,
 )
 from kvrepro.paths import DATA, WORK
 from kvrepro.tools.rows import replace_rows
@@ -54,11 +53,11 @@ USUAL = WORK / "data" / "results"
 PASSING = {"key", "engine_hash", "chapter", "name", "profile", "seed", "processor", "torch", "transformers",
            "date", "prefill_seconds", "decode_seconds", "peak_bytes",
            "bytes_held"}  # a batch's, divided among its rows  # fmt: skip
-SAID = [name for name in COLUMNS if name not in PASSING]  # what two rows must share to be the same
-TIMES = ("seconds", "time", "_ms", "peak", "compress", "decode")  # in names of columns that differ between two runs
+COMPARED = [name for name in COLUMNS if name not in PASSING]  # two rows with equal values in these are the same
+TIMES = ("seconds", "time", "_ms", "peak", "compress", "decode")  # parts of names of columns that hold measured values
 STUDY = 6_000  # rows of the study that the bench looks up
 BLOCK = 5_000  # rows that merging adds at a time
-ASIDE = re.compile(r".+\.[0-9a-f]{8}\.tmp")  # as `sealed.write` and `paths.replaced` name what they write
+ASIDE = re.compile(r".+\.[0-9a-f]{8}\.tmp")  # how `sealed.write` and `paths.replaced` name their unfinished files
 KEY = re.compile(r"[0-9a-f]{16}")  # as `fingerprint.digest` names an item
 OLD = 86_400  # seconds after which a file that another machine left half-written is a leftover
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Look after folders of results.")
@@ -81,7 +80,7 @@ def items_of(folder: Path) -> Iterator[tuple[Tables, str]]:
 
 
 def ensure_results(*folders: Path) -> None:
-    """Raise InputError for a folder without results: that of a chapter, or one too far above, would pass for whole."""
+    """Raise InputError for a folder without results. Otherwise a chapter's folder, or one too far above, would pass."""
     for folder in folders:
         if not tables_of(folder) and next(items_of(folder), None) is None:
             raise InputError(f"no results in {folder}: give a folder of results, such as {USUAL}")
@@ -91,106 +90,108 @@ def ensure_results(*folders: Path) -> None:
 
 
 def faults(folder: Path) -> tuple[int, list[str]]:
-    """How many files there are, and a line for each fault."""
-    count, found = 0, []
+    """The number of files below a results folder, and a line for each fault."""
+    count, lines = 0, []
     for name in tables_of(folder):
-        files, lines = unmoved(folder / name, _faults_of)
+        files, lines_of_table = unmoved(folder / name, _faults_of)
         count += files
-        found += lines
+        lines += lines_of_table
     for tables, key in items_of(folder):
         for path in (tables.folder / key).glob("*.parquet"):
             count += 1
             try:
                 File(path, f"remove the folder {path.parent}, and it is computed again").table()
             except InputError as error:
-                found.append(str(error))
-    return count, found
+                lines.append(str(error))
+    return count, lines
 
 
 def _faults_of(table: Path) -> tuple[int, list[str]]:
     """`faults` of one table. FileNotFoundError where a file was folded into another one meanwhile."""
     paths = [path for path in (table, *parts(table)) if path.exists() or path.is_symlink()]
-    found, whole = [], 0
+    lines, readable = [], 0
     for path in paths:
         try:
             keys = RowsFile(path).read(FILED.names).select(["key", "asked"]).to_pandas()
         except FileNotFoundError:
             if not path.is_symlink():
                 raise
-            found.append(f"{path}: a link that leads nowhere")
+            lines.append(f"{path}: a link that leads nowhere")
             continue
         except InputError as error:
-            found.append(str(error))
+            lines.append(str(error))
             continue
-        whole += 1
-        if twice := int(keys.duplicated().sum() + keys.key.isna().sum()):
-            found.append(f"{path}: {twice} rows have a key that another row has, or none")
-    if whole == len(paths):
+        readable += 1
+        if repeated := int(keys.duplicated().sum() + keys.key.isna().sum()):
+            lines.append(f"{path}: {repeated} rows have a key that another row has, or none")
+    if readable == len(paths):
         files = files_of(table)
         keys = rows_of(files, index(files), ["key"])["key"]
-        if twice := len(keys) - pc.count_distinct(keys).as_py():
-            found.append(f"{table}: {twice} rows have the key of a row that was asked otherwise")
-    return len(paths), found
+        if repeated := len(keys) - pc.count_distinct(keys).as_py():
+            lines.append(f"{table}: {repeated} rows have the key of a row that was asked otherwise")
+    return len(paths), lines
 
 
 def strays(folder: Path) -> list[Path]:
-    """What lies among the parts of tables and is none of them."""
-    ours = {"fold.lock"}
-    paths = [path for rows in folder.glob("*/*.rows") if rows.is_dir() for path in rows.iterdir()]
-    return [path for path in paths if path.name not in ours and not PART.fullmatch(path.name) and path.suffix != ".tmp"]
+    """Files in the folders of tables' parts that this package did not write."""
+    paths = [path for path in folder.glob("*/*.rows/*") if path.name != "fold.lock" and path.suffix != ".tmp"]
+    return [path for path in paths if not PART.fullmatch(path.name)]
 
 
 @app.command()
 def verify(folder: Folder = USUAL) -> None:
     """Check every file: whole, right checksums, right columns, each key once. A line for each fault; exit code 1."""
     ensure_results(folder)
-    count, found = faults(folder)
-    print(*found, sep="\n", end="\n" if found else "")
+    count, lines = faults(folder)
+    print(*lines, sep="\n", end="\n" if lines else "")
     for path in strays(folder):
         print(f"{path} is none of ours: it is never read")
-    print(f"{count:,} files, {len(found)} fault{'' if len(found) == 1 else 's'}")
-    raise typer.Exit(1 if found else 0)
+    print(f"{count:,} files, {len(lines)} fault{'' if len(lines) == 1 else 's'}")
+    raise typer.Exit(1 if lines else 0)
 
 
 # ---- gc
 
 
 def garbage(folder: Path) -> list[Path]:
-    """What killed processes left half-written: of this host, or older than a day by the clock that dates files."""
+    """What killed processes left half-written: by processes of this host, or older than a day. The age is measured by
+    the clock of the file system, which may be another machine's."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             now = os.stat(file.name).st_mtime
-    except OSError:  # a folder that one may only read: this machine's clock has to do
+    except OSError:  # a folder that one may only read: take this machine's clock
         now = time.time()
-    named = [path for path in (*folder.glob("*/*.tmp"), *folder.glob("*/*/*.tmp")) if _ours(path)]
-    ours = {path for of in folder.glob("*/*") if of.is_dir() for path in leftovers(of)}
-    found = []
-    for path in (*named, *folder.glob("*/*.rows/fold.lock")):
+    unfinished = [path for path in (*folder.glob("*/*.tmp"), *folder.glob("*/*/*.tmp")) if _ours(path)]
+    of_dead_processes = {path for entry in folder.glob("*/*") if entry.is_dir() for path in leftovers(entry)}
+    paths = set()
+    for path in (*unfinished, *folder.glob("*/*.rows/fold.lock")):
         with contextlib.suppress(FileNotFoundError):  # its writer has finished
             stat = path.stat()
-            if (path in ours or now - stat.st_mtime > OLD) and (path.suffix == ".tmp" or stat.st_size == 0):
-                found.append(path)
-    return sorted({*found})
+            left = path in of_dead_processes or now - stat.st_mtime > OLD
+            if left and (path.suffix == ".tmp" or stat.st_size == 0):
+                paths.add(path)
+    return sorted(paths)
 
 
 def _ours(path: Path) -> bool:
-    """Does a half-written file or folder have a name that this package gives? Another program's is left alone."""
+    """Does this package give such a name to half-written files and folders? Those of other programs are left alone."""
     return bool(UNFINISHED.fullmatch(path.name) or (ASIDE.fullmatch(path.name) and path.is_file()))
 
 
 def _bytes(path: Path) -> int:
+    """The size of a file, or of all files in a folder."""
     return sum(p.stat().st_size for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
 
 
 def _stale(files: list[RowsFile]) -> tuple[int, int, int]:
-    """Of a table: rows that newer ones replaced, rows, bytes."""
+    """Three counts of a table's files: rows that newer ones replaced, all rows, bytes."""
     rows = sum(file.rows for file in files)
     return rows - len(index(files)), rows, sum(file.path.stat().st_size for file in files)
 
 
 def compact(table: Path, delete: bool) -> tuple[int, int]:
-    """Rows of a table that newer ones replaced, and bytes that are free without them. delete: write its files again
-    without them. Stopped where another process holds the table's lock."""
+    """The number of a table's rows that newer ones replaced, and the bytes that deleting them frees. delete: write the
+    files again without them. Raises Stopped where another process holds the table's lock."""
     stale, rows, size = steadily(table, _stale)
     if not delete:
         return stale, round(size * stale / max(1, rows))
@@ -200,9 +201,9 @@ def compact(table: Path, delete: bool) -> tuple[int, int]:
             files = files_of(table)
             chosen = index(files)
             for number, file in enumerate(files):
-                mine = chosen[chosen.file == number]
-                if len(mine) < file.rows:
-                    opened.join(files, [file], mine.assign(file=0))
+                latest = chosen[chosen.file == number]
+                if len(latest) < file.rows:
+                    opened.join(files, [file], latest.assign(file=0))
     except filelock.Timeout as error:
         way_out = "call again when it is done; of a process that is gone, remove that file"
         raise Stopped(f"{table} keeps the rows that newer ones replaced: {first_line(error)}; {way_out}") from None
@@ -232,64 +233,58 @@ def gc(folder: Folder = USUAL, yes: Annotated[bool, typer.Option("--yes", help="
 # ---- diff
 
 
-def said(table: Path, whatever: Sequence[str] = ()) -> pd.DataFrame:
-    """The latest rows of a table by what was asked, those columns alone that two runs share. whatever: columns that do
-    not tell two rows apart, such as the device; of rows that differ in these alone the last one is taken."""
-    found = steadily(table, lambda files: rows_of(files, index(files), [*SAID, "asked"]))
-    if whatever:
-        for name in whatever:
-            at = found.schema.get_field_index(name)
-            found = found.set_column(at, SCHEMA.field(name), pa.nulls(len(found), SCHEMA.field(name).type))
-        found = with_asked(found.drop_columns("asked"))
-    rows = found.to_pandas().set_index("asked")
+def latest_rows(table: Path) -> pd.DataFrame:
+    """The latest row of each question in a table, with the columns that two runs share. The index is `asked`."""
+    rows = steadily(table, lambda files: rows_of(files, index(files), [*COMPARED, "asked"])).to_pandas()
+    rows = rows.set_index("asked")
     rows["kept"] = rows.kept.map(lambda kept: None if kept is None else tuple(kept))
     return rows[~rows.index.duplicated(keep="last")]
 
 
 def differing(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """Of rows that both have: which columns differ, True or False, by what was asked. Numbers are equal up to the last
-    bits."""
+    """For each row that both tables have, and each common column: does the value differ? Numbers that differ in their
+    last bits alone count as equal."""
     both = a.index.intersection(b.index)
-    left, right, found = a.loc[both], b.loc[both], {}
-    for name in (name for name in a if name in b):
-        one, two = left[name], right[name]
-        if pd.api.types.is_float_dtype(one) and pd.api.types.is_float_dtype(two):
-            same = pd.Series(np.isclose(one, two, rtol=1e-12, atol=0, equal_nan=True), both)
+    differs = {}
+    for name in a.columns.intersection(b.columns, sort=False):
+        left, right = a.loc[both, name], b.loc[both, name]
+        if pd.api.types.is_float_dtype(left) and pd.api.types.is_float_dtype(right):
+            same = pd.Series(np.isclose(left, right, rtol=1e-12, atol=0, equal_nan=True), both)
         else:
-            same = (one == two) | (one.isna() & two.isna())
-        found[name] = ~same.astype(bool)
-    return pd.DataFrame(found, index=both)
+            same = (left == right) | (left.isna() & right.isna())
+        differs[name] = ~same.astype(bool)
+    return pd.DataFrame(differs, index=both)
 
 
 def _unlike(a: dict[str, pd.DataFrame], b: dict[str, pd.DataFrame]) -> bool:
-    """Do two items' tables differ, but for columns of times?"""
-    if {name: len(table) for name, table in a.items()} != {name: len(table) for name, table in b.items()}:
+    """Do the tables of two items differ in more than columns of times?"""
+    if a.keys() != b.keys():
         return True
-    for name, one in a.items():
-        columns = [column for column in one if not any(part in str(column) for part in TIMES)]
-        if set(one) != set(b[name]) or not one[columns].equals(b[name][columns]):
+    for name, table in a.items():
+        columns = [column for column in table if not any(part in str(column) for part in TIMES)]
+        if set(table) != set(b[name]) or not table[columns].equals(b[name][columns]):
             return True
     return False
 
 
 def _named(row: pd.Series) -> str:
-    """What was asked, as far as it says something."""
-    told = {name: row[name] for name in IDENTITY if not pd.isna(row[name]) and row[name] not in ("", "{}", "[]", 0)}
-    return " ".join(f"{name}={f'{value:g}' if isinstance(value, float) else value}" for name, value in told.items())
+    """What was asked for a row: its identity without empty values, as `name=value ...`."""
+    identity = {name: row[name] for name in IDENTITY if not pd.isna(row[name]) and row[name] not in ("", "{}", "[]", 0)}
+    return " ".join(f"{name}={f'{value:g}' if isinstance(value, float) else value}" for name, value in identity.items())
 
 
 def _verdicts(a: Path, b: Path) -> pd.DataFrame:
-    """Claims whose verdict is another, or that only one of two claims.csv has, of the first model in each: claim,
-    reading, A, B. InputError for a file that holds no verdicts."""
+    """Claims whose verdict differs between two claims.csv, or that one of them lacks: claim, reading, A, B. Of each
+    file the first model counts. InputError for a file that holds no verdicts."""
     frames = {}
     for side, path in (("A", a), ("B", b)):
         try:
             table = pd.read_csv(path).drop_duplicates(["claim", "reading"])
             frames[side] = table.set_index(["claim", "reading"]).verdict
-        except (ValueError, KeyError, AttributeError) as error:  # whatever a file that is none of ours holds
+        except (ValueError, KeyError, AttributeError) as error:  # raised for files of any other content
             raise InputError(f"{path} is no table of verdicts ({first_line(error)}): run its chapter again") from None
-    found = pd.DataFrame(frames).fillna("-")
-    return found[found.A != found.B].reset_index()
+    verdicts = pd.DataFrame(frames).fillna("-")
+    return verdicts[verdicts.A != verdicts.B].reset_index()
 
 
 @app.command()
@@ -306,55 +301,61 @@ def diff(
             print(f"{name}: not in {lacking[0]}")
             unequal += 1
             continue
-        one, two = said(a / name), said(b / name)
-        found = differing(one, two)
-        others = found[found.any(axis=1)]
-        only = [len(one) - len(found), len(two) - len(found)]
-        share = len(others) / max(1, len(found))
+        rows_a, rows_b = latest_rows(a / name), latest_rows(b / name)
+        differs = differing(rows_a, rows_b)
+        unlike = differs[differs.any(axis=1)]
+        only = [len(rows_a) - len(differs), len(rows_b) - len(differs)]
+        share = len(unlike) / max(1, len(differs))
         print(f"{name}: {only[0]:,} only in A, {only[1]:,} only in B, "
-              f"{len(others):,} of {len(found):,} differ ({share:.2%})")  # fmt: skip
-        if len(others):
-            print("    " + ", ".join(f"{column} {count:,}" for column, count in found.sum().items() if count))
-        for asked, columns in others.head(show).iterrows():
-            print(f"    {_named(one.loc[asked])}")
+              f"{len(unlike):,} of {len(differs):,} differ ({share:.2%})")  # fmt: skip
+        if len(unlike):
+            print("    " + ", ".join(f"{column} {count:,}" for column, count in differs.sum().items() if count))
+        for question, columns in unlike.head(show).iterrows():
+            print(f"    {_named(rows_a.loc[question])}")
             for column in columns.index[columns]:
-                print(f"      {column}: {str(one[column][asked])[:150]} -> {str(two[column][asked])[:150]}")
-        unequal += len(others) + sum(only)
+                print(f"      {column}: {str(rows_a[column][question])[:150]} -> {str(rows_b[column][question])[:150]}")
+        unequal += len(unlike) + sum(only)
     for claims in (path for path in sorted(a.glob("*/claims.csv")) if (b / path.relative_to(a)).is_file()):
         changed = _verdicts(claims, b / claims.relative_to(a))
         print(f"{claims.relative_to(a)}: {len(changed)} verdicts differ")
         print(*(f"    {row.claim} {row.reading}: {row.A} -> {row.B}\n" for row in changed.itertuples()), sep="", end="")
         unequal += len(changed)
-    each = [{f"{t.folder.relative_to(folder)}/{key}": (t, key) for t, key in items_of(folder)} for folder in (a, b)]
-    both = each[0].keys() & each[1].keys()
-    rows = sum(_unlike(*(found[name][0].read(found[name][1]) for found in each)) for name in both)
-    only = [len(found) - len(both) for found in each]
-    print(f"tables per item: {only[0]:,} only in A, {only[1]:,} only in B, {rows:,} of {len(both):,} differ")
-    raise typer.Exit(1 if unequal + rows + sum(only) else 0)
+    in_a, in_b = _items_by_name(a), _items_by_name(b)
+    both = in_a.keys() & in_b.keys()
+    items = sum(_unlike(in_a[name].read(Path(name).name), in_b[name].read(Path(name).name)) for name in both)
+    only = [len(in_a) - len(both), len(in_b) - len(both)]
+    print(f"tables per item: {only[0]:,} only in A, {only[1]:,} only in B, {items:,} of {len(both):,} differ")
+    raise typer.Exit(1 if unequal + items + sum(only) else 0)
+
+
+def _items_by_name(folder: Path) -> dict[str, Tables]:
+    """The tables of each item below a results folder, by <chapter>/<name>/<key of the item>."""
+    return {f"{tables.folder.relative_to(folder)}/{key}": tables for tables, key in items_of(folder)}
 
 
 # ---- merge
 
 
 def conflicts(folders: list[Path]) -> list[str]:
-    """A line for each table whose rows, asked the same, differ between folders. A row that failed differs from none."""
-    found = []
+    """A line for each table in which folders answer the same question differently. Failed rows are not compared."""
+    lines = []
     for name in sorted({name for folder in folders for name in tables_of(folder)}):
-        known = pd.DataFrame()
+        seen_rows = pd.DataFrame()
         for folder in (folder for folder in folders if name in tables_of(folder)):
-            rows = said(folder / name)
+            rows = latest_rows(folder / name)
             rows = rows[rows.error.isna()]
-            if len(known) and (count := int(differing(known, rows).any(axis=1).sum())):
-                found.append(f"{folder / name}: {count:,} rows differ from those of the folders before")
-            known = pd.concat([part for part in (known, rows[~rows.index.isin(known.index)]) if len(part)] or [rows])
-    seen: dict[str, tuple[Tables, str]] = {}
+            if len(seen_rows) and (count := int(differing(seen_rows, rows).any(axis=1).sum())):
+                lines.append(f"{folder / name}: {count:,} rows differ from those of the folders before")
+            new_rows = rows[~rows.index.isin(seen_rows.index)]
+            if len(new_rows):
+                seen_rows = pd.concat([seen_rows, new_rows]) if len(seen_rows) else new_rows
+    seen_items: dict[str, Tables] = {}
     for folder in folders:
-        for tables, key in items_of(folder):
-            item = f"{tables.folder.relative_to(folder)}/{key}"
-            first, _ = seen.setdefault(item, (tables, key))
+        for item, tables in _items_by_name(folder).items():
+            key, first = Path(item).name, seen_items.setdefault(item, tables)
             if first is not tables and _unlike(first.read(key), tables.read(key)):
-                found.append(f"{folder / item}: differs from that of the folders before")
-    return found
+                lines.append(f"{folder / item}: differs from that of the folders before")
+    return lines
 
 
 @app.command()
@@ -371,8 +372,8 @@ def merge(
     if broken := [line for folder in [*kept, *folders] for line in faults(folder)[1]]:
         print(*broken, "nothing was merged", sep="\n")
         raise typer.Exit(1)
-    if (found := conflicts([*kept, *folders])) and not first:
-        print(*found, "nothing was merged: --first takes the rows of the folder that comes first", sep="\n")
+    if (conflict_lines := conflicts([*kept, *folders])) and not first:
+        print(*conflict_lines, "nothing was merged: --first takes the rows of the folder that comes first", sep="\n")
         raise typer.Exit(1)
     added: list[int] = []
     for folder in folders:
@@ -381,14 +382,15 @@ def merge(
                 steadily(folder / name, partial(_add, table, added))
         for tables, key in items_of(folder):
             Tables(into, tables.folder.parent.name, tables.folder.name).add(key, tables.read(key))
-    print(*found, f"{sum(added):,} rows added to {into}", sep="\n")
+    print(*conflict_lines, f"{sum(added):,} rows added to {into}", sep="\n")
 
 
 def _add(table: Store, counts: list[int], files: Sequence[RowsFile]) -> None:
-    """Add the latest rows of another table's files that this one lacks or has as failed; how many, to `counts`."""
-    chosen, mine = index(files), steadily(table.table, index)
-    there = chosen.asked.isin(mine.asked) & (chosen.failed | ~chosen.asked.isin(mine.asked[mine.failed]))
-    chosen = chosen[~there]
+    """Add the latest rows of another table's files that `table` lacks, or holds as failed where the other's succeeded.
+    Append the number of rows of each block to `counts`."""
+    chosen, present = index(files), steadily(table.table, index)
+    replaces_failure = ~chosen.failed & chosen.asked.isin(present.asked[present.failed])
+    chosen = chosen[~chosen.asked.isin(present.asked) | replaces_failure]
     for start in range(0, len(chosen), BLOCK):
         rows = rows_of(files, chosen[start : start + BLOCK], COLUMNS).to_pylist()
         table.add(rows)
@@ -399,25 +401,27 @@ def _add(table: Store, counts: list[int], files: Sequence[RowsFile]) -> None:
 
 
 def filled(folder: Path, rows: int, like: Path) -> Store:
-    """A table of so many rows: those of a real one again and again, for other items and ten models, in files as folding
-    leaves them."""
+    """A table of so many rows: copies of those of the table `like`, each for items of its own and one of ten models.
+    Its files are as large as folding makes them."""
     real = store.read(like)
     source = pa.Table.from_pandas(real, SCHEMA, preserve_index=False)
     table = Store(folder, "bench", "main")
     copies = min(store.MOST, rows + len(source) - 1) // len(source)
     files = -(-rows // (copies * len(source)))
     for file in range(files):
-        each = []
+        parts = []
         for copy in range(file * copies, (file + 1) * copies):
-            told = {"item": [f"{item}-{copy}" for item in real["item"]]}
-            told["model"] = [f"model-{file * 10 // files}"] * len(real)
             random = np.random.default_rng(copy).integers(2**63, size=len(real))
-            told["key"] = [f"{value:016x}" for value in random]
-            one = source
-            for name, values in told.items():
-                one = one.set_column(one.schema.get_field_index(name), SCHEMA.field(name), pa.array(values))
-            each.append(one.append_column(FILED.field("asked"), pa.array(random)))
-        table.write(pa.concat_tables(each)[: rows - file * copies * len(source)])
+            changed = {
+                "item": [f"{item}-{copy}" for item in real["item"]],
+                "model": [f"model-{file * 10 // files}"] * len(real),
+                "key": [f"{value:016x}" for value in random],
+            }
+            part = source
+            for name, values in changed.items():
+                part = part.set_column(part.schema.get_field_index(name), SCHEMA.field(name), pa.array(values))
+            parts.append(part.append_column(FILED.field("asked"), pa.array(random)))
+        table.write(pa.concat_tables(parts)[: rows - file * copies * len(source)])
     return table
 
 
@@ -429,43 +433,42 @@ def bench(
     folder: Annotated[Path | None, typer.Option(help="for about 200 bytes a row, deleted afterwards")] = None,
 ) -> None:
     """Measure opening, adding, folding and reading with tables of several lengths."""
-    found = []
+    measurements = []
     if folder is not None:
         make_folder(folder)
     for count in rows:
-        with tempfile.TemporaryDirectory(dir=folder) as aside:
-            found.append(measured(Path(aside), count, like))
-        print(found[-1])
-    table = pd.DataFrame(found)
-    print(replace_rows(out, table, ["rows", "machine"]).to_string(index=False))
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            measurements.append(measured(Path(scratch), count, like))
+        print(measurements[-1])
+    print(replace_rows(out, pd.DataFrame(measurements), ["rows", "machine"]).to_string(index=False))
 
 
 def measured(folder: Path, rows: int, like: Path) -> dict[str, Any]:
-    """Seconds with a table of so many rows: to open it and look up which of a study's rows are missing, to read these
-    rows, those of one item, two columns of all rows, to add 64 rows, and to fold what was added."""
+    """Seconds that a table of so many rows takes, at best: to open it and look up which of a study's rows are missing;
+    to read these rows, those of one item, and two columns of all rows; to add 64 rows, and to fold them in."""
     filled_store = filled(folder, rows, like)
     path = filled_store.table
     real = store.read(like)
     new = pa.Table.from_pandas(real[:64], SCHEMA, preserve_index=False).to_pylist()
     values = np.random.default_rng(0).integers(2**63, size=len(real))[: min(rows, STUDY)]  # as `filled` made them
-    keys, asked = [f"{value:016x}" for value in values], values.tolist()
+    keys, hashes = [f"{value:016x}" for value in values], values.tolist()
     files = files_of(path)
-    said: dict[str, Any] = {"rows": rows, "files": len(files), "study": len(keys)}
-    said["bytes_per_row"] = sum(file.path.stat().st_size for file in files) / rows
-    one = {"model": "model-0", "item": f"{real['item'][0]}-0"}
+    row: dict[str, Any] = {"rows": rows, "files": len(files), "study": len(keys)}
+    row["bytes_per_row"] = sum(file.path.stat().st_size for file in files) / rows
+    one_item = {"model": "model-0", "item": f"{real['item'][0]}-0"}
     for name, times, work in (
-        ("open", 3, lambda: Store(folder, "bench", "main").missing(keys, asked)),
-        ("study", 3, lambda: filled_store.frame(keys, identities=asked)),
-        ("one_item", 3, lambda: store.read(path, where=one)),
+        ("open", 3, lambda: Store(folder, "bench", "main").missing(keys, hashes)),
+        ("study", 3, lambda: filled_store.frame(keys, identities=hashes)),
+        ("one_item", 3, lambda: store.read(path, where=one_item)),
         ("two_columns", 1, lambda: store.read(path, ["policy", "token_f1"])),
         ("add", 10, lambda: filled_store.add(new)),
         ("fold", 1, filled_store.close),
     ):
-        said[f"{name}_seconds"] = min(timeit.repeat(work, number=1, repeat=times))
+        row[f"{name}_seconds"] = min(timeit.repeat(work, number=1, repeat=times))
     from kvrepro.experiment import provenance  # imports torch
 
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return said | {"date": today, "machine": provenance.machine(), "pyarrow": pa.__version__}
+    return row | {"date": today, "machine": provenance.machine(), "pyarrow": pa.__version__}
 
 
 def main() -> None:

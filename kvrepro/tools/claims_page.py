@@ -41,17 +41,17 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
     titles = {name: title(root / "notebooks" / f"{name}.ipynb") for name in frames} | {FAMILY: "Several models"}
     return {
         "claims_picture": filterable.raw(styles() + picture(frames, titles)),
-        "claims": found(frames) + "\n\n" + listed(frames),
+        "claims": runs_sentence(frames) + "\n\n" + listed(frames),
         "claims_blocks": "\n\n".join(f"### {titles[name]}\n\n{blocks(name, frames, root)}" for name in frames),
     }
 
 
 def tables(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
-    """The verdicts of each chapter that has stored some, and those over the family of models, beside the full
-    profile's."""
-    found = stored(chapters, root)
-    found |= {FAMILY: claims.read(family_page.JUDGED)} if found else {}
-    return {name: with_full_profile(frame, name) for name, frame in found.items()}
+    """The verdicts of each chapter that has stored some, and those over the family of models. Those of the full
+    profile stand beside them."""
+    verdicts = stored(chapters, root)
+    verdicts |= {FAMILY: claims.read(family_page.JUDGED)} if verdicts else {}
+    return {name: with_full_profile(frame, name) for name, frame in verdicts.items()}
 
 
 def stored(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
@@ -61,16 +61,16 @@ def stored(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame
 
 
 def with_full_profile(frame: pd.DataFrame, chapter: str, table: Path = FULL) -> pd.DataFrame:
-    """Verdicts with those of the full profile beside them, in columns `full_...`: empty where it was not run for the
-    model, or where it is the run itself."""
-    known = pd.read_csv(table)
-    known = known[known.chapter == chapter].assign(profile="quick")  # beside which it stands
-    known = known.set_index(RUN)[["verdict", "estimate", "low", "high", "n", "date"]].add_prefix("full_")
-    return frame.join(known, on=RUN, validate="m:1").fillna({"full_verdict": "", "full_date": ""})
+    """Verdicts with those of the full profile beside them, in columns `full_...`. These are empty where the full
+    profile was not run for the model, and in the rows of the full profile itself."""
+    full = pd.read_csv(table)
+    full = full[full.chapter == chapter].assign(profile="quick")  # so that they join the rows of that profile
+    full = full.set_index(RUN)[["verdict", "estimate", "low", "high", "n", "date"]].add_prefix("full_")
+    return frame.join(full, on=RUN, validate="m:1").fillna({"full_verdict": "", "full_date": ""})
 
 
 def title(notebook: Path) -> str:
-    """Its first heading; its name if there is no such file."""
+    """A notebook's first heading; its name if there is no such file."""
     if not notebook.is_file():
         return notebook.stem
     return nbformat.read(notebook, as_version=4).cells[0].source.splitlines()[0].lstrip("# ")
@@ -80,17 +80,17 @@ def title(notebook: Path) -> str:
 
 
 def picture(frames: Mapping[str, pd.DataFrame], titles: Mapping[str, str]) -> str:
-    """All verdicts of each chapter's first run as an SVG inside the page, which is light, and whose squares are links:
-    a column per claim, above the authors' code, below their text; one tall square where the two are one question. The
-    table says the same in words."""
-    at, y, parts = places(frames), 0.0, [_symbols()]
+    """All verdicts of each chapter's first run as an SVG inside the page: it is small, and its squares are links. There
+    is a column per claim, with the verdict on the authors' code above the one on their text, or one tall square where
+    the two are one question. The table says the same in words."""
+    block_ids, y, parts = places(frames), 0.0, [_symbols()]
     for name, frame in frames.items():
         parts.append(f'<text x="0" y="{y + 8:g}" font-weight="bold">{escape(titles[name])}</text>')
-        own, y = claims.of_run(frame), y + 11
-        tall = 20 if set(own.reading) - {"any"} else 10
-        for place, (claim, rows) in enumerate(own.groupby("claim", sort=False)):
+        first_run, y = claims.of_run(frame), y + 11
+        tall = 20 if set(first_run.reading) - {"any"} else 10
+        for place, (claim, rows) in enumerate(first_run.groupby("claim", sort=False)):
             top = y + (tall + 3) * (place // ACROSS)
-            parts.append(_column(rows, at[name, str(claim)], 10 * (place % ACROSS), top, tall))
+            parts.append(_column(rows, block_ids[name, str(claim)], 10 * (place % ACROSS), top, tall))
         y = top + tall + 6
     for place, verdict in enumerate(LOOKS):
         x, below = 80 * (place % LEGEND), y + 12 * (place // LEGEND)
@@ -99,13 +99,13 @@ def picture(frames: Mapping[str, pd.DataFrame], titles: Mapping[str, str]) -> st
     svg = f'<svg viewBox="-1 0 {10 * ACROSS + 2} {below + 11:g}" aria-hidden="true">{"".join(parts)}</svg>'
     caption = (
         "A square for each verdict. Above: authors' code; below: authors' text; one square where the two are one "
-        f"question. A click leads to the claim. {said(frames)}"
+        f"question. A click leads to the claim. {counts_sentence(frames)}"
     )
     return f'<figure class="verdicts">\n{svg}\n<figcaption>{caption}</figcaption>\n</figure>'
 
 
 def _symbols() -> str:
-    """Each verdict's square, as it is used in the picture, one and two rows tall."""
+    """The square of each verdict, one row and two rows tall, for `_used`."""
     return "".join(
         f'<symbol id="v{place}-{tall}" overflow="visible"><rect width="9.4" height="{tall - 0.6}" fill="{colour}" '
         f'stroke="#8a8a8a" stroke-width="0.3"/><text x="4.7" y="{tall / 2 + 2:g}" fill="#000" font-size="6" '
@@ -115,55 +115,57 @@ def _symbols() -> str:
 
 
 def _used(verdict: str, x: float, y: float, tall: int = 10) -> str:
+    """A verdict's square at a place in the picture."""
     return f'<use href="#v{list(LOOKS).index(verdict)}-{tall}" x="{x:g}" y="{y:g}"/>'
 
 
-def _column(rows: pd.DataFrame, at: str, x: int, y: float, tall: int) -> str:
-    """One claim's verdicts: a link to its block that says on hover what they are."""
+def _column(rows: pd.DataFrame, block_id: str, x: int, y: float, tall: int) -> str:
+    """One claim's verdicts: a link to its block, with the verdicts as text on hover."""
     title, squares = rows.claim.iloc[0], ""
     for row in rows.itertuples():
         both, below = row.reading == "any", 10 * (row.reading == "as_described")
         squares += _used(row.verdict, x, y + below, tall if both else 10)
         title += f"{'' if both else f', {LABELS[row.reading]}'}: {claims.label(row.verdict)}"
-    return f'<a href="#{at}" tabindex="-1">{squares}<title>{escape(title, quote=False)}</title></a>'
+    return f'<a href="#{block_id}" tabindex="-1">{squares}<title>{escape(title, quote=False)}</title></a>'
 
 
-def said(frames: Mapping[str, pd.DataFrame]) -> str:
+def counts_sentence(frames: Mapping[str, pd.DataFrame]) -> str:
     """The verdicts counted, in a sentence."""
-    own = pd.concat([claims.of_run(frame) for frame in frames.values()])
-    counts = [f"{(own.verdict == one).sum()} {claims.label(one)}" for one in claims.VERDICTS]
-    return f"{len(own)} verdicts on {own.claim.nunique()} claims: {', '.join(counts)}."
+    verdicts = pd.concat([claims.of_run(frame) for frame in frames.values()])
+    counts = [f"{(verdicts.verdict == verdict).sum()} {claims.label(verdict)}" for verdict in claims.VERDICTS]
+    return f"{len(verdicts)} verdicts on {verdicts.claim.nunique()} claims: {', '.join(counts)}."
 
 
 # ---- one table
 
 
-def found(frames: Mapping[str, pd.DataFrame]) -> str:
-    """Which runs the table holds."""
-    of = dict.fromkeys(run for name, frame in frames.items() if name != FAMILY for run in claims.runs(frame))
-    told = f"Runs: {'; '.join(f'model {model}, profile {profile}' for model, profile in of)}."
-    every = pd.concat([frame for name, frame in frames.items() if name != FAMILY])
+def runs_sentence(frames: Mapping[str, pd.DataFrame]) -> str:
+    """Which runs the table holds, and how many of their verdicts are inconclusive here and in the full profile."""
+    of_chapters = [frame for name, frame in frames.items() if name != FAMILY]
+    runs = dict.fromkeys(run for frame in of_chapters for run in claims.runs(frame))
+    text = f"Runs: {'; '.join(f'model {model}, profile {profile}' for model, profile in runs)}."
+    every = pd.concat(of_chapters)
     both = every[every.full_verdict != ""]
     if both.empty:
-        return told
-    undecided = (both[of] == "inconclusive" for of in ("verdict", "full_verdict"))
-    quick, full = (f"{one.sum()} ({one.mean():.0%})" for one in undecided)
-    told += (
-        f" *Full profile*: the same claims of {both.model.iloc[0]}, on more items, run once ({both.full_date.max()})."
+        return text
+    undecided = (both[column] == "inconclusive" for column in ("verdict", "full_verdict"))
+    quick, full = (f"{is_open.sum()} ({is_open.mean():.0%})" for is_open in undecided)
+    return (
+        f"{text} *Full profile*: the same claims of {both.model.iloc[0]}, on more items, run once "
+        f"({both.full_date.max()}). Of the {len(both)} verdicts that both runs have, {quick} are inconclusive in this "
+        f"run, {full} in the full profile."
     )
-    in_both = f"Of the {len(both)} verdicts that both runs have"
-    return f"{told} {in_both}, {quick} are inconclusive in this run, {full} in the full profile."
 
 
 def listed(frames: Mapping[str, pd.DataFrame]) -> str:
     """All verdicts, one row per claim, reading and model."""
-    many = any(len(claims.runs(frame)) > 1 for name, frame in frames.items() if name != FAMILY)
-    full = any((frame.full_verdict != "").any() for frame in frames.values())
-    at = places(frames)
+    several_models = any(len(claims.runs(frame)) > 1 for name, frame in frames.items() if name != FAMILY)
+    any_full = any((frame.full_verdict != "").any() for frame in frames.values())
+    block_ids = places(frames)
     rows = [
-        _listed(row, name, at[name, row.claim], known.get(row.claim, {}), many, full)
+        _listed(row, name, block_ids[name, row.claim], entry_of.get(row.claim, {}), several_models, any_full)
         for name, frame in frames.items()
-        for known in [entries(name)]
+        for entry_of in [entries(name)]
         for row in frame.itertuples()
     ]
     filters = ["Chapter", "With", "Verdict", "Model"]
@@ -173,15 +175,16 @@ def listed(frames: Mapping[str, pd.DataFrame]) -> str:
 
 
 def _listed(
-    row: Any, chapter: str, at: str, claim: Mapping[str, Any], with_model: bool, with_full: bool
+    row: Any, chapter: str, block_id: str, entry: Mapping[str, Any], with_model: bool, with_full: bool
 ) -> dict[str, object]:
+    """One verdict as a row of the table. entry: the claim as it is written down."""
     model = {"Model": row.model} if with_model else {}
     same = "the same" if row.full_verdict else ""
     full = TableCell(pill(row.full_verdict)) if row.full_verdict not in ("", row.verdict) else same
     return {
-        "Claim": TableCell(f'<a href="#{at}">{escape(row.claim)}</a>'),
+        "Claim": TableCell(f'<a href="#{block_id}">{escape(row.claim)}</a>'),
         "Chapter": chapter.replace("_", " "),
-        "Statement": claim.get("statement", row.statement),
+        "Statement": entry.get("statement", row.statement),
         "With": READ[row.reading],
         **model,
         "Verdict": TableCell(pill(row.verdict)),
@@ -196,30 +199,34 @@ def _listed(
 
 
 def _estimate(row: Any) -> TableCell:
-    """Sorted by its value, shares and percent alike."""
+    """An estimate with its interval. It sorts by its value; percent are sorted as the shares that they are."""
     value = "" if pd.isna(row.ours) else f"{row.ours / (100 if row.unit == '%' else 1):.6g}"
     return TableCell(escape(wording.shown(row)), value)
 
 
 def places(frames: Mapping[str, pd.DataFrame]) -> dict[tuple[str, str], str]:
-    """Where each chapter's claim has its block; an id that an earlier chapter has, too, gets the chapter's name."""
-    found: dict[tuple[str, str], str] = {}
+    """The HTML id of each claim's block, by (chapter, claim). An id that an earlier chapter uses gets the chapter's
+    name in front."""
+    block_ids: dict[tuple[str, str], str] = {}
     for name, frame in frames.items():
-        taken = set(found.values())
+        taken = set(block_ids.values())
         ids = {claim: wording.anchor(claim) for claim in dict.fromkeys(frame.claim)}
-        found |= {(name, claim): f"{name}-{at}" if at in taken else at for claim, at in ids.items()}
-    return found
+        block_ids |= {(name, claim): f"{name}-{anchor}" if anchor in taken else anchor for claim, anchor in ids.items()}
+    return block_ids
 
 
 def entries(chapter: str) -> dict[str, dict[str, Any]]:
-    """A chapter's claims as they are written down, by id, each with the figure that the file names for it."""
+    """A chapter's claims as they are written down, by id, each with the `figure` that the file names for it, or ""."""
     book = claims.load_claims(chapter)
-    of = book.get("figures", {})
-    return {one["id"]: one | {"figure": of.get(one["id"], of.get(one["topic"], ""))} for one in book["claims"]}
+    figures = book.get("figures", {})
+    return {
+        claim["id"]: claim | {"figure": figures.get(claim["id"], figures.get(claim["topic"], ""))}
+        for claim in book["claims"]
+    }
 
 
 def page_of(chapter: str) -> str:
-    """Where a chapter's evidence stands, seen from the page of claims."""
+    """The address of a chapter's evidence, relative to the page of claims."""
     return "family.html" if chapter == FAMILY else f"executed/{chapter}.html"
 
 
@@ -246,25 +253,26 @@ def pill(verdict: str) -> str:
 
 
 def blocks(chapter: str, frames: Mapping[str, pd.DataFrame], root: Path = ROOT) -> str:
-    """A folded block for each claim of a chapter, with all that is known of it; `claims.html#P12` opens P12's."""
-    known, rates, at, drawn = entries(chapter), _rates(chapter), places(frames), figures_of(chapter, root)
+    """A folded block for each claim of a chapter, with all that is known of it. `claims.html#P12` opens that of P12."""
+    entry_of, rates, block_ids, drawn = entries(chapter), _rates(chapter), places(frames), figures_of(chapter, root)
     html = ['<div class="claims">', f'<p>Evidence: <a href="{page_of(chapter)}">the page that judges these</a>.</p>']
     for claim, rows in frames[chapter].groupby("claim", sort=False):
-        entry = known.get(str(claim), {})
+        entry = entry_of.get(str(claim), {})
         links = _links(chapter, entry, drawn) if entry else {}
         html += [
-            f'<details id="{at[chapter, str(claim)]}">',
+            f'<details id="{block_ids[chapter, str(claim)]}">',
             f"<summary>{_summary(str(claim), rows, entry)}</summary>",
             f"<dl>{_entries(rows, entry, rates.get(str(claim), ''), links)}</dl>\n</details>",
         ]
     return filterable.raw("\n".join([*html, "</div>"]))
 
 
-def _summary(claim: str, rows: pd.DataFrame, known: Mapping[str, Any]) -> str:
+def _summary(claim: str, rows: pd.DataFrame, entry: Mapping[str, Any]) -> str:
+    """The line of a folded block: the claim, its statement, and its verdicts."""
     first = claims.of_run(rows)
     short = {"as_run": "code:", "as_described": "text:"}
     pills = " ".join(f"{short.get(row.reading, '')} {pill(row.verdict)}" for row in first.itertuples())
-    return f"<b>{escape(claim)}</b> {escape(known.get('statement', first.statement.iloc[0]), quote=False)} {pills}"
+    return f"<b>{escape(claim)}</b> {escape(entry.get('statement', first.statement.iloc[0]), quote=False)} {pills}"
 
 
 def _links(chapter: str, entry: Mapping[str, Any], drawn: list[str]) -> dict[str, str]:
@@ -276,31 +284,31 @@ def _links(chapter: str, entry: Mapping[str, Any], drawn: list[str]) -> dict[str
     return {"Figure": figure} | claims_sources.links(chapter, entry)
 
 
-def _entries(rows: pd.DataFrame, known: Mapping[str, Any], rates: str, links: Mapping[str, str]) -> str:
-    """What stands in a claim's block: terms and what is said of them. links: further ones, in HTML."""
+def _entries(rows: pd.DataFrame, entry: Mapping[str, Any], rates: str, links: Mapping[str, str]) -> str:
+    """The text of a claim's block, as terms and descriptions in HTML. links: further terms, whose text is HTML."""
     first = rows.iloc[0]
-    said = {"Source": f"{first.source}. Printed: {wording.printed(first)}."}
+    terms = {"Source": f"{first.source}. Printed: {wording.printed(first)}."}
     if first.rule:
-        said["Rule"] = f"{first.rule[0].upper()}{first.rule[1:]}. {known.get('why', '')}"
+        terms["Rule"] = f"{first.rule[0].upper()}{first.rule[1:]}. {entry.get('why', '')}"
     for row in rows.itertuples():
-        at = READ[row.reading].capitalize() + (f", {row.model}" if len(set(rows.model)) > 1 else "")
-        said[at] = (
+        reading = READ[row.reading].capitalize() + (f", {row.model}" if len(set(rows.model)) > 1 else "")
+        terms[reading] = (
             f"{_outcome(claims.label(row.verdict).capitalize(), wording.shown(row), row.n)} {wording.evidence(row)}"
         )
         if row.full_verdict:
-            more = (row.full_estimate, row.full_low, row.full_high)
-            shown = "" if pd.isna(row.full_estimate) else wording.text_of(more, row.unit)
-            said[at] += f" Full profile: {_outcome(claims.label(row.full_verdict), shown, row.full_n)}"
-    said |= {"Errors": rates} if rates else {}
-    said |= {head: known[key] for key, head in NOTES.items() if key in known}
-    first_form = {**known, **known.get("first", {})}
-    said |= {"Rule as first written": judge.rule_text(first_form)} if "rule" in known.get("first", {}) else {}
-    terms = {head: escape(text, quote=False) for head, text in said.items()} | dict(links)
-    return "".join(f"<dt>{head}</dt><dd>{text}</dd>" for head, text in terms.items() if text)
+            full_numbers = (row.full_estimate, row.full_low, row.full_high)
+            shown = "" if pd.isna(row.full_estimate) else wording.text_of(full_numbers, row.unit)
+            terms[reading] += f" Full profile: {_outcome(claims.label(row.full_verdict), shown, row.full_n)}"
+    terms |= {"Errors": rates} if rates else {}
+    terms |= {head: entry[key] for key, head in NOTES.items() if key in entry}
+    first_form = {**entry, **entry.get("first", {})}
+    terms |= {"Rule as first written": judge.rule_text(first_form)} if "rule" in entry.get("first", {}) else {}
+    html = {head: escape(text, quote=False) for head, text in terms.items()} | dict(links)
+    return "".join(f"<dt>{head}</dt><dd>{text}</dd>" for head, text in html.items() if text)
 
 
 def _outcome(verdict: str, shown: str, n: float) -> str:
-    """A verdict with its estimate and its number of items, as far as it has them."""
+    """A verdict with its estimate and its number of items, where it has them."""
     value = f": {shown}" if shown else ""
     items = "" if pd.isna(n) else f" (n = {n:.0f})"
     return f"{verdict}{value}{items}."
@@ -314,9 +322,9 @@ NOTES = {
 
 
 def _rates(chapter: str) -> dict[str, str]:
-    """How often a claim's rule errs either way, the larger rate of its readings."""
-    found = pd.read_csv(DATA / "error_rates.csv")
-    worst = found[found.chapter == chapter].groupby("claim")[list(WRONGLY)].max().dropna(how="all")
+    """By claim: how often its rule errs in either direction, as text. Of its readings the larger rate counts."""
+    table = pd.read_csv(DATA / "error_rates.csv")
+    worst = table[table.chapter == chapter].groupby("claim")[list(WRONGLY)].max().dropna(how="all")
     return {
         str(claim): ", ".join(f"{WRONGLY[str(name)]} {share:.0%}" for name, share in row.dropna().items())
         for claim, row in worst.iterrows()
@@ -327,9 +335,9 @@ def _rates(chapter: str) -> dict[str, str]:
 
 
 def error_rates() -> list[dict[str, str]]:
-    """By chapter: how many rules were tried, which err in more than 5% of tries, which cannot hold or cannot fail."""
-    found, rows = pd.read_csv(DATA / "error_rates.csv"), []
-    for chapter, group in found.groupby("chapter", sort=False):
+    """A row per chapter: how many rules were tried, which err in more than 5% of tries, which cannot hold or fail."""
+    table, rows = pd.read_csv(DATA / "error_rates.csv"), []
+    for chapter, group in table.groupby("chapter", sort=False):
         tried = group[group.repeats.notna()]
 
         def named(which: pd.Series, tried: pd.DataFrame = tried) -> str:
@@ -337,7 +345,7 @@ def error_rates() -> list[dict[str, str]]:
 
         rows.append({
             "chapter": str(chapter), "rules tried": str(tried.claim.nunique()),
-            **{f"{said} in more than 5%": named(tried[f"{name}_above"].eq(True)) for name, said in WRONGLY.items()},
+            **{f"{label} in more than 5%": named(tried[f"{name}_above"].eq(True)) for name, label in WRONGLY.items()},
             "cannot hold": named(tried.can_hold.eq(False)), "cannot fail": named(tried.can_fail.eq(False)),
             "medium effect decided": f"{tried[tried.repeats > 1].decided.mean():.0%}",
             "not tried": ", ".join(dict.fromkeys(group.claim[group.repeats.isna()])) or "-",
@@ -346,13 +354,14 @@ def error_rates() -> list[dict[str, str]]:
 
 
 def stability() -> list[dict[str, str]]:
-    """The share of verdicts that change between runs, and which."""
-    found = pd.read_csv(DATA / "stability.csv").fillna({"which": "-"})
+    """A row for each comparison of runs in data/stability.csv: the share of verdicts that change, and which."""
+    table = pd.read_csv(DATA / "stability.csv").fillna({"which": "-"})
     return [
         {
             "varied": row.varied, "runs": row.runs, "chapter": row.chapter,
             "changed": f"{row.changed} of {row.verdicts} ({row.share:.0%})", "between two runs": f"{row.pair:.0%}",
-            "turned": row.turned, "which, run by run": re.sub("|".join(LABELS), lambda one: LABELS[one[0]], row.which),
+            "turned": row.turned,
+            "which, run by run": re.sub("|".join(LABELS), lambda match: LABELS[match[0]], row.which),
         }
-        for row in found.itertuples()
+        for row in table.itertuples()
     ]  # fmt: skip

@@ -76,7 +76,7 @@ def page(folder, items, model):
         {"Task": item.task, "Answer": item.answer, "Own": filterable.TableCell("<b>x</b>", item.answer)}
         for item in items
     ]
-    runs = claims_page.found({"x": pd.DataFrame({"model": [model], "profile": "quick", "full_verdict": ""})})
+    runs = claims_page.runs_sentence({"x": pd.DataFrame({"model": [model], "profile": "quick", "full_verdict": ""})})
     (folder / "claims.md").write_text(
         "# Claims\n\n" + runs + "\n\n" + filterable.interactive(every, "all", "All", ["Task"])
     )

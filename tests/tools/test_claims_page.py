@@ -50,10 +50,10 @@ def page(tmp_path_factory):
 
 
 def read(text: str) -> Balanced:
-    found = Balanced()
-    found.feed(text)
-    assert found.open == []
-    return found
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == []
+    return parser
 
 
 def test_the_page_shows_the_results_that_the_chapter_was_told_to_use(page, tmp_path):
@@ -100,8 +100,10 @@ def test_the_table_says_what_decides_and_what_would_settle_it(page):
 def test_the_full_profiles_verdict_stands_beside_the_quick_ones(page, tmp_path):
     _, frame, _ = page
     table = tmp_path / "full.csv"
-    known = frame.iloc[:1].rename(columns={"ours": "estimate"}).assign(chapter="protection", n=162, date="2026-01-02")
-    known.assign(verdict="partly", profile="full").to_csv(table, index=False)
+    full_row = (
+        frame.iloc[:1].rename(columns={"ours": "estimate"}).assign(chapter="protection", n=162, date="2026-01-02")
+    )
+    full_row.assign(verdict="partly", profile="full").to_csv(table, index=False)
     beside = claims_page.with_full_profile(frame, "protection", table)
     first, *others = beside.itertuples()
     assert (first.verdict, first.full_verdict, first.full_n) == (frame.verdict[0], "partly", 162)
@@ -109,21 +111,25 @@ def test_the_full_profiles_verdict_stands_beside_the_quick_ones(page, tmp_path):
     assert "Full profile" in claims_page.listed({"protection": beside})
     assert "(n = 162)" in claims_page.blocks("protection", {"protection": beside})
     quick, open_ = len(beside[beside.full_verdict != ""]), int(first.verdict == "inconclusive")
-    assert f"Of the {quick} verdicts that both runs have, {open_} (" in claims_page.found({"protection": beside})
+    assert f"Of the {quick} verdicts that both runs have, {open_} (" in claims_page.runs_sentence(
+        {"protection": beside}
+    )
     for other in (frame.assign(model="other"), frame.assign(profile="full")):
         none = claims_page.with_full_profile(other, "protection", table)
         assert not none.full_verdict.any()
-        assert "ull profile" not in claims_page.listed({"protection": none}) + claims_page.found({"protection": none})
+        assert "ull profile" not in claims_page.listed({"protection": none}) + claims_page.runs_sentence(
+            {"protection": none}
+        )
     assert not claims_page.with_full_profile(frame, "leakage", table).full_verdict.any()
 
 
 def test_the_stored_full_profile_has_every_claim_of_the_default_model():
-    found = pd.read_csv(claims_page.FULL)
-    assert (set(found.model), set(found.profile)) == ({models.DEFAULT}, {"full"})
+    full = pd.read_csv(claims_page.FULL)
+    assert (set(full.model), set(full.profile)) == ({models.DEFAULT}, {"full"})
     for chapter in CHAPTERS:
-        asked = {claim["id"] for claim in claims.load_claims(chapter)["claims"]}
-        assert set(found[found.chapter == chapter].claim) <= asked
-        assert not found[found.chapter == chapter].duplicated(["claim", "reading"]).any()
+        claim_ids = {claim["id"] for claim in claims.load_claims(chapter)["claims"]}
+        assert set(full[full.chapter == chapter].claim) <= claim_ids
+        assert not full[full.chapter == chapter].duplicated(["claim", "reading"]).any()
 
 
 def test_rows_of_a_second_model_are_named(page):
@@ -144,8 +150,14 @@ def test_a_block_holds_rule_reason_and_what_was_changed(page):
     text = page[0]["claims_blocks"]
     [claim] = [claim for claim in PROTECTION["claims"] if claim["id"] == "P1"]
     block = text[text.index('id="P1"') : text.index('id="P9"')]
-    for said in (claim["statement"], claim["source"], claim["why"], "Changed when results were known", "at most 0.064"):
-        assert said in block
+    for text_in_block in (
+        claim["statement"],
+        claim["source"],
+        claim["why"],
+        "Changed when results were known",
+        "at most 0.064",
+    ):
+        assert text_in_block in block
 
 
 def test_a_block_leads_to_figure_printed_table_and_rule(tmp_path):
@@ -182,4 +194,4 @@ def test_claims_name_figures_that_their_chapter_shows(chapter):
             calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
             shown |= {call.args[1].value for call in calls if ast.unparse(call.func) == "figure.show"}
     assert set(book["figures"].values()) <= shown
-    assert set(book["figures"]) <= {one[key] for one in book["claims"] for key in ("id", "topic")}
+    assert set(book["figures"]) <= {claim[key] for claim in book["claims"] for key in ("id", "topic")}

@@ -46,7 +46,7 @@ COLUMNS = [
 WRONG = 0.05  # of either false verdict, at most
 REPEATS, SLOW_REPEATS, FAR_REPEATS = 150, 60, 20
 SLOW_DRAWS, MANY = 120, 25  # resamples; parts from which on a claim counts as slow
-Asked = tuple[Mapping[str, Any], str, list[Member]]  # claim, reading, members
+TestedClaim = tuple[Mapping[str, Any], str, list[Member]]  # claim, reading, members
 
 
 # ---- one claim
@@ -55,12 +55,12 @@ Asked = tuple[Mapping[str, Any], str, list[Member]]  # claim, reading, members
 def simulated(
     claim: Mapping[str, Any], members: Sequence[Member], parts: Sequence[Mapping[str, Part]], kind: str, repeats: int
 ) -> dict[str, float]:
-    """Share of repeats in which such data are reproduced, not reproduced, inconclusive; empty where some part cannot
-    stand there."""
-    names = [(i, name) for i, one in enumerate(parts) for name in one]
+    """Shares of the repeats in which a claim on data of that kind is reproduced, not reproduced, and inconclusive.
+    Empty where some part cannot take the value that the kind asks for."""
+    names = [(i, name) for i, parts_of_member in enumerate(parts) for name in parts_of_member]
     hard = (kind == "one") and (len(names) > 1)
     needed = {"one": ["true", "threshold"]}.get(kind, [kind])
-    nowhere = any(math.isnan(p.where[k]) for one in parts for p in one.values() for k in needed)
+    nowhere = any(math.isnan(p.where[k]) for parts_of_member in parts for p in parts_of_member.values() for k in needed)
     if nowhere or (kind == "one" and not hard):
         return {}
     rng, verdicts = np.random.default_rng([0, KINDS.index(kind)]), []
@@ -68,19 +68,17 @@ def simulated(
         i, chosen = names[repeat % len(names)]
         picks: Picks = {}
         drawn = []
-        for j, (member, one) in enumerate(zip(members, parts, strict=True)):
-            hit = hard and i == j
-            kinds = {
-                name: ("threshold" if hit and (member.some or name == chosen) else "true") if hard else kind
-                for name in one
-            }
-            drawn.append(moved(member, one, kinds, rng, picks))
+        for j, (member, parts_of_member) in enumerate(zip(members, parts, strict=True)):
+            kinds = dict.fromkeys(parts_of_member, "true" if hard else kind)
+            if hard and i == j:  # a member of which some part must hold has all its parts at the bound
+                kinds |= dict.fromkeys(parts_of_member if member.some else [chosen], "threshold")
+            drawn.append(moved(member, parts_of_member, kinds, rng, picks))
         verdicts.append(judge.verdict_of(claim, judge.judge(claim, drawn)))
     return {short: verdicts.count(name) / repeats for name, short in SHORT.items()}
 
 
 def of_facts(claim: Mapping[str, Any], members: Sequence[Member]) -> dict[str, dict[str, float]]:
-    """Of an exact claim: all cases as they shall be; all but one."""
+    """Shares of an exact claim's verdicts, by kind of data: all cases as the rule wants them, or all but one."""
     a, b, ends = judge.region(claim["rule"])[0]
     good = next(x for x in (a, b) if math.isfinite(x))
     step = 0.01 * max(1.0, abs(good))
@@ -89,53 +87,55 @@ def of_facts(claim: Mapping[str, Any], members: Sequence[Member]) -> dict[str, d
 
     facts = [m.what for m in members if isinstance(m.what, Facts)]
 
-    def verdict(refuted: int) -> dict[str, float]:
+    def judged(refuted: int) -> dict[str, float]:
+        """The verdict, where one case of the member of that number is wrong; -1 for none."""
         given = []
         for i, (member, fact) in enumerate(zip(members, facts, strict=True)):
             cases = pd.Series(good, index=fact.cases.index)
             cases.iloc[: int(i == refuted)] = wrong
             given.append(replace(member, what=Facts(cases)))
-        found = judge.verdict_of(claim, judge.judge(claim, given))
-        return {short: float(found == name) for name, short in SHORT.items()}
+        verdict = judge.verdict_of(claim, judge.judge(claim, given))
+        return {short: float(verdict == name) for name, short in SHORT.items()}
 
-    bad = [verdict(i) for i in range(len(members))]
-    mean = {name: float(np.mean([one[name] for one in bad])) for name in bad[0]}
-    return {"true": verdict(-1), "false": mean, "far_true": verdict(-1), "far_false": mean}
+    whole, mean = judged(-1), pd.DataFrame([judged(i) for i in range(len(members))]).mean().to_dict()
+    return {"true": whole, "false": mean, "far_true": whole, "far_false": mean}
 
 
 def rates(
     claim: Mapping[str, Any], members: Sequence[Member], repeats: int | None = None, times: float = 1.0
 ) -> dict[str, Any]:
-    """One row of the table but for what names the claim. times: of the items that were seen, so many are drawn."""
-    whats = [p for m in members for p in (m.what.values() if isinstance(m.what, Mapping) else [m.what])]
-    row: dict[str, Any] = {"members": len(members), "parts": len(whats)}
-    if all(isinstance(what, Facts) for what in whats):
-        found = of_facts(claim, members)
-        row |= {"n": sum(len(what.cases) for what in whats if isinstance(what, Facts)), "repeats": 1}
-    elif any(isinstance(what, Measured | Facts) for what in whats):
+    """One row of the table, without the columns that name the claim. times: draw so many times the items that were
+    seen."""
+    tested = [p for m in members for p in (m.what.values() if isinstance(m.what, Mapping) else [m.what])]
+    row: dict[str, Any] = {"members": len(members), "parts": len(tested)}
+    if all(isinstance(what, Facts) for what in tested):
+        shares = of_facts(claim, members)
+        row |= {"n": sum(len(what.cases) for what in tested if isinstance(what, Facts)), "repeats": 1}
+    elif any(isinstance(what, Measured | Facts) for what in tested):
         return row | {"note": "ranges of timings, or facts beside samples: not tried"}
     else:
         parts = sampled(claim, members, times)
-        counts = [p.source.many(p.source.n) for one in parts for p in one.values()]
+        counts = [p.source.many(p.source.n) for parts_of_member in parts for p in parts_of_member.values()]
         if max(counts) < MIN_ITEMS:
             return row | {"note": f"{max(counts)} items: an interval needs at least {MIN_ITEMS}"}
-        slow = any(isinstance(what, Sample) and callable(what.contrast) for what in whats)
-        many = repeats or (SLOW_REPEATS if slow or len(whats) > MANY else REPEATS)
+        slow = any(isinstance(what, Sample) and callable(what.contrast) for what in tested)
+        n_repeats = repeats or (SLOW_REPEATS if slow or len(tested) > MANY else REPEATS)
         with mock.patch.object(stats, "DRAWS", SLOW_DRAWS):
-            each = {k: min(many, FAR_REPEATS) if "far" in k else many for k in KINDS}
-            found = {k: simulated(claim, members, parts, k, count) for k, count in each.items()}
-        row |= {"n": min(counts), "repeats": many}
+            repeats_of_kind = {k: min(n_repeats, FAR_REPEATS) if "far" in k else n_repeats for k in KINDS}
+            shares = {k: simulated(claim, members, parts, k, count) for k, count in repeats_of_kind.items()}
+        row |= {"n": min(counts), "repeats": n_repeats}
     for kind in KINDS[:4]:
-        row |= {f"{kind}_{name}": found.get(kind, {}).get(name, math.nan) for name in SHORT.values()}
-    return row | summed(claim, found, row["repeats"])
+        row |= {f"{kind}_{name}": shares.get(kind, {}).get(name, math.nan) for name in SHORT.values()}
+    return row | summed(claim, shares, row["repeats"])
 
 
-def summed(claim: Mapping[str, Any], found: Mapping[str, Mapping[str, float]], repeats: int) -> dict[str, Any]:
-    """What the rates of the five kinds come to: the larger rate of each wrong verdict, whether it is above 5% by more
-    than chance, how often a medium effect is decided, whether the rule can hold and fail."""
+def summed(claim: Mapping[str, Any], shares: Mapping[str, Mapping[str, float]], repeats: int) -> dict[str, Any]:
+    """Summary of the rates of the kinds: the largest rate of each wrong verdict, whether it is above 5% by more than
+    chance, how often a medium effect is decided, and whether the rule can hold and fail. shares: of verdicts, by kind
+    and by name of the verdict."""
 
     def most(name: str, kinds: Sequence[str]) -> float:
-        return max((found[k][name] for k in kinds if found.get(k)), default=math.nan)
+        return max((shares[k][name] for k in kinds if shares.get(k)), default=math.nan)
 
     at_bound = ["threshold"] if "no_difference" not in claim["rule"] else []  # a real difference, which may be found
     wrong = {
@@ -144,11 +144,11 @@ def summed(claim: Mapping[str, Any], found: Mapping[str, Mapping[str, float]], r
     }
     chance = 2 * math.sqrt(WRONG * (1 - WRONG) / repeats)
     above = {f"{name}_above": bool(share > WRONG + chance) for name, share in wrong.items()}
-    sides = [found[k][name] for k, name in (("true", "reproduced"), ("false", "not_reproduced")) if found.get(k)]
+    sides = [shares[k][name] for k, name in (("true", "reproduced"), ("false", "not_reproduced")) if shares.get(k)]
     far = {"can_hold": ("far_true", "reproduced"), "can_fail": ("far_false", "not_reproduced")}
     return {
         **wrong, **above, "decided": float(np.mean(sides)) if sides else math.nan,
-        **{c: found.get(kind, {}).get(name, 0.0) > 0 for c, (kind, name) in far.items()},
+        **{c: shares.get(kind, {}).get(name, 0.0) > 0 for c, (kind, name) in far.items()},
     }  # fmt: skip
 
 
@@ -156,52 +156,54 @@ def summed(claim: Mapping[str, Any], found: Mapping[str, Mapping[str, float]], r
 
 
 @contextmanager
-def recorded() -> Iterator[list[Asked]]:
-    """What `judge.verdicts` is asked in the meantime: members that can be tested, none where there are none."""
-    asked: list[Asked] = []
+def recorded() -> Iterator[list[TestedClaim]]:
+    """A list that fills with the claims that `judge.verdicts` judges inside the block, each with those of its members
+    that can be tested."""
+    tested_claims: list[TestedClaim] = []
     real = judge.verdicts
 
-    def verdicts(claims: Any, members: Any, *rest: Any, **named: Any) -> pd.DataFrame:
+    def verdicts(claims: Any, members: Any, *rest: Any, **keywords: Any) -> pd.DataFrame:
         def listed(claim: Mapping[str, Any], reading: str) -> Any:
-            asked.append((claim, reading, []))
-            found = list(members(claim, reading))
-            asked[-1] = claim, reading, [m for m in found if not isinstance(m, NotTestable)]
-            return found
+            tested_claims.append((claim, reading, []))
+            members_of_claim = list(members(claim, reading))
+            tested_claims[-1] = claim, reading, [m for m in members_of_claim if not isinstance(m, NotTestable)]
+            return members_of_claim
 
-        return real(claims, listed, *rest, **named)
+        return real(claims, listed, *rest, **keywords)
 
     with mock.patch.object(judge, "verdicts", verdicts):
-        yield asked
+        yield tested_claims
 
 
-def asked_of(chapter: str, results: Path) -> list[Asked]:
-    """Claims of a chapter with their members, from stored rows: its cells as far as the one that judges."""
-    with recorded() as asked:
+def tested_claims_of(chapter: str, results: Path) -> list[TestedClaim]:
+    """Claims of a chapter with their members, from stored rows: runs the notebook's cells up to the one that judges."""
+    with recorded() as tested_claims:
         for cell in book.cells(chapter, {"results": str(results)}, lambda *_: None):
             if "claims.write(" in cell:
                 break
-    return asked
+    return tested_claims
 
 
-def table(chapter: str, asked: Sequence[Asked], processes: int = 2, times: float = 1.0) -> pd.DataFrame:
-    """Error rates of each claim and reading."""
-    _ASKED[:] = asked
+def table(chapter: str, tested_claims: Sequence[TestedClaim], processes: int = 2, times: float = 1.0) -> pd.DataFrame:
+    """Error rates of each claim and reading, a row for each."""
+    _TESTED_CLAIMS[:] = tested_claims
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        rows = pool.map(partial(_row, times=times), range(len(asked)), chunksize=1)
+        rows = pool.map(partial(_row, times=times), range(len(tested_claims)), chunksize=1)
     return pd.DataFrame(rows).assign(chapter=chapter)
 
 
-_ASKED: list[Asked] = []  # what the processes inherit: members hold functions, which cannot be sent
+_TESTED_CLAIMS: list[TestedClaim] = []  # inherited by the processes: members hold functions, which cannot be pickled
 
 
 def _row(i: int, times: float) -> dict[str, Any]:
-    claim, reading, members = _ASKED[i]
+    """The row of the claim at place i of `_TESTED_CLAIMS`."""
+    claim, reading, members = _TESTED_CLAIMS[i]
     row = {"claim": claim["id"], "reading": reading, "rule": judge.rule_text(claim)}
     if not members:
         return row | {"note": "nothing to test in this run"}
     started = time.perf_counter()
-    found = row | rates(claim, members, times=times)
-    return found | {"seconds": time.perf_counter() - started}
+    row |= rates(claim, members, times=times)
+    return row | {"seconds": time.perf_counter() - started}
 
 
 def main(
@@ -213,15 +215,15 @@ def main(
 ) -> None:
     """Try every rule, write the table, and name the rules that err too often, cannot hold or cannot fail."""
     for name in chapter or [name for name in book.chapters() if (DATA / "claims" / f"{name}.yml").is_file()]:
-        found = table(name, asked_of(name, results), processes, times)
-        typer.echo(f"{name}: {len(found)} rules, {found.seconds.sum() / processes:.0f} s")
-        written = replace_rows(out, found.reindex(columns=COLUMNS), ["chapter"], digits=3)
-    for said, which in (
+        rows = table(name, tested_claims_of(name, results), processes, times)
+        typer.echo(f"{name}: {len(rows)} rules, {rows.seconds.sum() / processes:.0f} s")
+        written = replace_rows(out, rows.reindex(columns=COLUMNS), ["chapter"], digits=3)
+    for problem, which in (
         ("wrongly reproduced in more than 5%", written.wrongly_reproduced_above.eq(True)),
         ("wrongly not reproduced in more than 5%", written.wrongly_not_reproduced_above.eq(True)),
         ("cannot hold", written.can_hold.eq(False)), ("cannot fail", written.can_fail.eq(False)),
     ):  # fmt: skip
-        typer.echo(f"{said}: {', '.join(dict.fromkeys(written.claim[which])) or 'none'}")
+        typer.echo(f"{problem}: {', '.join(dict.fromkeys(written.claim[which])) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -76,30 +76,29 @@ def test_too_few_items_are_not_tried():
 
 
 def test_what_the_judge_is_asked_is_recorded():
-    def members(one, reading):
+    def members(_claim, reading):
         if reading == "as_run":
             raise judge.NotTestable("no rows")
         return [Member("m", Sample(F1[["a"]])), judge.NotTestable("nor this one")]
 
     given = claim({"at_least": 0.1}, statement="s", paper={"text": "-"}, contrast="mean", topic="t", source="s")
-    with error_rates.recorded() as asked:
+    with error_rates.recorded() as recorded:
         judge.verdicts([given], members, lambda c: ("as_run", "as_described"), model="m", profile="quick")
-    assert [(reading, len(found)) for _, reading, found in asked] == [("as_run", 0), ("as_described", 1)]
-    asked = [(one, reading, found) for one, reading, found in asked]
-    found = error_rates.table("c", asked, processes=1)
-    assert found.note.tolist()[0] == "nothing to test in this run"
-    assert found.n.tolist()[1] == 48
+    assert [(reading, len(testable)) for _, reading, testable in recorded] == [("as_run", 0), ("as_described", 1)]
+    table = error_rates.table("c", recorded, processes=1)
+    assert table.note.tolist()[0] == "nothing to test in this run"
+    assert table.n.tolist()[1] == 48
 
 
 def test_the_shipped_table_has_every_claim_and_its_sums_are_those_of_its_kinds():
     for chapter in ("protection", "fragility", "dropkv_bound", "leakage", "reclamation"):
-        known = {one["id"] for one in claims.load_claims(chapter)["claims"]}
-        assert len(known & set(RATES[RATES.chapter == chapter].claim)) > 0.5 * len(known), f"{chapter}: compute anew"
+        ids = {claim["id"] for claim in claims.load_claims(chapter)["claims"]}
+        assert len(ids & set(RATES[RATES.chapter == chapter].claim)) > 0.5 * len(ids), f"{chapter}: compute anew"
     tried = RATES[RATES.repeats.notna()]
     assert len(tried) > 100
     for name, kinds in (("reproduced", ("false", "threshold", "one")), ("not_reproduced", ("true",))):
-        kind = tried[[f"{one}_{name}" for one in kinds]].max(axis=1).fillna(0)
-        assert (tried[f"wrongly_{name}"].fillna(1) >= kind).all()
+        largest = tried[[f"{kind}_{name}" for kind in kinds]].max(axis=1).fillna(0)
+        assert (tried[f"wrongly_{name}"].fillna(1) >= largest).all()
     chance = 2 * np.sqrt(0.05 * 0.95 / tried.repeats)
     assert (tried.wrongly_reproduced_above == (tried.wrongly_reproduced > 0.05 + chance)).all()
 

@@ -40,11 +40,11 @@ app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
 
 def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any], root: Path = ROOT) -> bool:
-    """Run a chapter's cells as far as its verdicts, with results in `folder`; False if that was done before, with the
-    same parameters and code. No figure is drawn."""
-    here = folder / chapter
+    """Run a chapter's cells up to its verdicts, with results in `folder`; False if that was done before with the same
+    parameters and code. No figure is drawn."""
+    own_folder = folder / chapter
     code = {"code": book.fingerprint(chapter, {}, root), "inputs": book.fingerprint(chapter, parameters, root)}
-    ended = [here / DONE, here / "claims.csv"]
+    ended = [own_folder / DONE, own_folder / "claims.csv"]
     if all(file.is_file() for file in ended) and json.loads(ended[0].read_text()).items() >= code.items():
         return False
     space: dict[str, Any] = {}
@@ -55,10 +55,10 @@ def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any], root: Pa
     else:
         raise InputError(f"notebooks/{chapter}.ipynb stores no verdicts: it has no cell with claims.write")
     if chapter in PER_ITEM:
-        PER_ITEM[chapter](space).to_parquet(here / family_claims.ROWS)
-    when = {"date": f"{date.today()}", "seconds": round(time.perf_counter() - start)}
-    ended[0].write_text(json.dumps(code | when))
-    (here / FAILED).unlink(missing_ok=True)
+        PER_ITEM[chapter](space).to_parquet(own_folder / family_claims.ROWS)
+    timing = {"date": f"{date.today()}", "seconds": round(time.perf_counter() - start)}
+    ended[0].write_text(json.dumps(code | timing))
+    (own_folder / FAILED).unlink(missing_ok=True)
     return True
 
 
@@ -71,7 +71,7 @@ def _of_protection(space: dict[str, Any]) -> pd.DataFrame:
 
 
 def _of_leakage(space: dict[str, Any]) -> pd.DataFrame:
-    """What was followed by default with the defense first, in each reading."""
+    """The answers of each reading to the default variant with the defense first, where following was measured."""
     parts = [s.answers.assign(reading=s.reading, asked=s.asked) for s in space["studies"]]
     rows = pd.concat(parts, ignore_index=True)
     rows = rows[(rows.order == "normal") & (rows.variant == "default") & rows.followed.notna()]
@@ -81,11 +81,14 @@ def _of_leakage(space: dict[str, Any]) -> pd.DataFrame:
 PER_ITEM = {"protection": _of_protection, "leakage": _of_leakage}
 
 
-def known(names: str, among: Sequence[str], what: str) -> list[str]:
-    """The names of a list with commas; all if it is empty. Raises InputError for one that is none of `among`."""
-    found = [name.strip() for name in names.split(",") if name.strip()] or list(among)
-    ensure_known(what, found, among)
-    return found
+def chosen_names(names: str, among: Sequence[str], what: str) -> list[str]:
+    """The names of a list with commas, or all of `among` if it is empty. what: the kind of name, for the error.
+
+    Raises InputError for a name that is none of `among`.
+    """
+    chosen = [name.strip() for name in names.split(",") if name.strip()] or list(among)
+    ensure_known(what, chosen, among)
+    return chosen
 
 
 @app.command()
@@ -99,20 +102,20 @@ def run(
 ) -> None:
     """Run chapters for models and seeds, one after another; a line for each. What fails leaves the others; the exit
     status is 1 then."""
-    names, failed = known(chapters, CHAPTERS, "chapter"), False
+    names, failed = chosen_names(chapters, CHAPTERS, "chapter"), False
     wanted = [seed.strip() for seed in seeds.split(",")]
-    for seed, model in itertools.product(wanted, known(models_, list(models.embedded()), "model")):
-        of = book.parse_parameters([*parameter, NO_PROGRESS, f"model={model}", f"seed={seed}"], names)
+    for seed, model in itertools.product(wanted, chosen_names(models_, list(models.embedded()), "model")):
+        parameters_of = book.parse_parameters([*parameter, NO_PROGRESS, f"model={model}", f"seed={seed}"], names)
         for chapter in names:
             start, folder = time.perf_counter(), results.resolve() / f"{model}-{seed}"
             try:
-                said = "done" if run_chapter(chapter, folder, of[chapter]) else "was done"
+                outcome = "done" if run_chapter(chapter, folder, parameters_of[chapter]) else "was done"
             except Exception as error:  # whatever a cell raises, one model's refusal too
-                why, failed = told(error), True
-                said = f"failed: {why}"
+                reason, failed = told(error), True
+                outcome = f"failed: {reason}"
                 (folder / chapter).mkdir(parents=True, exist_ok=True)
-                (folder / chapter / FAILED).write_text(why)
-            typer.echo(f"{folder.name:<20}{chapter:<14}{time.perf_counter() - start:8.0f} s  {said}")
+                (folder / chapter / FAILED).write_text(reason)
+            typer.echo(f"{folder.name:<20}{chapter:<14}{time.perf_counter() - start:8.0f} s  {outcome}")
     raise typer.Exit(int(failed))
 
 
@@ -120,18 +123,19 @@ def run(
 
 
 def collected(results: Path, seed: int = 0) -> pd.DataFrame:
-    """`COLUMNS`, a row per model, claim and reading of all runs with a seed; the estimate and its interval are those of
-    the member that decides. A chapter that failed has one row, without a claim. Raises InputError where there is no
-    such run."""
+    """A row per model, claim and reading of all runs with a seed, with `COLUMNS`. The estimate and its interval are
+    those of the member that decides. A chapter that failed has one row, without a claim. Raises InputError where there
+    is no such run."""
     parts = []
     for file in sorted(results.glob(f"*-{seed}/*/claims.csv")):
         model, chapter = file.parent.parent.name.removesuffix(f"-{seed}"), file.parent.name
         table = claims.read(file)
-        own = table[table.model == model].rename(columns={"ours": "estimate"})
+        verdicts = table[table.model == model].rename(columns={"ours": "estimate"})
         done = file.with_name(DONE)
-        said = json.loads(done.read_text()) if done.is_file() else {}
-        note = own.note.where(own.verdict == claims.NOT_TESTABLE, "")
-        parts.append(own.assign(chapter=chapter, note=note, code=said.get("code", "")[:8], date=said.get("date", "")))
+        stamp = json.loads(done.read_text()) if done.is_file() else {}
+        code, day = stamp.get("code", "")[:8], stamp.get("date", "")
+        note = verdicts.note.where(verdicts.verdict == claims.NOT_TESTABLE, "")
+        parts.append(verdicts.assign(chapter=chapter, note=note, code=code, date=day))
     for file in sorted(results.glob(f"*-{seed}/*/{FAILED}")):
         row = {"model": file.parent.parent.name.removesuffix(f"-{seed}"), "chapter": file.parent.name}
         parts.append(pd.DataFrame([row | {"verdict": NOT_RUN, "note": file.read_text()}]))
@@ -146,9 +150,9 @@ def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")
     """Store the verdicts of all runs with one seed in data/family.csv, and those of the claims about several models,
     judged now, with how often their rules err, in data/family_claims.csv."""
     table = collected(results, seed)
-    with error_rates.recorded() as asked:
+    with error_rates.recorded() as tested_claims:
         judged = family_claims.verdicts(*(family_claims.rows_of(results, name, seed) for name in PER_ITEM))
-    rates = error_rates.table("family", asked, 1).reindex(columns=["claim", "reading", *family_claims.RATES])
+    rates = error_rates.table("family", tested_claims, 1).reindex(columns=["claim", "reading", *family_claims.RATES])
     for file, frame in ((TABLE, table), (JUDGED, judged.merge(rates))):
         write_table(file, frame)
     typer.echo(table.pivot_table(index="model", columns="chapter", values="claim", aggfunc="count").to_string())

@@ -23,7 +23,7 @@ FULL = DATA / "full_profile.csv"  # verdicts of the default model's full profile
 RATES = ["wrongly_reproduced", "wrongly_not_reproduced", "can_hold", "can_fail"]  # of `kvrepro.tools.error_rates`
 ROWS = "family.parquet"  # what a run keeps of its rows for these claims, beside its verdicts
 FOLLOWS = 0.5  # share of instructions that a model must follow uncompressed, as in the leakage chapter
-Found = list["Member | NotTestable"]
+Members = list["Member | NotTestable"]
 
 
 @dataclass(frozen=True)
@@ -56,31 +56,31 @@ class Kind:
 
 def kinds(names: Iterable[str] | None = None) -> dict[str, Kind]:
     """The kind of every embedded model, or of those named."""
-    own = models.embedded()
-    return {name: Kind.of(own[name]) for name in (own if names is None else names)}
+    folders = models.embedded()
+    return {name: Kind.of(folders[name]) for name in (folders if names is None else names)}
 
 
 def pairs(names: Iterable[str], what: str) -> list[tuple[str, str]]:
-    """Pairs of models: `heads`, alike but for their KV heads, of which no number lies between, the one with fewer
-    first; `seeds`, of one kind; `kinds`, of different kinds, each kind by its first model."""
-    known = kinds(names)
-    every = list(itertools.combinations(sorted(known, key=lambda name: known[name].kv_heads), 2))
+    """Pairs of models. heads: alike but for the number of their KV heads, with no model's number between theirs, the
+    one with fewer first; seeds: of one kind; kinds: of different kinds, with the first model of each kind."""
+    kind_of = kinds(names)
+    every = list(itertools.combinations(sorted(kind_of, key=lambda name: kind_of[name].kv_heads), 2))
     if what == "kinds":
-        first = {kind: name for name, kind in reversed(known.items())}.values()
+        first = {kind: name for name, kind in reversed(kind_of.items())}.values()
         return [(a, b) for a, b in every if a in first and b in first]
     wanted = "seed" if what == "seeds" else "KV heads"
-    found = [(a, b) for a, b in every if known[a].differs_in(known[b]) == wanted]
+    chosen = [(a, b) for a, b in every if kind_of[a].differs_in(kind_of[b]) == wanted]
     if what == "seeds":
-        return found
-    between = {name: {known[b].kv_heads for a, b in found if a == name} for name in known}
-    return [(a, b) for a, b in found if known[b].kv_heads == min(between[a])]
+        return chosen
+    between = {name: {kind_of[b].kv_heads for a, b in chosen if a == name} for name in kind_of}
+    return [(a, b) for a, b in chosen if kind_of[b].kv_heads == min(between[a])]
 
 
 # ---------------------------------------------------------------- the protection paper's
 
 
-def _one(claim: Mapping, sets: Mapping, rows: pd.DataFrame) -> Found:
-    """A claim's members of one model; a model whose full cache answers too little has none."""
+def _members_of_model(claim: Mapping, sets: Mapping, rows: pd.DataFrame) -> Members:
+    """A claim's members of one model. Where its full cache answers too little, the reason is the only one."""
     try:
         return protection.members({"measure": "token_f1"} | dict(claim), sets, rows)
     except NotTestable as reason:
@@ -88,7 +88,7 @@ def _one(claim: Mapping, sets: Mapping, rows: pd.DataFrame) -> Found:
 
 
 def paired(fewer: Sample, more: Sample) -> Sample:
-    """One model's value minus the other's, on the items of both."""
+    """The value of the model with fewer heads minus the other's, on the items of both."""
     a, b = fewer.data.align(more.data, join="inner")
     if list(a) == ["a"]:
         return Sample(pd.DataFrame({"a": a.a, "b": b.a}), "difference", bounds=fewer.bounds, each=fewer.each)
@@ -96,61 +96,63 @@ def paired(fewer: Sample, more: Sample) -> Sample:
     return Sample(pd.DataFrame(columns), "lift_minus_difference", bounds=fewer.bounds, each=fewer.each)
 
 
-def _of_protection(claim: Mapping, sets: Mapping, rows: Mapping[str, pd.DataFrame]) -> Found:
-    """By model, or by pair of models, each as many members as the claim's cells."""
-    known, asked = kinds(rows), claim["models"]
-    if asked != "heads":
-        chosen = [name for name, k in known.items() if asked == "each" or k.kv_heads == k.heads]
-        return [_named(name, one) for name in chosen for one in _one(claim, sets, rows[name])]
-    by = {name: _one(claim, sets, rows[name]) for name in rows}
-    found: Found = []
-    for fewer, more in pairs(rows, asked):
-        said = f"{known[fewer].kv_heads} against {known[more].kv_heads} KV heads ({fewer}, {more})"
-        lost = [one for name in (fewer, more) for one in by[name] if isinstance(one, NotTestable)]
-        found += [NotTestable(f"{said}: {lost[0]}")] if lost else []
-        left, right = (_samples(by[name], bool(claim.get("together"))) for name in (fewer, more))
-        labels = {name: ", ".join(filter(None, [said, name])) for name in left if name in right}
-        found += [Member(label, paired(left[name], right[name])) for name, label in labels.items()]
-    parts = _samples(found)
-    return [Member("", parts, some=True)] if claim.get("some") and parts else found
+def _of_protection(claim: Mapping, sets: Mapping, rows: Mapping[str, pd.DataFrame]) -> Members:
+    """A claim's members by model, or by pair of models: as many for each as the claim has cells."""
+    kind_of, comparison = kinds(rows), claim["models"]
+    if comparison != "heads":
+        chosen = [name for name, k in kind_of.items() if comparison == "each" or k.kv_heads == k.heads]
+        return [_named(name, member) for name in chosen for member in _members_of_model(claim, sets, rows[name])]
+    members_of = {name: _members_of_model(claim, sets, rows[name]) for name in rows}
+    members: Members = []
+    for fewer, more in pairs(rows, comparison):
+        heads = f"{kind_of[fewer].kv_heads} against {kind_of[more].kv_heads} KV heads ({fewer}, {more})"
+        reasons = [member for name in (fewer, more) for member in members_of[name] if isinstance(member, NotTestable)]
+        members += [NotTestable(f"{heads}: {reasons[0]}")] if reasons else []
+        left, right = (_samples(members_of[name], bool(claim.get("together"))) for name in (fewer, more))
+        labels = {name: ", ".join(filter(None, [heads, name])) for name in left if name in right}
+        members += [Member(label, paired(left[name], right[name])) for name, label in labels.items()]
+    parts = _samples(members)
+    return [Member("", parts, some=True)] if claim.get("some") and parts else members
 
 
-def _samples(found: Found, together: bool = False) -> dict[str, Sample]:
-    """By label; together: one sample, the mean of all on each item."""
-    every = {one.label: one.what for one in found if isinstance(one, Member) and isinstance(one.what, Sample)}
-    if not together or not every:
-        return every
-    mean = pd.concat([what.data for what in every.values()]).groupby(level=0).mean()
-    return {"": replace(next(iter(every.values())), data=mean, each=len(every))}
+def _samples(members: Members, together: bool = False) -> dict[str, Sample]:
+    """The members' samples by label. together: one sample instead, the mean of all on each item, labelled ""."""
+    testable = [member for member in members if isinstance(member, Member)]
+    samples = {member.label: member.what for member in testable if isinstance(member.what, Sample)}
+    if not together or not samples:
+        return samples
+    mean = pd.concat([sample.data for sample in samples.values()]).groupby(level=0).mean()
+    return {"": replace(next(iter(samples.values())), data=mean, each=len(samples))}
 
 
-def _named(model: str, found: Member | NotTestable) -> Member | NotTestable:
-    if isinstance(found, NotTestable):
-        return NotTestable(f"{model}: {found}")
-    return Member(model if found.label == "all" else f"{model}, {found.label}", found.what)
+def _named(model: str, member: Member | NotTestable) -> Member | NotTestable:
+    """The member with its model's name in its label, or in its reason."""
+    if isinstance(member, NotTestable):
+        return NotTestable(f"{model}: {member}")
+    return Member(model if member.label == "all" else f"{model}, {member.label}", member.what)
 
 
 # ---------------------------------------------------------------- the leakage paper's
 
 
-def _of_leakage(claim: Mapping, rows: Mapping[str, pd.DataFrame]) -> Found:
-    """What is lost of following, one model minus the other, by pair of models and policy."""
+def _of_leakage(claim: Mapping, rows: Mapping[str, pd.DataFrame]) -> Members:
+    """By pair of models and policy: the share of following that the first model loses, minus the other's."""
     studies = {name: Study("", frame, asked=frame.asked.iloc[0]) for name, frame in rows.items() if len(frame)}
     able = {name: s for name, s in studies.items() if s.follow.uncompressed().value >= FOLLOWS}
-    found: Found = []
+    members: Members = []
     for a, b in pairs(able, claim["models"]):
         parts = leakage.CONTRASTS[claim["contrast"]](replace(able[a], other=able[b]))
-        found.append(Member(f"{a} against {b}", parts, some=bool(claim.get("some"))))
-    if not found:
+        members.append(Member(f"{a} against {b}", parts, some=bool(claim.get("some"))))
+    if not members:
         raise NotTestable(f"{len(able)} models follow half of their instructions: no two of them to compare")
-    return found
+    return members
 
 
 # ---------------------------------------------------------------- verdicts
 
 
 def rows_of(results: Path, chapter: str, seed: int = 0) -> dict[str, pd.DataFrame]:
-    """What the runs with a seed keep of a chapter's rows, by model: those that ship with the project."""
+    """The rows that runs with a seed kept of a chapter, by model, of the models that ship with the project."""
     files = {name: results / f"{name}-{seed}" / chapter / ROWS for name in models.embedded()}
     return {name: pd.read_parquet(file) for name, file in files.items() if file.is_file()}
 
@@ -161,12 +163,14 @@ def verdicts(protection_rows: Mapping[str, pd.DataFrame], leakage_rows: Mapping[
 
     def members(claim: Mapping, reading: str) -> Sequence[Member | NotTestable]:
         of_leakage = claim["contrast"] == "model_spread"
-        tables = leakage_rows if of_leakage else protection_rows
-        here = {name: t[(t.reading == reading) | (t.policy == "full")] for name, t in tables.items()}
-        found = _of_leakage(claim, here) if of_leakage else _of_protection(claim, sets, here)
-        if not found:
+        rows_of = {
+            name: rows[(rows.reading == reading) | (rows.policy == "full")]
+            for name, rows in (leakage_rows if of_leakage else protection_rows).items()
+        }
+        members_of_claim = _of_leakage(claim, rows_of) if of_leakage else _of_protection(claim, sets, rows_of)
+        if not members_of_claim:
             raise NotTestable("the runs lack the models that it compares")
-        return found
+        return members_of_claim
 
     every: Callable[[Mapping], Sequence[str]] = lambda claim: claims.READINGS  # noqa: E731
     book = claims.load_claims("family")["claims"]

@@ -165,7 +165,7 @@ def run(
         ensure(tuple(VARIANTS), variant=name)
     wanted = only or possible()
     wanted = [name for name in VARIANTS if name in {*wanted, USUAL, *(VARIANTS[one].compared_with for one in wanted)}]
-    names = family.known(chapters, family.CHAPTERS, "chapter")
+    names = family.chosen_names(chapters, family.CHAPTERS, "chapter")
     given = [f"--parameter={text}" for text in parameter]
     command = [sys.executable, "-m", "kvrepro.tools.family", "run", "--models", model, "--chapters"]
 

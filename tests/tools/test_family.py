@@ -82,9 +82,9 @@ def test_blanks_between_seeds_are_no_part_of_a_runs_folder(tmp_path, monkeypatch
 
 def test_names_that_do_not_exist_are_refused_before_anything_runs(tmp_path):
     for option, value in (("--models", "small-mga"), ("--chapters", "protecton")):
-        found = CliRunner().invoke(family.app, ["run", "--results", str(tmp_path / "x"), option, value])
-        assert isinstance(found.exception, InputError)
+        result = CliRunner().invoke(family.app, ["run", "--results", str(tmp_path / "x"), option, value])
+        assert isinstance(result.exception, InputError)
     assert not (tmp_path / "x").exists()
-    assert family.known("a, b", ["a", "b", "c"], "model") == ["a", "b"]
+    assert family.chosen_names("a, b", ["a", "b", "c"], "model") == ["a", "b"]
     with pytest.raises(InputError, match="unknown model 'd'"):
-        family.known("a,d", ["a", "b"], "model")
+        family.chosen_names("a,d", ["a", "b"], "model")

@@ -38,27 +38,27 @@ def leakage(lost, n=96, seed=0):
         cells = itertools.product(range(n), ("snapkv", "tova"), (0.0, 0.5))
         table = pd.DataFrame(cells, columns=["system", "policy", "ratio"])
         followed = 0.9 - lost(name) * (table.ratio > 0) + rng.normal(0, 0.05, len(table))
-        both = [table.assign(followed=followed.clip(0, 1), reading=one) for one in claims.READINGS]
+        both = [table.assign(followed=followed.clip(0, 1), reading=reading) for reading in claims.READINGS]
         rows[name] = pd.concat(both).assign(order="normal", variant="default", asked=2.0)
     return rows
 
 
-def said(table):
+def verdict_of_claim(table):
     return {claim: group.verdict.iloc[0] for claim, group in table[table.reading == "as_run"].groupby("claim")}
 
 
 def test_kinds_and_pairs_are_those_of_the_embedded_models():
-    known = family_claims.kinds()
-    assert known["small-gqa"] == known["small-gqa-seed-0"]
-    assert known["small-gqa"].differs_in(known["small-mha"]) == "KV heads"
-    assert known["small-gqa"].differs_in(known["small-sliding"]) == "sliding layers"
-    assert known["small-gqa"].differs_in(known["tiny-gqa"]) == "size"
-    heads = family_claims.pairs(known, "heads")
+    kind_of = family_claims.kinds()
+    assert kind_of["small-gqa"] == kind_of["small-gqa-seed-0"]
+    assert kind_of["small-gqa"].differs_in(kind_of["small-mha"]) == "KV heads"
+    assert kind_of["small-gqa"].differs_in(kind_of["small-sliding"]) == "sliding layers"
+    assert kind_of["small-gqa"].differs_in(kind_of["tiny-gqa"]) == "size"
+    heads = family_claims.pairs(kind_of, "heads")
     assert ("small-mqa", "small-gqa-seed-0") in heads
     assert ("small-gqa", "small-mha") in heads
     assert len(heads) == 6  # three seeds lie between one KV head and four
-    assert len(family_claims.pairs(known, "seeds")) == 3
-    assert len(family_claims.pairs(known, "kinds")) == 10  # of five kinds
+    assert len(family_claims.pairs(kind_of, "seeds")) == 3
+    assert len(family_claims.pairs(kind_of, "kinds")) == 10  # of five kinds
     assert Kind(2, 4, 6, 256, 0).differs_in(Kind(4, 4, 6, 256, 0)) == "KV heads"
 
 
@@ -76,7 +76,7 @@ def test_every_claim_of_the_family_can_hold_and_can_fail():
     of_kinds = leakage(lambda name: {"small-mqa": 0.0, "small-mha": 0.8, "small-sliding": 0.6}.get(name, 0.3))
     of_seeds = leakage(lambda name: 0.7 if name == "small-gqa-seed-0" else 0.2)
     ordered = protection(gain, lambda name: 0.9 - 0.2 * heads(name))
-    true = said(family_claims.verdicts(ordered, of_kinds))
+    true = verdict_of_claim(family_claims.verdicts(ordered, of_kinds))
     assert {name for name, verdict in true.items() if verdict == "reproduced"} == {
         "L2b",
         "L2b, seeds",
@@ -87,16 +87,16 @@ def test_every_claim_of_the_family_can_hold_and_can_fail():
         "M5",
     }
     against = protection(edge, lambda name: 0.2 * heads(name))
-    other = said(family_claims.verdicts(against, of_seeds))
+    other = verdict_of_claim(family_claims.verdicts(against, of_seeds))
     assert other["M6"] == "reproduced"
     assert {other[name] for name in ("L2b, seeds", "M2", "M3")} == {"not reproduced"}
-    flat = said(
+    flat = verdict_of_claim(
         family_claims.verdicts(protection(lambda name, cell: 0.5 - gain(name, cell) / 2), leakage(lambda name: 0.2))
     )
     assert {flat[name] for name in ("L2b", "M1", "M4", "M5")} == {"not reproduced"}
     assert flat["M6"] == "inconclusive"  # ninety items alike leave room for a hundredth
     alike = protection(lambda name, cell: 0.5 - gain(name, cell) / 2, items=800)
-    assert said(family_claims.verdicts(alike, of_seeds))["M6"] == "not reproduced"
+    assert verdict_of_claim(family_claims.verdicts(alike, of_seeds))["M6"] == "not reproduced"
 
 
 def test_models_that_are_not_there_or_do_not_answer_are_said():
@@ -112,6 +112,6 @@ def test_models_that_are_not_there_or_do_not_answer_are_said():
 def test_a_pair_is_compared_on_the_items_of_both():
     frame = pd.DataFrame({"a": [0.9, 0.8, 0.7], "b": [0.5, 0.5, 0.5]}, index=["x", "y", "z"])
     other = pd.DataFrame({"a": [0.4, 0.6], "b": [0.5, 0.5]}, index=["z", "y"])
-    found = family_claims.paired(family_claims.Sample(frame, "difference"), family_claims.Sample(other, "difference"))
-    assert list(found.data.index) == ["y", "z"]
-    assert found.estimate().value == pytest.approx(np.mean([0.3 - 0.1, 0.2 - -0.1]))
+    sample = family_claims.paired(family_claims.Sample(frame, "difference"), family_claims.Sample(other, "difference"))
+    assert list(sample.data.index) == ["y", "z"]
+    assert sample.estimate().value == pytest.approx(np.mean([0.3 - 0.1, 0.2 - -0.1]))

@@ -44,36 +44,36 @@ def parts(root: Path = ROOT) -> dict[str, str]:
     except InputError:
         text = "The chapter on synthesis has no results yet, so there is nothing to advise from."
         return dict.fromkeys(("advice", "short", "all"), text)
-    best, known = frontier.advice(rows), conditions(rows, root)
+    best, table = frontier.advice(rows), conditions(rows, root)
     middle = sorted(best.kept.unique())[len(best.kept.unique()) // 2]
     best = best[best.kept == middle]
     return {
-        "advice": advice(rows, best, known, rows.model.iloc[0]),
-        "short": f"With {middle:.0%} kept:\n\n{filterable.table(short(best, known))}\n\n{_by_luck(best)}".rstrip(),
-        "all": _all(known.drop(columns=["name", "value", "of"])),
+        "advice": advice(rows, best, table, rows.model.iloc[0]),
+        "short": f"With {middle:.0%} kept:\n\n{filterable.table(short(best, table))}\n\n{_by_luck(best)}".rstrip(),
+        "all": _all(table.drop(columns=["name", "value", "of"])),
     }  # fmt: skip
 
 
 def conditions(rows: pd.DataFrame, root: Path = ROOT) -> pd.DataFrame:
-    """A row for each condition, in the words of the page, the best first; `name`, `value` and `of` are for
-    sentences."""
+    """A row for each condition, in the words of the page, the best first. The columns `name`, `value` and `of` (the
+    published method that scores alike) are for sentences and not shown."""
     table = frontier.conditions(rows).query("kind != 'full'").sort_values("value", ascending=False)
     losses, safe, first = _losses(rows), leak_safe_from(root), _first_token()
-    found = []
+    page_rows = []
     for row in table.to_dict("records"):
         grid = row["kind"] == "grid"
-        of = ALIKE.get((row["scorer"], row["aggregator"] or None), "") if grid else row["method"]
-        found.append({
-            "scores by": _scorer(row) if grid else _published(of), "kept": f"{row['kept']:.0%}",
+        method = ALIKE.get((row["scorer"], row["aggregator"] or None), "") if grid else row["method"]
+        page_rows.append({
+            "scores by": _scorer(row) if grid else _published(method), "kept": f"{row['kept']:.0%}",
             "guards": (GUARDS[row["guard"]] if grid else "its own") + (", quotas" if row["quota"] == "parts" else ""),
             "tokens leave": WHEN[row["regime"] if grid else "question seen"],
-            "heads": HEADS.get(row["split"], HEADS["one set"]) if grid else f"its own ({find(of).budget})",
+            "heads": HEADS.get(row["split"], HEADS["one set"]) if grid else f"its own ({find(method).budget})",
             "quality": f"{row['value']:.2f} [{row['low']:.2f}, {row['high']:.2f}]",
-            "blocks returned": f"{1 - row['unfreed']:.0%}", "leak-safe from": safe.get(of, MISSING),
-            "first token": first.get(of, MISSING), "on kernels": _kernel(of, row["scorer"]),
-            "loses most at": losses[row["name"]], "name": row["name"], "value": row["value"], "of": of,
+            "blocks returned": f"{1 - row['unfreed']:.0%}", "leak-safe from": safe.get(method, MISSING),
+            "first token": first.get(method, MISSING), "on kernels": _kernel(method, row["scorer"]),
+            "loses most at": losses[row["name"]], "name": row["name"], "value": row["value"], "of": method,
         })  # fmt: skip
-    return pd.DataFrame(found)
+    return pd.DataFrame(page_rows)
 
 
 def _scorer(row: Mapping) -> str:
@@ -86,13 +86,13 @@ def _score(scorer: str, aggregator: str | None) -> str:
 
 
 def _published(policy: str) -> str:
-    """A published method, with the score of the grid that it shares: a search for either finds both."""
+    """A published method, with the score of the grid that it shares, so that a search for either finds both."""
     score = next((_score(*parts) for parts, method in ALIKE.items() if method == policy), "")
     return figure.look(policy).name + (f" (as published): {score}" if score else " (as published)")
 
 
 def _losses(rows: pd.DataFrame) -> dict[str, str]:
-    """Of each condition by its name: the task at which it loses most against the full cache, and how much."""
+    """By a condition's name: the task at which it loses most against the full cache, and how much."""
     full = rows[rows.kind == "full"].set_index("item").score
     lost = rows.assign(name=frontier.names(rows), lost=rows["item"].map(full) - rows.score)
     by_task = lost.pivot_table("lost", "name", "task")
@@ -100,9 +100,9 @@ def _losses(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def leak_safe_from(root: Path = ROOT) -> dict[str, str]:
-    """The smallest share of a system prompt from which on a policy tells no more of its secrets than the full cache
-    does, and still follows at least half of what is followed then, the defense first; as the chapter on leakage has
-    computed it."""
+    """By policy: the smallest share of a system prompt at which it leaks no more than the full cache does, with the
+    defense first, and at which it still follows half of what the full cache follows. Read from a figure's data of the
+    chapter on leakage."""
     table = figure_data("leakage", "safe-budgets", root)
     if table is None:
         return {}
@@ -114,18 +114,18 @@ def leak_safe_from(root: Path = ROOT) -> dict[str, str]:
 
 
 def _first_token() -> dict[str, str]:
-    """What compression adds to the time to the first token at `LONG` tokens, the worse of the timed models."""
+    """By policy: what compression adds to the time to the first token at `LONG` tokens, on the slowest timed model."""
     table = frontier.first_token()
     table = table[(table.tokens == LONG) & table.method.str.contains(", as ")]
     name = table.method.str.partition(", ")
     table = table.assign(policy=name[0], text=name[2] == "as described")
-    told = {}
+    added = {}
     for policy, group in table.groupby("policy"):
-        read = group[group.text] if group.text.any() else group
-        more = read.ratio_to_kept.max() - 1
-        told[str(policy)] = f"+{more:.1%}" if more >= 0.0005 else NOTHING
-        told[str(policy)] += "" if group.text.any() else " (authors' code)"
-    return told
+        chosen = group[group.text] if group.text.any() else group
+        extra = chosen.ratio_to_kept.max() - 1
+        added[str(policy)] = f"+{extra:.1%}" if extra >= 0.0005 else NOTHING
+        added[str(policy)] += "" if group.text.any() else " (authors' code)"
+    return added
 
 
 def _kernel(policy: str, scorer: str | None) -> str:
@@ -136,11 +136,11 @@ def _kernel(policy: str, scorer: str | None) -> str:
     return "yes" if needs - REPEATED <= {"mass"} else "no"
 
 
-def short(best: pd.DataFrame, known: pd.DataFrame) -> list[dict[str, str]]:
-    """The best condition for each regime: any, and one that gives back half of the blocks at least."""
-    need, uses = {"any": "no", "blocks": "yes"}, _uses(known)
+def short(best: pd.DataFrame, table: pd.DataFrame) -> list[dict[str, str]]:
+    """The best condition for each regime: of all, and of those that give back at least half of the blocks."""
+    returns, use_of = {"any": "no", "blocks": "yes"}, _uses(table)
     return [
-        {"tokens leave": WHEN[row.regime], "memory must come back": need[row.memory], "use": uses[row.use],
+        {"tokens leave": WHEN[row.regime], "memory must come back": returns[row.memory], "use": use_of[row.use],
          "held-out quality": f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}]", "blocks returned": f"{row.freed:.0%}",
          "loses most at": study.loses_most(row.fails_at, row.loss),
          "chosen": f"from {row.of} conditions"}
@@ -148,15 +148,15 @@ def short(best: pd.DataFrame, known: pd.DataFrame) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-def _uses(known: pd.DataFrame) -> pd.Series:
-    """Each condition by its name in code, in the words that its row in the table of all has."""
-    guards = known.guards.map(lambda guards: "" if guards == "none" else f"; guards: {guards}")
-    parts = (guards + "; heads: " + known.heads).mask(known.guards == "its own", "")
-    return (known["scores by"] + parts).set_axis(known.name)
+def _uses(table: pd.DataFrame) -> pd.Series:
+    """By a condition's name in code: the words that the table of all conditions has for it."""
+    guards = table.guards.map(lambda guards: "" if guards == "none" else f"; guards: {guards}")
+    parts = (guards + "; heads: " + table.heads).mask(table.guards == "its own", "")
+    return (table["scores by"] + parts).set_axis(table.name)
 
 
 def _by_luck(best: pd.DataFrame) -> str:
-    """Where a choice among fewer conditions scores higher than one among all of them."""
+    """A remark where a choice among fewer conditions scores higher than one among all of them; otherwise ""."""
     value = best.pivot_table("value", "regime", "memory")
     if not {"any", "blocks"} <= set(value) or not (lucky := value.index[value.blocks > value["any"]].tolist()):
         return ""
@@ -167,11 +167,11 @@ def _by_luck(best: pd.DataFrame) -> str:
     )
 
 
-def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: str) -> str:
+def advice(rows: pd.DataFrame, best: pd.DataFrame, table: pd.DataFrame, model: str) -> str:
     """The page's first sentences. best: the choices at one share kept."""
-    kept, values = best.kept.iloc[0], known.set_index("name").value
-    published = pd.Series([f"{figure.look(of).name} as published" for of in known.of], known.name)
-    uses = published.where(list(known.guards == "its own"), "*" + _uses(known) + "*")
+    kept, values = best.kept.iloc[0], table.set_index("name").value
+    published = pd.Series([f"{figure.look(method).name} as published" for method in table.of], table.name)
+    uses = published.where(list(table.guards == "its own"), "*" + _uses(table) + "*")
     items = rows["item"].nunique()
     lines = [f"The full cache scores {rows[rows.kind == 'full'].score.mean():.2f} on the {items} items of this page.\n"]
     for row in best[best.memory == "any"].itertuples():
@@ -190,7 +190,7 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: s
             f"quotas among them; heads that choose for themselves return "
             f"{returned}{', depending on how they share the budget' * (' to ' in returned)}."
         )
-    lines.append(f"- **When a system prompt must stay secret**, {_secret(known)}")
+    lines.append(f"- **When a system prompt must stay secret**, {_secret(table)}")
     lines.append(
         f"\nThis is what {items} items on {model} say; intervals are wide, and a larger model may choose otherwise. "
         "The same notebook on your model gives your table: {doc}`your-model`."
@@ -198,8 +198,9 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, known: pd.DataFrame, model: s
     return "\n".join(lines)
 
 
-def _secret(known: pd.DataFrame) -> str:
-    safe = known[~known["leak-safe from"].isin([MISSING, "never", DEAF])].drop_duplicates("of")
+def _secret(table: pd.DataFrame) -> str:
+    """How to keep a system prompt secret: the end of a sentence."""
+    safe = table[~table["leak-safe from"].isin([MISSING, "never", DEAF])].drop_duplicates("of")
     if safe.empty:
         return "this run has no policy that is known to keep it; see {doc}`executed/leakage`."
     shares = safe["leak-safe from"].str.extract(r"(\d+)")[0].astype(int)
@@ -217,7 +218,7 @@ def _all(table: pd.DataFrame) -> str:
     filters = ("kept", "guards", "tokens leave", "heads", "on kernels")
     minor = ("blocks returned", "leak-safe from", "first token", "on kernels", "loses most at")
     rows = table.to_dict("records")
-    for row in rows:  # sorted as what it is: the least
+    for row in rows:  # "none measurable" sorts as 0
         first = str(row["first token"])
         row["first token"] = TableCell(escape(first, quote=False), 0 if first.startswith(NOTHING) else None)
     return filterable.interactive(rows, "conditions", "All conditions", filters, minor, ("scores by",))

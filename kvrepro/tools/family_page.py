@@ -26,30 +26,33 @@ UNABLE = "the full cache itself answers"  # what a verdict's note says of a mode
 
 
 def wide(table: pd.DataFrame) -> pd.DataFrame:
-    """Verdicts, a row per (chapter, claim, reading), a column per model: the default's kind first. A verdict that is
-    not there, or could not be asked, is empty."""
-    known = table[table.verdict.isin(claims.VERDICTS) & (table.verdict != NOT_TESTABLE)]
-    index = ["chapter", "claim", "reading"]
-    found = known.pivot_table("verdict", index, "model", aggfunc="first", sort=False)
-    own = [name for name in kinds() if name in set(table.model)]
-    own.sort(key=lambda name: (kinds()[models.DEFAULT].differs_in(kinds()[name]) != "seed", name))
-    return found.reindex(columns=own).dropna(how="all")
+    """Verdicts, with a row per (chapter, claim, reading) and a column per model, the default's kind first. The field of
+    a model without a verdict, or with one that is not testable, is empty."""
+    judged = table[table.verdict.isin(claims.VERDICTS) & (table.verdict != NOT_TESTABLE)]
+    index, kind_of = ["chapter", "claim", "reading"], kinds()
+    verdicts = judged.pivot_table("verdict", index, "model", aggfunc="first", sort=False)
+    names = [name for name in kind_of if name in set(table.model)]
+    names.sort(key=lambda name: (kind_of[models.DEFAULT].differs_in(kind_of[name]) != "seed", name))
+    return verdicts.reindex(columns=names).dropna(how="all")
 
 
-def depends_on(row: pd.Series, of: Mapping[str, Kind]) -> str:
-    """What one claim's verdict changes with: the seed, where models of the default's kind differ; otherwise in what the
-    models differ from these whose verdicts differ; "one seed alone" where that cannot be told from chance; nothing
-    where all are the same; "too few" where fewer than two models, or none of the default's kind, could be asked."""
-    known, reference = row.dropna(), of[models.DEFAULT]
-    own = [verdict for name, verdict in known.items() if of[str(name)] == reference]
-    if not own or len(known) < 2:
+def depends_on(row: pd.Series, kind_of: Mapping[str, Kind]) -> str:
+    """What one claim's verdict depends on, as text. row: its verdict by model; kind_of: each model's kind.
+
+    "seed" where models of the default's kind differ. Otherwise the properties of the models whose verdicts differ from
+    those; `ONE` where only one seed of the default's kind has a verdict, so that chance may be the reason; "" where all
+    agree; "too few" where fewer than two models, or none of the default's kind, have a verdict.
+    """
+    verdicts, reference = row.dropna(), kind_of[models.DEFAULT]
+    usual = [verdict for name, verdict in verdicts.items() if kind_of[str(name)] == reference]
+    if not usual or len(verdicts) < 2:
         return "too few"
-    if len(set(own)) > 1:
+    if len(set(usual)) > 1:
         return "seed"
-    others = {reference.differs_in(of[str(name)]) for name, verdict in known.items() if verdict not in own}
-    if others and len(own) < 2:
+    causes = {reference.differs_in(kind_of[str(name)]) for name, verdict in verdicts.items() if verdict not in usual}
+    if causes and len(usual) < 2:
         return ONE
-    return ", ".join(cause for cause in CAUSES if cause in others)
+    return ", ".join(cause for cause in CAUSES if cause in causes)
 
 
 def turns(row: pd.Series) -> bool:
@@ -58,76 +61,79 @@ def turns(row: pd.Series) -> bool:
 
 
 def decided(row: pd.Series) -> bool:
-    """Whether two models differ that both decide: *inconclusive* says that items are too few, no more."""
+    """Whether two models have different verdicts other than *inconclusive*, which only says that items are too few."""
     return len(set(row.dropna()) - {"inconclusive"}) > 1
 
 
 def counts(verdicts: pd.DataFrame, causes: pd.Series) -> pd.DataFrame:
-    """By chapter, and in all: verdicts, how many are the same for all models, how many depend on what, in how many
-    models differ that decide, how many turn over."""
-    over, differ = (verdicts.apply(of, axis=1) for of in (turns, decided))
+    """By chapter, and in all, the numbers of verdicts: compared, the same for all models, by what they depend on,
+    `decided` differently, and turned over (`turns`)."""
+    turned, differ = (verdicts.apply(test, axis=1) for test in (turns, decided))
     rows = []
-    for name, own in [*causes.groupby(level=0, sort=False), ("all", causes)]:
-        asked = own[own != "too few"]
-        row = {"chapter": name, "asked of two models or more": len(asked), "the same for all": int((asked == "").sum())}
-        row |= {f"depends on {one}": sum(one in cause.split(", ") for cause in asked) for one in CAUSES}
-        row |= {"differs, one seed asked": int(asked.eq(ONE).sum())}
-        row |= {"both decided": int(differ[asked.index].sum()), "turn over": int(over[asked.index].sum())}
+    for name, group in [*causes.groupby(level=0, sort=False), ("all", causes)]:
+        comparable = group[group != "too few"]
+        row = {"chapter": name, "asked of two models or more": len(comparable)}
+        row |= {"the same for all": int((comparable == "").sum())}
+        row |= {f"depends on {cause}": sum(cause in text.split(", ") for text in comparable) for cause in CAUSES}
+        row |= {"differs, one seed asked": int(comparable.eq(ONE).sum())}
+        row |= {"both decided": int(differ[comparable.index].sum()), "turn over": int(turned[comparable.index].sum())}
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def apart(verdicts: pd.DataFrame, of: Mapping[str, Kind]) -> pd.DataFrame:
-    """Pairs of models by what they differ in: how many pairs, and the share of verdicts that differ within a pair
-    (mean, and from least to most) and that turn over."""
+def apart(verdicts: pd.DataFrame, kind_of: Mapping[str, Kind]) -> pd.DataFrame:
+    """A row for each property in which two models may differ: the number of such pairs, and the shares of a pair's
+    verdicts that differ (mean, and from least to most) and that turn over."""
     parts = []
     for a, b in itertools.combinations(verdicts, 2):
         both = verdicts[[a, b]].dropna()
         differ, turned = both[a] != both[b], both.apply(turns, axis=1)
         if len(both):
-            parts.append((of[a].differs_in(of[b]), len(both), differ.mean(), turned.mean()))
-    found = pd.DataFrame(parts, columns=["the models differ in", "verdicts", "share", "turned"])
+            parts.append((kind_of[a].differs_in(kind_of[b]), len(both), differ.mean(), turned.mean()))
+    table = pd.DataFrame(parts, columns=["the models differ in", "verdicts", "share", "turned"])
     rows = []
     for cause in CAUSES:
-        own = found[found["the models differ in"] == cause]
-        if len(own):
-            ends = f"{own.share.mean():.0%} ({own.share.min():.0%} to {own.share.max():.0%})"
+        pairs = table[table["the models differ in"] == cause]
+        if len(pairs):
+            ends = f"{pairs.share.mean():.0%} ({pairs.share.min():.0%} to {pairs.share.max():.0%})"
             rows.append({
-                "the models differ in": cause, "pairs": len(own), "verdicts of a pair": f"{own.verdicts.mean():.0f}",
-                "differ": ends, "turn over": f"{own.turned.mean():.1%}",
+                "the models differ in": cause, "pairs": len(pairs),
+                "verdicts of a pair": f"{pairs.verdicts.mean():.0f}", "differ": ends,
+                "turn over": f"{pairs.turned.mean():.1%}",
             })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def members(table: pd.DataFrame, of: Mapping[str, Kind]) -> pd.DataFrame:
-    """A row per model: its kind, its verdicts, and the chapters in which its own answers are too poor to judge by."""
+def members(table: pd.DataFrame, kind_of: Mapping[str, Kind]) -> pd.DataFrame:
+    """A row per model: its kind, the numbers of its verdicts, and the chapters that its answers are too poor for."""
     rows = []
-    for name, own in table.groupby("model"):
-        kind, poor = of[str(name)], own[own.note.fillna("").str.contains(UNABLE)]
+    for name, group in table.groupby("model"):
+        kind, poor = kind_of[str(name)], group[group.note.fillna("").str.contains(UNABLE)]
         slides = f"{kind.window} tokens" if kind.window else "-"
-        said = own.verdict.value_counts()
+        count_of = group.verdict.value_counts()
         rows.append({
             "model": name, "KV heads of heads": f"{kind.kv_heads} of {kind.heads}", "layers": kind.layers,
-            "width": kind.width, "window": slides, **{f"{SIGNS[v]} {v}": int(said.get(v, 0)) for v in claims.VERDICTS},
+            "width": kind.width, "window": slides,
+            **{f"{SIGNS[v]} {v}": int(count_of.get(v, 0)) for v in claims.VERDICTS},
             "answers too little in": ", ".join(dict.fromkeys(poor.chapter)) or "-",
-            "failed": "; ".join(f"{row.chapter} ({row.note})" for row in own[own.claim.isna()].itertuples()) or "-",
+            "failed": "; ".join(f"{row.chapter} ({row.note})" for row in group[group.claim.isna()].itertuples()) or "-",
         })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def said(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> str:
-    """What the page found, in sentences."""
+def summary(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> str:
+    """The page's result in sentences. causes: of each claim, as `depends_on` says; pairs: as of `apart`."""
     [*_, total] = counts(verdicts, causes).to_dict("records")
-    asked, same = total["asked of two models or more"], total["the same for all"]
+    n, same = total["asked of two models or more"], total["the same for all"]
     seed, single = total["depends on seed"], total["differs, one seed asked"]
     shares = zip(pairs["the models differ in"], pairs["differ"], strict=True)
     return (
-        f"- Of {asked} verdicts (a claim in one reading) that {verdicts.shape[1]} models were asked for, **{same} "
-        f"({same / asked:.0%}) are the same for all**. In {total['both decided']} two models reach different definite "
-        f"verdicts; in the other {asked - same - total['both decided']} that differ, the items of some are too few. "
+        f"- Of {n} verdicts (a claim in one reading) that {verdicts.shape[1]} models were asked for, **{same} "
+        f"({same / n:.0%}) are the same for all**. In {total['both decided']} two models reach different definite "
+        f"verdicts; in the other {n - same - total['both decided']} that differ, the items of some are too few. "
         f"{total['turn over']} turn over: *reproduced* for one model, *not reproduced* for another.\n"
         f"- {seed} differ between models that differ in their seed alone, so that nothing is said of what else they "
-        f"depend on; {asked - same - seed - single} are the same for every seed and differ for a model of another kind"
+        f"depend on; {n - same - seed - single} are the same for every seed and differ for a model of another kind"
         + (f"; {single} differ from the one seed that was asked.\n" if single else ".\n")
         + f"- Share of verdicts in which two models differ (mean over pairs, and range), by what tells the models "
         f"apart: {'; '.join(f'{cause}: {share}' for cause, share in shares)}. Only what lies above the share of "
@@ -136,8 +142,8 @@ def said(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> str:
 
 
 def dependent(verdicts: pd.DataFrame, causes: pd.Series) -> list[dict[str, str]]:
-    """A row for each claim whose verdict is not the same for all: what it depends on, those that differ between seeds
-    last, and every model's verdict."""
+    """A row for each claim whose verdict is not the same for all: what it depends on, and every model's verdict. Those
+    that differ between seeds come last."""
     stated = {(chapter, claim["id"]): claim["statement"] for chapter in causes.index.unique(0)
               for claim in claims.load_claims(chapter)["claims"]}  # fmt: skip
     rows, differ = [], causes[~causes.isin(["", "too few"])]
@@ -153,20 +159,21 @@ def dependent(verdicts: pd.DataFrame, causes: pd.Series) -> list[dict[str, str]]
 
 
 def rates(judged: pd.DataFrame) -> list[dict[str, object]]:
-    """How often the rules of the claims about several models err, of each the reading in which it errs more."""
+    """How often the rules of the claims about several models err. The reading in which a rule errs more counts."""
     tried = judged[judged.can_hold.ne("")].astype(dict.fromkeys(RATES, float))
     worst = tried.groupby("claim", sort=False).agg(dict(zip(RATES, ("max", "max", "min", "min"), strict=True)))
-    said = {1.0: "yes", 0.0: "no"}
+    words = {1.0: "yes", 0.0: "no"}
     return [
         {"claim": row.Index, "wrongly reproduced": f"{row.wrongly_reproduced:.0%}",
          "wrongly not reproduced": f"{row.wrongly_not_reproduced:.0%}",
-         "can hold": said[row.can_hold], "can fail": said[row.can_fail]}
+         "can hold": words[row.can_hold], "can fail": words[row.can_fail]}
         for row in worst.itertuples()
     ]  # fmt: skip
 
 
 def drawn(file: Path = TABLE) -> Figure:
-    """A panel per chapter: models down, claims in their readings across, those with equal verdicts first."""
+    """The figure: a panel per chapter, with a row per model and a column per claim and reading; those with equal
+    verdicts come first."""
     verdicts = wide(pd.read_csv(file))
     groups = list(verdicts.groupby(level=0, sort=False))
     down = verdicts.shape[1]
@@ -192,16 +199,17 @@ def drawn(file: Path = TABLE) -> Figure:
 def page(table: Path = TABLE, judged: Path = JUDGED) -> dict[str, list[dict[str, object]] | str]:
     """The page's parts by name: sentences, and tables as rows."""
     frame = pd.read_csv(table)
-    verdicts, of = wide(frame), kinds()
-    causes, own = verdicts.apply(depends_on, axis=1, of=of), claims.read(judged)
-    pairs = apart(verdicts, of)
+    verdicts, kind_of = wide(frame), kinds()
+    causes, verdicts_on_family = verdicts.apply(depends_on, axis=1, kind_of=kind_of), claims.read(judged)
+    pairs = apart(verdicts, kind_of)
     days, profiles = (sorted(frame[name].dropna().unique()) for name in ("date", "profile"))
-    when = f"Run from {days[0]} to {days[-1]}" if days[0] != days[-1] else f"Run on {days[0]}"
-    left = [name for name in of if name not in set(frame.model)]
-    when += f"; not run yet: {', '.join(left)}" if left else ""
+    runs = f"Run from {days[0]} to {days[-1]}" if days[0] != days[-1] else f"Run on {days[0]}"
+    not_run = [name for name in kind_of if name not in set(frame.model)]
+    runs += f"; not run yet: {', '.join(not_run)}" if not_run else ""
     return {
-        "found": said(verdicts, causes, pairs), "runs": f"Profile {', '.join(profiles)}. {when}.",
-        "models": members(frame, of).to_dict("records"), "pairs": pairs.to_dict("records"),
+        "found": summary(verdicts, causes, pairs), "runs": f"Profile {', '.join(profiles)}. {runs}.",
+        "models": members(frame, kind_of).to_dict("records"), "pairs": pairs.to_dict("records"),
         "counts": counts(verdicts, causes).to_dict("records"), "dependent": dependent(verdicts, causes),
-        "judged": wording.beside(own, *own.topic.unique(), page="claims.html"), "rates": rates(own),
+        "judged": wording.beside(verdicts_on_family, *verdicts_on_family.topic.unique(), page="claims.html"),
+        "rates": rates(verdicts_on_family),
     }  # fmt: skip

@@ -20,9 +20,9 @@ from kvrepro.tools.edition import figure_data, results_of
 from kvrepro.tools.family_page import COLOURS, SIGNS
 
 
-class Told(NamedTuple):
-    """A claim, and what it is about: the beginning of a sentence. points: what a number up to 1 is a hundredfold of,
-    if it is told in points."""
+class Answer(NamedTuple):
+    """A claim that answers a chapter's question. subject: the beginning of the sentence about it. points: the unit of
+    its numbers times 100, if they are given in points; otherwise ""."""
 
     claim: str
     subject: str
@@ -39,12 +39,12 @@ QUESTIONS = {
     "synthesis": "Which part of a method matters, and what should one use?",
 }
 ANSWERS = {  # chapter -> the claims that answer its question; the other chapters' answers are computed below
-    "protection": [Told("P6", "The claim that guards at both ends of the prompt bring back most of the full cache's "
+    "protection": [Answer("P6", "The claim that guards at both ends of the prompt bring back most of the full cache's "
                               "score, whatever the policy,")],
-    "fragility": [Told("C1", "The gain that DefensiveKV promises for the worst step of a long answer",
+    "fragility": [Answer("C1", "The gain that DefensiveKV promises for the worst step of a long answer",
                        "points of the importance retained")],
-    "dropkv_bound": [Told("D3", "The promise that DropKV's choice is near the best one")],
-    "reclamation": [Told("R1f", "The warning that eviction alone frees almost no blocks of memory")],
+    "dropkv_bound": [Answer("D3", "The promise that DropKV's choice is near the best one")],
+    "reclamation": [Answer("R1f", "The warning that eviction alone frees almost no blocks of memory")],
 }  # fmt: skip
 
 
@@ -65,25 +65,26 @@ def parts(root: Path = ROOT) -> dict[str, str]:
 
 def answers(root: Path = ROOT) -> str:
     """A list: each chapter's question, its answer in a sentence, and a link."""
-    own = {"reanalysis": _reanalysis, "synthesis": _synthesis, "reclamation": _reclamation, "leakage": _leakage}
+    special = {"reanalysis": _reanalysis, "synthesis": _synthesis, "reclamation": _reclamation, "leakage": _leakage}
     lines = []
     for chapter, question in QUESTIONS.items():
-        told = own[chapter](root) if chapter in own else _judged(chapter, root)
-        lines.append(f"- **{question}** {told} {{doc}}`The chapter <executed/{chapter}>`.")
+        text = special[chapter](root) if chapter in special else _judged(chapter, root)
+        lines.append(f"- **{question}** {text} {{doc}}`The chapter <executed/{chapter}>`.")
     return "\n".join(lines)
 
 
 def _judged(chapter: str, root: Path) -> str:
-    every, said = verdicts([chapter], root).get(chapter), []
-    for told in ANSWERS[chapter]:
-        if every is not None and told.claim in set(every.claim):
-            frame = _in_points(every[every.claim == told.claim], told.points)
-            said.append(_linked(wording.sentence(frame, told.claim, told.subject)) + _in_print(frame.iloc[0]))
-    return " ".join(said) or "This run has no verdict on that yet."
+    """The answer of a chapter whose claims are in `ANSWERS`: a sentence for each."""
+    table, sentences = verdicts([chapter], root).get(chapter), []
+    for answer in ANSWERS[chapter]:
+        if table is not None and answer.claim in set(table.claim):
+            frame = _in_points(table[table.claim == answer.claim], answer.points)
+            sentences.append(_linked(wording.sentence(frame, answer.claim, answer.subject)) + _in_print(frame.iloc[0]))
+    return " ".join(sentences) or "This run has no verdict on that yet."
 
 
 def _in_points(frame: pd.DataFrame, points: str) -> pd.DataFrame:
-    """Verdicts whose numbers are a hundredfold, and count such points; as they are if none are named."""
+    """Verdicts with their numbers times 100, in the unit `points`; as they are if that is ""."""
     if not points:
         return frame
     numbers = {name: 100 * frame[name] for name in ("ours", "low", "high")}
@@ -99,29 +100,29 @@ def _linked(text: str) -> str:
 
 
 def _in_print(row: pd.Series) -> str:
-    """What the source prints, if it is a number; and what the claim asks for, where that does not come out whole."""
+    """What the source prints, if it holds a number; and the claim's rule, where the verdict is neither yes nor no."""
     in_print = wording.printed(row)
-    asked = f"; the claim asks for {row.rule}" if row.verdict in ("partly", "inconclusive") and row.rule else ""
-    return f" In print: {in_print}{asked}." if any(sign.isdigit() for sign in in_print) else ""
+    demand = f"; the claim asks for {row.rule}" if row.verdict in ("partly", "inconclusive") and row.rule else ""
+    return f" In print: {in_print}{demand}." if any(sign.isdigit() for sign in in_print) else ""
 
 
 def _reclamation(root: Path) -> str:
-    """The claim with all policies' numbers instead of the one that decides it, where the chapter has drawn them."""
-    told, shown = ANSWERS["reclamation"][0], figure_data("reclamation", "granularity", root)
+    """The claim with the numbers of all policies, where the chapter has drawn them; otherwise as `_judged`."""
+    answer, shown = ANSWERS["reclamation"][0], figure_data("reclamation", "granularity", root)
     frame = verdicts(["reclamation"], root).get("reclamation")
     if frame is None or shown is None:
         return _judged("reclamation", root)
     drawn = members.uncompacted(shown)
     return (
-        f"{told.subject} {_linked(wording.outcome(frame, told.claim))}: with {drawn.kept.iloc[0]:.0%} of the tokens "
-        f"kept, the same for all heads, {drawn.value.min():.0%} to {drawn.value.max():.0%} of the blocks are freed, "
-        "depending on the policy."
-        f"{_in_print(frame[frame.claim == told.claim].iloc[0])}"
+        f"{answer.subject} {_linked(wording.outcome(frame, answer.claim))}: with {drawn.kept.iloc[0]:.0%} of the "
+        f"tokens kept, the same for all heads, {drawn.value.min():.0%} to {drawn.value.max():.0%} of the blocks are "
+        f"freed, depending on the policy.{_in_print(frame[frame.claim == answer.claim].iloc[0])}"
     )
 
 
 def _leakage(root: Path) -> str:
-    """What each policy forgets first, and what is told with half of the prompt dropped, as the chapter drew both."""
+    """What each policy forgets first, and how much is leaked with half of the prompt dropped, from the chapter's
+    figure."""
     drawn = figure_data("leakage", "curves", root)
     if drawn is None:
         return "This chapter has no results yet."
@@ -140,11 +141,12 @@ def _leakage(root: Path) -> str:
 
 
 def _reanalysis(root: Path) -> str:
+    """How many printed numbers come out of the public rows, and how much protection changes in these."""
     scores = artifact.scores()
     beside = printed.beside(scores)
     public = beside[beside.same.notna()]
     other = public[~public.same.astype(bool)]
-    how = "once rounded as the authors did" if other.why.str.contains("round").all() else "only in part or not at all"
+    where = "once rounded as the authors did" if other.why.str.contains("round").all() else "only in part or not at all"
     rows = comparisons.panels(scores)
     lru = rows[(rows["items"] == "longbench-pool") & (rows.policy == "lru")]
     guarded, bare, group = lru[lru.prefix == 0.1], lru[lru.prefix == 0], ["model_name", "capacity"]
@@ -153,11 +155,12 @@ def _reanalysis(root: Path) -> str:
     changes = f"{verb} the F1 of LRU by {lift.min():{form}} to {lift.max():{form}}"
     return (
         f"Of {len(beside)} printed numbers {len(public)} have public rows; {int(public.same.sum())} of these come out "
-        f"in every digit, the other {len(other)} {how}. In these rows protection {changes}, depending on the model."
+        f"in every digit, the other {len(other)} {where}. In these rows protection {changes}, depending on the model."
     )
 
 
 def _synthesis(root: Path) -> str:
+    """The part of a method that explains the largest share of the variance."""
     try:
         rows = stored.of_one_model(stored.rows(results_of("synthesis", root)))
     except InputError:
@@ -186,39 +189,40 @@ def title(chapter: str, root: Path = ROOT) -> str:
 
 
 def picture(root: Path = ROOT) -> str:
-    """The figure of all verdicts, which `drawn` has drawn, with what it counts and what it leaves out."""
-    found = verdicts(list(QUESTIONS), root)
-    none = " and ".join(f"*{title(chapter)}*" for chapter in QUESTIONS if chapter not in found)
+    """The figure of all verdicts as a directive: the file that `drawn` gives, and a caption that counts them and names
+    the chapters without any."""
+    frames = verdicts(list(QUESTIONS), root)
+    none = " and ".join(f"*{title(chapter)}*" for chapter in QUESTIONS if chapter not in frames)
     missing = f" {none} {'has' if ' and ' not in none else 'have'} no verdicts, and are not in it." if none else ""
     signs = ", ".join(f"{sign} {claims.label(verdict)}" for verdict, sign in SIGNS.items())
-    n = wording.counted(sum(map(len, found.values())), "verdict")
-    return PICTURE.format(n=n, missing=missing, signs=signs, alt=_counts(found), more=_on_more_items(found))
+    n = wording.counted(sum(map(len, frames.values())), "verdict")
+    return PICTURE.format(n=n, missing=missing, signs=signs, alt=_counts(frames), more=_on_more_items(frames))
 
 
-def _on_more_items(found: Mapping[str, pd.DataFrame]) -> str:
-    """How many of the verdicts are open here, and how many in the full profile, where that was run for the model."""
-    both = pd.concat([claims_page.with_full_profile(frame, name) for name, frame in found.items()] or [pd.DataFrame()])
+def _on_more_items(frames: Mapping[str, pd.DataFrame]) -> str:
+    """How many of the verdicts are inconclusive here and in the full profile, where that was run for the model."""
+    both = pd.concat([claims_page.with_full_profile(frame, name) for name, frame in frames.items()] or [pd.DataFrame()])
     if both.empty or not both.full_verdict.any():
         return ""
-    known = both[both.full_verdict != ""]
-    here, full = ((known[column] == "inconclusive").sum() for column in ("verdict", "full_verdict"))
-    return f" {here} of {len(known)} are inconclusive; with the items of the full profile {full} are."
+    compared = both[both.full_verdict != ""]
+    inconclusive, full = ((compared[column] == "inconclusive").sum() for column in ("verdict", "full_verdict"))
+    return f" {inconclusive} of {len(compared)} are inconclusive; with the items of the full profile {full} are."
 
 
-def _counts(found: Mapping[str, pd.DataFrame]) -> str:
+def _counts(frames: Mapping[str, pd.DataFrame]) -> str:
     """How many verdicts of each kind a chapter has, in words."""
-    told = []
-    for name, frame in found.items():
+    chapters = []
+    for name, frame in frames.items():
         counts = frame.verdict.value_counts()
-        each = [f"{counts[one]} {claims.label(one)}" for one in claims.VERDICTS if one in counts]
-        told.append(f"{name.replace('_', ' ')}: {', '.join(each)}")
-    return "; ".join(told) + "."
+        kinds = [f"{counts[verdict]} {claims.label(verdict)}" for verdict in claims.VERDICTS if verdict in counts]
+        chapters.append(f"{name.replace('_', ' ')}: {', '.join(kinds)}")
+    return "; ".join(chapters) + "."
 
 
-def drawn(found: Mapping[str, pd.DataFrame]) -> Figure:
-    """A bar for each chapter, parted by verdict, with the number of each."""
-    drawing, [axes] = figure.panels(1, height=0.5 + 0.42 * max(len(found), 1))
-    counts = pd.DataFrame({name: frame.verdict.value_counts() for name, frame in found.items()})
+def drawn(frames: Mapping[str, pd.DataFrame]) -> Figure:
+    """The figure: a bar for each chapter, divided by verdict, with the number of each."""
+    drawing, [axes] = figure.panels(1, height=0.5 + 0.42 * max(len(frames), 1))
+    counts = pd.DataFrame({name: frame.verdict.value_counts() for name, frame in frames.items()})
     counts = counts.reindex(claims.VERDICTS).fillna(0).T[::-1]
     left = pd.Series(0.0, counts.index)
     for verdict, colour in zip(claims.VERDICTS, COLOURS, strict=True):
@@ -236,14 +240,14 @@ def drawn(found: Mapping[str, pd.DataFrame]) -> Figure:
 
 def citation(root: Path = ROOT) -> str:
     """How to cite the book, as CITATION.cff says it: a sentence, and BibTeX."""
-    known = yaml.safe_load((root / "CITATION.cff").read_text(encoding="utf-8"))
-    names = [person.get("name") or f"{person['given-names']} {person['family-names']}" for person in known["authors"]]
+    cff = yaml.safe_load((root / "CITATION.cff").read_text(encoding="utf-8"))
+    names = [person.get("name") or f"{person['given-names']} {person['family-names']}" for person in cff["authors"]]
     fields = {
         "author": " and ".join(f"{{{name}}}" for name in names),
-        "title": f"{{{known['title']}}}",
-        "version": known["version"],
+        "title": f"{{{cff['title']}}}",
+        "version": cff["version"],
     }
-    fields |= {"url": known["repository-code"]} if "repository-code" in known else {}
-    fields |= {"year": str(known["date-released"])[:4]} if "date-released" in known else {}
+    fields |= {"url": cff["repository-code"]} if "repository-code" in cff else {}
+    fields |= {"year": str(cff["date-released"])[:4]} if "date-released" in cff else {}
     body = "\n".join(f"  {name} = {{{value}}}," for name, value in fields.items())
-    return f"{known['message']}\n\n```bibtex\n@software{{kvrepro,\n{body}\n}}\n```"
+    return f"{cff['message']}\n\n```bibtex\n@software{{kvrepro,\n{body}\n}}\n```"

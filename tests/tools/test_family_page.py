@@ -26,7 +26,7 @@ def table():
 
 
 def test_what_a_verdict_depends_on(table):
-    causes = family_page.wide(table).apply(family_page.depends_on, axis=1, of=kinds())
+    causes = family_page.wide(table).apply(family_page.depends_on, axis=1, kind_of=kinds())
     assert dict(zip(causes.index.get_level_values("claim"), causes, strict=True)) == {
         "P1": "", "P2": "seed", "P4": "KV heads", "P5": "sliding layers, size", "P6": "", "P7": "too few",
         "P8": "too few", "P9": family_page.ONE,
@@ -35,7 +35,7 @@ def test_what_a_verdict_depends_on(table):
 
 def test_counts_and_pairs_add_up(table):
     verdicts = family_page.wide(table)
-    causes = verdicts.apply(family_page.depends_on, axis=1, of=kinds())
+    causes = verdicts.apply(family_page.depends_on, axis=1, kind_of=kinds())
     [chapter, every] = family_page.counts(verdicts, causes).to_dict("records")
     assert chapter | {"chapter": "all"} == every
     assert (every["asked of two models or more"], every["the same for all"], every["turn over"]) == (6, 2, 4)
@@ -76,7 +76,7 @@ def test_the_page_says_who_cannot_answer_and_what_was_found(table, tmp_path):
 def test_the_stored_tables_are_of_claims_and_models_that_exist():
     stored = pd.read_csv(family_page.TABLE)
     assert set(stored.model) <= set(kinds())
-    for chapter, own in stored.groupby("chapter"):
-        assert set(own.claim.dropna()) <= {claim["id"] for claim in claims.load_claims(chapter)["claims"]}
+    for chapter, rows in stored.groupby("chapter"):
+        assert set(rows.claim.dropna()) <= {claim["id"] for claim in claims.load_claims(chapter)["claims"]}
     assert set(stored[stored.claim.notna()].verdict) <= set(claims.VERDICTS)
     assert set(claims.read(family_page.JUDGED).claim) == {c["id"] for c in claims.load_claims("family")["claims"]}

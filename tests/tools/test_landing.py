@@ -8,9 +8,9 @@ from kvrepro.paths import ROOT
 from kvrepro.tools import claims_page, decide, landing
 
 
-def verdict(claim: str, said: str, reading: str = "any", ours: float = 23.0) -> dict:
-    told = dict.fromkeys(claims.COLUMNS, "") | {"claim": claim, "verdict": said, "reading": reading, "unit": "%"}
-    return told | {"ours": ours, "low": ours - 6, "high": ours + 6, "paper": "79.5", "model": "m", "profile": "quick"}
+def verdict(claim: str, name: str, reading: str = "any", ours: float = 23.0) -> dict:
+    row = dict.fromkeys(claims.COLUMNS, "") | {"claim": claim, "verdict": name, "reading": reading, "unit": "%"}
+    return row | {"ours": ours, "low": ours - 6, "high": ours + 6, "paper": "79.5", "model": "m", "profile": "quick"}
 
 
 def test_answers_come_from_the_verdicts_of_the_run(tmp_path):
@@ -28,7 +28,7 @@ def test_answers_come_from_the_verdicts_of_the_run(tmp_path):
 
 def test_every_answer_names_a_claim_that_exists():
     for chapter, answers in landing.ANSWERS.items():
-        assert {told.claim for told in answers} <= {c["id"] for c in claims.load_claims(chapter)["claims"]}
+        assert {answer.claim for answer in answers} <= {c["id"] for c in claims.load_claims(chapter)["claims"]}
     assert set(landing.ANSWERS) < set(landing.QUESTIONS)
 
 
@@ -41,9 +41,9 @@ def test_the_figure_counts_the_verdicts():
 
 def test_the_figure_says_which_chapters_it_leaves_out(tmp_path):
     claims.write(pd.DataFrame([verdict("P6", "reproduced")]), tmp_path / "data/results/protection/claims.csv")
-    said = landing.picture(tmp_path)
-    assert "1 verdict of this run" in said
-    assert f"*{landing.title('synthesis')}* have no verdicts" in said
+    figure = landing.picture(tmp_path)
+    assert "1 verdict of this run" in figure
+    assert f"*{landing.title('synthesis')}* have no verdicts" in figure
     assert landing.title("protection") not in said
 
 
@@ -53,8 +53,8 @@ def test_the_figure_says_how_many_verdicts_more_items_decide(tmp_path):
     claims.write(frame, tmp_path / "data/results/protection/claims.csv")
     table = pd.read_csv(claims_page.FULL).set_index(["claim", "reading"]).verdict
     left = [table["P36", "any"], table["P8", "as_described"]].count("inconclusive")
-    said = landing.picture(tmp_path)
-    assert f"2 of 2 are inconclusive; with the items of the full profile {left} are." in said
+    figure = landing.picture(tmp_path)
+    assert f"2 of 2 are inconclusive; with the items of the full profile {left} are." in figure
     claims.write(frame.assign(model="mine"), tmp_path / "mine/data/results/protection/claims.csv")
     assert "full profile" not in landing.picture(tmp_path / "mine")
 
@@ -62,9 +62,9 @@ def test_the_figure_says_how_many_verdicts_more_items_decide(tmp_path):
 def test_a_share_is_told_in_points(tmp_path):
     row = verdict("C1", "not reproduced") | {"ours": -0.15, "low": -0.2, "high": -0.1, "paper": "0.200 to 0.280"}
     claims.write(pd.DataFrame([row | {"unit": "share"}]), tmp_path / "data/results/fragility/claims.csv")
-    told = landing.answers(tmp_path)
-    assert "(-15 points of the importance retained [-20, -10])" in told
-    assert "In print: 20 to 28 points" in told
+    answers = landing.answers(tmp_path)
+    assert "(-15 points of the importance retained [-20, -10])" in answers
+    assert "In print: 20 to 28 points" in answers
 
 
 def test_memory_is_told_for_every_policy_where_the_chapter_has_drawn_it(tmp_path):
@@ -95,16 +95,16 @@ def test_what_is_forgotten_first_is_told_as_the_chapter_drew_it(tmp_path):
             ("leakage", "as_run", {"h2o": (0.9, 0.9), "snapkv": (0.9, 0.9)}),
         ]
         for order in ("defense first", "directive first")
-        for policy, of in values.items() for ratio, value in zip((0.0, 0.5), of, strict=True)
+        for policy, shares in values.items() for ratio, value in zip((0.0, 0.5), shares, strict=True)
     ]  # fmt: skip
     names = ["measure", "reading", "order", "policy", "ratio", "value"]
     table = pd.DataFrame(rows, columns=names).assign(low=0.0, high=1.0)
     table.to_csv(folder / "leakage-curves.csv", index=False)
-    said = landing.answers(tmp_path).splitlines()[4]
+    answer = landing.answers(tmp_path).splitlines()[4]
     both = "of 2 policies 1 forgets the defense sooner (SnapKV), 1 forgets the directive sooner (H2O)"
-    assert f"If the directive comes first, {both}; if the defense does, {both}. With 50% of" in said
-    assert "tells 80% [0%, 100%] of its secret rules under SnapKV" in said
-    assert "less than a tenth under 1 of 2 policies" in said
+    assert f"If the directive comes first, {both}; if the defense does, {both}. With 50% of" in answer
+    assert "tells 80% [0%, 100%] of its secret rules under SnapKV" in answer
+    assert "less than a tenth under 1 of 2 policies" in answer
 
 
 def test_a_claim_that_comes_out_in_part_says_what_it_asks_for(tmp_path):
@@ -122,17 +122,17 @@ def rows() -> pd.DataFrame:
     usual = {"model": "m", "guard": "none", "quota": "none", "regime": "question seen", "kept": 0.1, "held": 0.1,
              "bytes_kept": 1, "freed_compacted": 0.9, "evidence_coverage": 1.0, "evidence_heads": 0.5,
              "evidence_best": 1.0, "aggregator": None, "pooling": None, "method": None}  # fmt: skip
-    found = []
+    table = []
     for task in ("needle_multikey", "several", "entries"):
         for i in range(3):
-            here = usual | {"item": f"{task}-{i}", "task": task}
+            item = usual | {"item": f"{task}-{i}", "task": task}
             poor = 0.2 if task == "entries" else 0.9
-            found += [
-                here | {"kind": "full", "scorer": None, "split": None, "score": 1.0, "freed": 0.0, "kept": None},
-                here | {"kind": "grid", "scorer": "key difference", "split": "uniform", "score": 0.95, "freed": 0.1},
-                here | {"kind": "grid", "scorer": "attention of all", "split": "one set", "score": poor, "freed": 0.8},
+            table += [
+                item | {"kind": "full", "scorer": None, "split": None, "score": 1.0, "freed": 0.0, "kept": None},
+                item | {"kind": "grid", "scorer": "key difference", "split": "uniform", "score": 0.95, "freed": 0.1},
+                item | {"kind": "grid", "scorer": "attention of all", "split": "one set", "score": poor, "freed": 0.8},
             ]
-    return pd.DataFrame(found)
+    return pd.DataFrame(table)
 
 
 def test_where_all_cells_score_alike_no_part_of_a_method_explains_most(tmp_path, monkeypatch):
@@ -156,10 +156,10 @@ def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
     assert "returns 80% of the blocks on average over all scorers" in parts["advice"]
     assert "heads that choose for themselves return 10%." in parts["advice"]
     assert "no policy that is known to keep it" in parts["advice"]  # the chapter on leakage has not run
-    known = decide.conditions(rows(), tmp_path).set_index("scores by")
-    assert known.loc["attention of all", "loses most at"] == "a long answer (-0.80)"
-    assert known.loc["attention of all", "heads"] == "shared by all heads"
-    assert known.loc["key difference", "blocks returned"] == "10%"
+    conditions = decide.conditions(rows(), tmp_path).set_index("scores by")
+    assert conditions.loc["attention of all", "loses most at"] == "a long answer (-0.80)"
+    assert conditions.loc["attention of all", "heads"] == "shared by all heads"
+    assert conditions.loc["key difference", "blocks returned"] == "10%"
     assert parts["all"].count("<tr") == 3
 
 
@@ -180,23 +180,23 @@ def test_a_condition_has_the_costs_of_the_method_with_its_scorer_and_its_aggrega
     )  # fmt: skip
     monkeypatch.setattr(decide, "_first_token", lambda: {"snapkv": decide.NOTHING, "critical_kv": "+3.8%"})
     table = pd.concat([rows().query("kind == 'full'"), window])
-    known = decide.conditions(table, tmp_path).set_index("scores by")
-    assert dict(known.of) == {
+    conditions = decide.conditions(table, tmp_path).set_index("scores by")
+    assert dict(conditions.of) == {
         "attention, mean over queries": "snapkv", "attention, mean and variance over queries": "cake",
         "attention, defensive over queries": "", "attention x value, mean over queries": "critical_kv",
         "attention x value, mean and variance over queries": "",
         "attention x value, defensive over queries": "defensive_kv",
     }  # fmt: skip
-    assert known.loc["attention, defensive over queries", "first token"] == decide.MISSING
-    page = decide._all(known.reset_index())
+    assert conditions.loc["attention, defensive over queries", "first token"] == decide.MISSING
+    page = decide._all(conditions.reset_index())
     assert f'<td data-key="0">{decide.NOTHING}</td>' in page  # is sorted before what adds something
     assert "<td>+3.8%</td>" in page
 
 
 def test_a_lucky_choice_among_fewer_is_called_lucky():
-    told = {"regime": ["question seen"] * 2, "memory": ["any", "blocks"], "n": 6}
-    assert "only 6 items" in decide._by_luck(pd.DataFrame(told | {"value": [0.79, 0.83]}))
-    assert decide._by_luck(pd.DataFrame(told | {"value": [0.83, 0.79]})) == ""
+    choices = {"regime": ["question seen"] * 2, "memory": ["any", "blocks"], "n": 6}
+    assert "only 6 items" in decide._by_luck(pd.DataFrame(choices | {"value": [0.79, 0.83]}))
+    assert decide._by_luck(pd.DataFrame(choices | {"value": [0.83, 0.79]})) == ""
 
 
 def test_leak_safe_shares_come_from_the_chapter_on_leakage(tmp_path):
@@ -209,8 +209,8 @@ def test_leak_safe_shares_come_from_the_chapter_on_leakage(tmp_path):
     }
     table |= {"variant": ["default"] * 3 + ["fair"], "usable": [0.3, None, None, 0.5]}
     pd.DataFrame(table).to_csv(folder / "leakage-safe-budgets.csv")
-    told = {"h2o": "30% kept", "k_norm": "never", "snapkv": decide.DEAF}
-    assert decide.leak_safe_from(tmp_path) == told
+    safe_from = {"h2o": "30% kept", "k_norm": "never", "snapkv": decide.DEAF}
+    assert decide.leak_safe_from(tmp_path) == safe_from
 
 
 def test_without_results_the_page_says_so(tmp_path):

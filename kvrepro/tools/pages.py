@@ -115,20 +115,20 @@ bytes, which need no search.
 
 def _reliability(folder: Path) -> dict[str, str]:
     """The parts of the page Reliability, and its figure."""
-    found = reliability.tables()
+    tables_of = reliability.tables()
     figure = ""
-    if (picture := reliability.drawn(found)) is not None:
+    if (picture := reliability.drawn(tables_of)) is not None:
         picture.savefig(folder / "determinism.svg", transparent=True)
         head = ":name: fig-determinism\n:alt: Shares of rows and verdicts that differ, for each variant."
-        said = "What differs from the usual run: answers, kept tokens, scores and verdicts, in percent."
-        figure = f"```{{figure}} generated/determinism.svg\n{head}\n{said}\n```"
-    summary = table(reliability.summary(found)) if found else "Nothing was measured yet."
+        caption = "What differs from the usual run: answers, kept tokens, scores and verdicts, in percent."
+        figure = f"```{{figure}} generated/determinism.svg\n{head}\n{caption}\n```"
+    summary = table(reliability.summary(tables_of)) if tables_of else "Nothing was measured yet."
     return {"reliability_summary": summary, "reliability_figure": figure,
-            "reliability_sections": reliability.sections(found)}  # fmt: skip
+            "reliability_sections": reliability.sections(tables_of)}  # fmt: skip
 
 
 def measured(name: str) -> str:
-    """A page of tables measured on a GPU (`data/gpu`), the two readings called as everywhere in the book."""
+    """A page of tables measured on a GPU (`data/gpu`), with the names that the book has for the two readings."""
     text = (GPU / f"{name}.md").read_text(encoding="utf-8")
     for reading, label in claims.LABELS.items():
         text = text.replace(f", {reading.replace('_', ' ')}", f", {label}")
@@ -140,7 +140,7 @@ def tables() -> dict[str, list[dict[str, str]]]:
     rows = [*policy.table(), credit.ROW]
     general = [row for row in rows if row["regimes"] != SharedCap.name]
     harness = [row for row in rows if row["regimes"] == SharedCap.name]
-    own = {name: p for name, p in CATALOGUE.items() if not p.shared}  # the parameters of the others are the switches
+    unshared = {name: p for name, p in CATALOGUE.items() if not p.shared}  # the others' parameters are the switches
     return {
         "methods": [{"policy": named(row), "keeps": typeset(row["keeps"])} for row in general],
         "harness": [{"policy": named(row), "keeps": typeset(row["keeps"]), "budget": row["budget"]} for row in harness],
@@ -153,8 +153,10 @@ def tables() -> dict[str, list[dict[str, str]]]:
             {"policy": name, "regime": regime, "why not": why}
             for name, p in CATALOGUE.items() for regime, why in p.refuses.items()
         ],
-        "parameters": [_parameter(name, p, key) for name, p in own.items() for key in {**p.parameters, **p.as_run}],
-        "codes": [{"policy": name, "public code": breakable(p.code)} for name, p in own.items() if p.code],
+        "parameters": [
+            _parameter(name, p, key) for name, p in unshared.items() for key in {**p.parameters, **p.as_run}
+        ],
+        "codes": [{"policy": name, "public code": breakable(p.code)} for name, p in unshared.items() if p.code],
         "switches": [
             {"switch": name, "authors' code": str(s.as_run), "authors' text": str(s.as_described),
              "what it decides": s.means}
@@ -164,37 +166,41 @@ def tables() -> dict[str, list[dict[str, str]]]:
 
 
 def controlled() -> str:
-    """The protection claims on the authors' own rows: what came out, what did not and why, what was mended."""
-    known = {claim["id"]: claim for claim in claims.load_claims("protection")["claims"]}
+    """The page of the protection claims on the authors' own rows: what came out, what did not and why, what was
+    mended."""
+    claim_of = {claim["id"]: claim for claim in claims.load_claims("protection")["claims"]}
     rows = list(claims.read(control.TABLE).itertuples())
-    causes = [control.cause(row, known[row.claim]) for row in rows]
-    of = [name for name, _ in causes if name]
-    said = "; ".join(f"{text}: {of.count(name)}" for name, text in control.CAUSES.items())
-    off = [
+    causes = [control.cause(row, claim_of[row.claim]) for row in rows]
+    excused = [name for name, _ in causes if name]
+    numbers = "; ".join(f"{text}: {excused.count(name)}" for name, text in control.CAUSES.items())
+    unreproduced = [
         {"claim": row.claim, "rows of": row.panel,
-         "paper": f"{claims.paper_text(known[row.claim]['paper'], row.unit)} {row.unit}",
+         "paper": f"{claims.paper_text(claim_of[row.claim]['paper'], row.unit)} {row.unit}",
          "their rows": wording.shown(row), "rule": row.rule, "verdict": row.verdict, "because": control.CAUSES[name],
          "why": why}
         for row, (name, why) in zip(rows, causes, strict=True) if name
     ]  # fmt: skip
-    out = {row.claim: [r.panel for r in rows if r.claim == row.claim and r.verdict == "reproduced"] for row in rows}
-    mended = [
+    panels = {row.claim: [r.panel for r in rows if r.claim == row.claim and r.verdict == "reproduced"] for row in rows}
+    mended_rules = [
         {"claim": c["id"], "statement": c["statement"], "why": c["changed"], "rule now": judge.rule_text(c),
          "rule before": judge.rule_text({**c, **c["first"]}) if {"rule", "test"} & set(c.get("first", ())) else ""}
-        for c in known.values() if "changed" in c
+        for c in claim_of.values() if "changed" in c
     ]  # fmt: skip
     parts = [
-        f"{len(rows)} pairs of a claim and a panel can be decided; {len(rows) - len(of)} come out *reproduced*. Of the "
-        f"others, {said}.",
-        "## Where a rule does not come out", table(off), "## Rules and statements that were mended", table(mended),
-        "## Where it comes out", table([{"claim": c, "rows of": "; ".join(ps)} for c, ps in out.items() if ps]),
+        f"{len(rows)} pairs of a claim and a panel can be decided; {len(rows) - len(excused)} come out *reproduced*. "
+        f"Of the others, {numbers}.",
+        "## Where a rule does not come out", table(unreproduced),
+        "## Rules and statements that were mended", table(mended_rules),
+        "## Where it comes out", table([{"claim": c, "rows of": "; ".join(ps)} for c, ps in panels.items() if ps]),
         "## What no published row can decide",
-        f"{', '.join(name for name in known if name not in out)}: their conditions were not published, or not run.",
+        f"{', '.join(name for name in claim_of if name not in panels)}: their conditions were not published, or not "
+        "run.",
     ]  # fmt: skip
     return "\n\n".join(parts)
 
 
 def _parameter(name: str, p: policy.Policy, key: str) -> dict[str, str]:
+    """A policy's parameter as a row: its value in both readings, and the values that it may have."""
     as_run = str(p.as_run.get(key, "the same")) if p.as_run else "-"
     allows = allowed.said(p.kind(key)) + (", or window" if key == "recent" else "")
     described = str(p.parameters.get(key, "-"))
@@ -207,7 +213,7 @@ def named(row: Mapping[str, str]) -> str:
 
 
 def breakable(text: str) -> str:
-    """Long names may be broken behind an underscore or a colon."""
+    """The text with places to break a line behind underscores and double colons."""
     return re.sub(r"(::|_)(?=\w)", r"\1<wbr>", text)
 
 
@@ -218,7 +224,7 @@ def typeset(formula: str) -> str:
         text = text.replace(plain, sign)
     text = re.sub(r"\|\|([^|]+)\|\|(?:_(\d))?", lambda m: f"‖{m[1]}‖" + (f"<sub>{m[2]}</sub>" if m[2] else ""), text)
     text = re.sub(r"&lt;(\w, \w+)&gt;", r"⟨\1⟩", text)
-    text = re.sub(rf"\b({'|'.join(LETTERS)})(?=\b|_|\d)", lambda found: LETTERS[found[0]], text)
+    text = re.sub(rf"\b({'|'.join(LETTERS)})(?=\b|_|\d)", lambda match: LETTERS[match[0]], text)
     text = re.sub(r"(?<![^\W_])(\w|mean|max|min|Var|Pool|rank)_(\w+?)(?![^\W_])", r"\1<sub>\2</sub>", text)
     text = re.sub(r"\^\(([^)]+)\)", r"<sup>\1</sup>", text)
     return re.sub(r"(?<=[ (])-(?=[ \w(‖])", "−", text)

@@ -21,75 +21,81 @@ PROGRAM = "python -m kvrepro.tools."
 
 
 class Section(NamedTuple):
-    """One table: its title on the page, the command that makes it, and (how many, result) of its rows."""
+    """One table: its title on the page, the command that makes it, and a function from its rows to two texts: how much
+    was tried, and what came out."""
 
     title: str
     command: str
-    said: Callable[[pd.DataFrame], tuple[str, str]]
+    summarize: Callable[[pd.DataFrame], tuple[str, str]]
     means: str  # what a reader must know to read the table
 
 
 LEFT = {"processes_left": "processes of killed runs", "files_left": "unfinished files"}
 
 
-def _kills(t: pd.DataFrame) -> tuple[str, str]:
-    what = f"{t.lost.sum():,} rows lost, {t.doubled.sum():,} doubled, {t.different.sum():,} different"
-    left = [f"{t[name].sum():,} {what_left}" for name, what_left in LEFT.items() if t[name].sum()]
-    what += f"; {' and '.join(left)} left behind" if left else ""
-    return f"{t.kills.sum():,} kills, {t.rows.sum():,} rows", what
+def _kills(frame: pd.DataFrame) -> tuple[str, str]:
+    result = f"{frame.lost.sum():,} rows lost, {frame.doubled.sum():,} doubled, {frame.different.sum():,} different"
+    left = [f"{frame[name].sum():,} {what_left}" for name, what_left in LEFT.items() if frame[name].sum()]
+    result += f"; {' and '.join(left)} left behind" if left else ""
+    return f"{frame.kills.sum():,} kills, {frame.rows.sum():,} rows", result
 
 
-def _faults(t: pd.DataFrame) -> tuple[str, str]:
-    lines = (t.seen.fillna("") != "").sum()
-    return f"{len(t)} faults", f"{lines} of {len(t)} are told in a line, {int(t.lost.sum()):,} rows lost"
+def _faults(frame: pd.DataFrame) -> tuple[str, str]:
+    lines = (frame.seen.fillna("") != "").sum()
+    return f"{len(frame)} faults", f"{lines} of {len(frame)} are told in a line, {int(frame.lost.sum()):,} rows lost"
 
 
-def _bad_values(t: pd.DataFrame) -> tuple[str, str]:
-    counts = t.groupby("outcome")["count"].sum().sort_values(ascending=False)
+def _bad_values(frame: pd.DataFrame) -> tuple[str, str]:
+    counts = frame.groupby("outcome")["count"].sum().sort_values(ascending=False)
     return f"{counts.sum():,} values", ", ".join(f"{name}: {count:,}" for name, count in counts.items())
 
 
-def _properties(t: pd.DataFrame) -> tuple[str, str]:
-    return f"{t.passing.sum() + t.failing.sum():,} cases", f"{len(t)} properties, {(t.failing > 0).sum()} refuted"
+def _properties(frame: pd.DataFrame) -> tuple[str, str]:
+    return (
+        f"{frame.passing.sum() + frame.failing.sum():,} cases",
+        f"{len(frame)} properties, {(frame.failing > 0).sum()} refuted",
+    )
 
 
-def _mutants(t: pd.DataFrame) -> tuple[str, str]:
-    row = t[t.module == "all"].iloc[0]
-    said = f"{row.share:.1%} killed, {row.survived} survived"
-    said += f", {row.explained} of them explained" if "explained" in t else ""
-    return f"{row.tried:,} of {row.mutants:,} mutants tried", said
+def _mutants(frame: pd.DataFrame) -> tuple[str, str]:
+    row = frame[frame.module == "all"].iloc[0]
+    result = f"{row.share:.1%} killed, {row.survived} survived"
+    result += f", {row.explained} of them explained" if "explained" in frame else ""
+    return f"{row.tried:,} of {row.mutants:,} mutants tried", result
 
 
-def _determinism(t: pd.DataFrame) -> tuple[str, str]:
-    whole = t[t.chapter == "all"]
-    half = whole.varied.str.contains("bfloat16")
-    kinds = {
-        "one machine": whole.must_be_equal,
-        "elsewhere in float32": ~whole.must_be_equal & ~half,
+def _determinism(frame: pd.DataFrame) -> tuple[str, str]:
+    sums = frame[frame.chapter == "all"]
+    half = sums.varied.str.contains("bfloat16")
+    rows_of_kind = {
+        "one machine": sums.must_be_equal,
+        "elsewhere in float32": ~sums.must_be_equal & ~half,
         "in bfloat16": half,
     }
     parts = []
-    for who, own in ((who, whole[rows]) for who, rows in kinds.items() if rows.any()):
-        shares = [f"{own[name].sum() / own.rows.sum():.2%} of the {what}" for name, what in
-                  (("text", "answers"), ("kept", "kept sets"))]  # fmt: skip
-        turned = f"{own.changed.sum():.0f} of {own.verdicts.sum():.0f} verdicts"
-        parts.append(f"{who} {', '.join(shares)} and {turned} differ")
-    return f"{len(whole)} variants, {whole.rows.sum():,.0f} rows", "; ".join(parts)
+    for kind, chosen in rows_of_kind.items():
+        if chosen.any():
+            total = sums.loc[chosen, ["rows", "text", "kept", "changed", "verdicts"]].sum()
+            parts.append(
+                f"{kind} {total.text / total.rows:.2%} of the answers, {total.kept / total.rows:.2%} of the kept sets "
+                f"and {total.changed:.0f} of {total.verdicts:.0f} verdicts differ"
+            )
+    return f"{len(sums)} variants, {sums.rows.sum():,.0f} rows", "; ".join(parts)
 
 
-def _store(t: pd.DataFrame) -> tuple[str, str]:
-    row = t.sort_values("rows").iloc[-1]
-    said = f"{row.study_seconds:.1f} s for the rows of one study, {row.open_seconds:.1f} s to open"
-    return f"{row.rows:,.0f} rows", said
+def _store(frame: pd.DataFrame) -> tuple[str, str]:
+    row = frame.sort_values("rows").iloc[-1]
+    result = f"{row.study_seconds:.1f} s for the rows of one study, {row.open_seconds:.1f} s to open"
+    return f"{row.rows:,.0f} rows", result
 
 
-def _scaling(t: pd.DataFrame) -> tuple[str, str]:
-    known = t.dropna(subset="efficiency")
-    found = f"efficiency {known.efficiency.min():.2f} to {known.efficiency.max():.2f}"
-    for kind, some in t.groupby(t.device == "CPU"):
-        found += f"; on {'CPUs' if kind else 'GPUs'} {some['equal'].min():.0%} of the rows and "
-        found += f"{some.same_text.min():.0%} of the texts equal"
-    return f"{len(t)} runs", found
+def _scaling(frame: pd.DataFrame) -> tuple[str, str]:
+    measured = frame.dropna(subset="efficiency")
+    result = f"efficiency {measured.efficiency.min():.2f} to {measured.efficiency.max():.2f}"
+    for kind, runs in frame.groupby(frame.device == "CPU"):
+        result += f"; on {'CPUs' if kind else 'GPUs'} {runs['equal'].min():.0%} of the rows and "
+        result += f"{runs.same_text.min():.0%} of the texts equal"
+    return f"{len(frame)} runs", result
 
 
 PARTS = {
@@ -147,7 +153,7 @@ PARTS = {
 
 
 def tables(folder: Path = FOLDER) -> dict[str, pd.DataFrame]:
-    """Those that are there, in the order of `PARTS`."""
+    """The tables that are in the folder, by name, in the order of `PARTS`."""
     return {
         name: pd.read_csv(folder / f"{name}.csv", keep_default_na=False, na_values="")
         for name in PARTS
@@ -155,19 +161,19 @@ def tables(folder: Path = FOLDER) -> dict[str, pd.DataFrame]:
     }
 
 
-def summary(found: dict[str, pd.DataFrame]) -> list[dict[str, str]]:
-    """A row per part: what was tried, how often, what came out, the command."""
+def summary(tables_of: dict[str, pd.DataFrame]) -> list[dict[str, str]]:
+    """A row per part: what was tried, how often, what came out, and the command."""
     rows = []
-    for name, frame in found.items():
-        part, (count, result) = PARTS[name], PARTS[name].said(frame)
+    for name, frame in tables_of.items():
+        part, (count, result) = PARTS[name], PARTS[name].summarize(frame)
         rows.append({"what": part.title, "how many": count, "result": result, "command": f"`{part.command}`"})
     return rows
 
 
-def sections(found: dict[str, pd.DataFrame], folder: Path = FOLDER) -> str:
+def sections(tables_of: dict[str, pd.DataFrame], folder: Path = FOLDER) -> str:
     """A section per part: what its columns mean, when and where it was measured, and its table, folded."""
     parts = []
-    for name, frame in found.items():
+    for name, frame in tables_of.items():
         shown = frame.drop(columns=["machine", "torch", "date", "times"], errors="ignore")
         where = "; ".join(dict.fromkeys(f"{row.machine}, {row.date}" for row in frame.itertuples()))
         parts += [f"## {PARTS[name].title}", PARTS[name].means, f"Measured on {where}: `{PARTS[name].command}`."]
@@ -182,23 +188,23 @@ def _folded(title: str, text: str) -> str:
 
 
 def _texts(frame: pd.DataFrame, code: tuple[str, ...] = ()) -> list[dict[str, str]]:
-    """Rows as text; `code`: columns that are code."""
+    """Rows with their values as text. code: columns whose values are code."""
 
-    def said(name: str, value: object) -> str:
+    def text(name: str, value: object) -> str:
         if pd.isna(value):
             return ""
         if name in code:
             return f"`{str(value).replace('`', '')}`" if value else ""
         return f"{value:.3g}" if isinstance(value, float) and value % 1 else str(value)
 
-    return [{str(name): said(str(name), value) for name, value in row.items()} for row in frame.to_dict("records")]
+    return [{str(name): text(str(name), value) for name, value in row.items()} for row in frame.to_dict("records")]
 
 
-def drawn(found: dict[str, pd.DataFrame]) -> Figure | None:
-    """The share of rows and verdicts that differ, by variant; None where nothing does, or was measured."""
-    if "determinism" not in found:
+def drawn(tables_of: dict[str, pd.DataFrame]) -> Figure | None:
+    """The figure: the share of rows and verdicts that differ, by variant; None without differences."""
+    if "determinism" not in tables_of:
         return None
-    whole = found["determinism"].query("chapter == 'all'")
+    whole = tables_of["determinism"].query("chapter == 'all'")
     rows = whole[["text", "kept", "score"]].div(whole.rows, axis=0)
     shares = rows.assign(verdict=whole.changed / whole.verdicts, varied=whole.varied).melt("varied", value_name="share")
     shares["share"] *= 100

@@ -41,7 +41,7 @@ app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
 @dataclass(frozen=True)
 class Variant:
-    """What one run is given, beside or in the place of `ALWAYS`."""
+    """What distinguishes one run from the usual one. environment: added to `ALWAYS`, or replacing it."""
 
     environment: dict[str, str] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
@@ -71,10 +71,10 @@ VARIANTS = {
 
 def possible() -> list[str]:
     """The variants that this machine can run: a GPU, Ray and the wider instructions may be missing."""
-    found = [name for name, one in VARIANTS.items() if torch.cuda.is_available() or not one.cuda]
+    names = [name for name, variant in VARIANTS.items() if torch.cuda.is_available() or not variant.cuda]
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        found.remove("instructions AVX2")
-    return [name for name in found if name != "engine ray" or find_spec("ray")]
+        names.remove("instructions AVX2")
+    return [name for name in names if name != "engine ray" or find_spec("ray")]
 
 
 def folder_of(results: Path, variant: str, model: str) -> Path:
@@ -86,45 +86,45 @@ def folder_of(results: Path, variant: str, model: str) -> Path:
 
 
 def rows_of(folder: Path, chapter: str) -> pd.DataFrame:
-    """All stored rows of a chapter, those of a run that was cut off as well, by what was asked whatever device and
-    number format answered."""
+    """All stored rows of a chapter, also those of a run that was cut off. They are indexed by table and by what was
+    asked, without device and number format."""
     tables = [rows.with_suffix(".parquet") for rows in sorted((folder / chapter).glob("*.rows"))]
-    frames = {table.stem: store.said(table, ("device", "dtype"))[list(SAME)] for table in tables}
+    frames = {table.stem: store.latest_rows(table, ("device", "dtype"))[list(SAME)] for table in tables}
     return pd.concat(frames) if frames else pd.DataFrame(columns=list(SAME))
 
 
 def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd.DataFrame:
-    """`COLUMNS`: how many rows of both folders have another text, other kept tokens or another score, and how many
-    verdicts, of those that either could give, are others; a row for each chapter of which both hold rows, and their
-    sum. Empty where they share none."""
-    found: list[dict[str, Any]] = []
+    """A row for each chapter of which both folders hold rows, and their sum, with `COLUMNS`: in how many of the rows
+    that both have text, kept tokens or score differ, and how many verdicts differ, of those that at least one folder
+    could give. Empty where the folders share no rows."""
+    rows: list[dict[str, Any]] = []
     for chapter in chapters:
-        one, two = (rows_of(folder, chapter) for folder in (first, other))
-        if one.index.intersection(two.index).empty:
+        rows_a, rows_b = (rows_of(folder, chapter) for folder in (first, other))
+        if rows_a.index.intersection(rows_b.index).empty:
             continue
-        rows = store.differing(one, two)
-        said: dict[str, Any] = dict.fromkeys(("verdicts", "changed", "turned"), 0)
+        differs = store.differing(rows_a, rows_b)
+        verdict_counts: dict[str, Any] = dict.fromkeys(("verdicts", "changed", "turned"), 0)
         files = [folder / chapter / "claims.csv" for folder in (first, other)]
         if all(file.is_file() for file in files):
             verdicts = stability.compared([claims.read(file) for file in files])
-            verdicts = verdicts[(verdicts != claims.NOT_TESTABLE).any(axis=1)]  # in both runs: none that could differ
-            said = stability.row_of(verdicts) if len(verdicts) else said
-        others = {SAME[column]: int(count) for column, count in rows.sum().items()}
-        found.append({"varied": varied, "chapter": chapter, "rows": len(rows), **others, **said})
-    if found:
-        which = "; ".join(f"{row['chapter']} {row['which']}" for row in found if row.get("which"))
-        whole = {"varied": varied, "chapter": EVERY, "which": which}
+            verdicts = verdicts[(verdicts != claims.NOT_TESTABLE).any(axis=1)]
+            verdict_counts = stability.row_of(verdicts) if len(verdicts) else verdict_counts
+        row_counts = {SAME[column]: int(count) for column, count in differs.sum().items()}
+        rows.append({"varied": varied, "chapter": chapter, "rows": len(differs), **row_counts, **verdict_counts})
+    if rows:
+        which = "; ".join(f"{row['chapter']} {row['which']}" for row in rows if row.get("which"))
         numbers = "rows text kept score verdicts changed turned".split()
-        found.append(whole | {name: sum(row[name] for row in found) for name in numbers})
-    table = pd.DataFrame(found).reindex(columns=COLUMNS)
+        sums = {name: sum(row[name] for row in rows) for name in numbers}
+        rows.append({"varied": varied, "chapter": EVERY, "which": which} | sums)
+    table = pd.DataFrame(rows).reindex(columns=COLUMNS)
     version = torch.__version__.partition("+")[0]
-    known = VARIANTS.get(varied)
-    table["must_be_equal"] = known is not None and known.expected_equal
+    variant = VARIANTS.get(varied)
+    table["must_be_equal"] = variant is not None and variant.expected_equal
     return table.assign(machine=provenance.machine(), torch=version, date=f"{date.today()}")
 
 
 def stored(table: pd.DataFrame, out: Path) -> None:
-    """Print the sums, and put the rows in the place of those of the same variant and chapter."""
+    """Print the sums, and store the rows in the place of those of the same variant and chapter."""
     for row in table[table.chapter == EVERY].itertuples():
         typer.echo(f"{row.varied}: of {row.rows} rows {row.text} have another text, {row.kept} other kept tokens, "
                    f"{row.score} another score; {row.changed} of {row.verdicts} verdicts are others")  # fmt: skip
@@ -143,10 +143,10 @@ def folders(
     out: Annotated[Path, typer.Option()] = TABLE,
 ) -> None:
     """Compare two results folders. Raises InputError where they have no row in common."""
-    found = shares(varied, first, other, family.CHAPTERS)
-    if found.empty:
+    table = shares(varied, first, other, family.CHAPTERS)
+    if table.empty:
         raise InputError(f"{first} and {other} have no row in common: give folders that hold a folder per chapter")
-    stored(found, out)
+    stored(table, out)
 
 
 @app.command()
@@ -163,26 +163,27 @@ def run(
     should be equal."""
     for name in only:
         ensure(tuple(VARIANTS), variant=name)
-    wanted = only or possible()
-    wanted = [name for name in VARIANTS if name in {*wanted, USUAL, *(VARIANTS[one].compared_with for one in wanted)}]
+    chosen = only or possible()
+    references = {VARIANTS[name].compared_with for name in chosen}
+    wanted = [name for name in VARIANTS if name in {USUAL, *chosen, *references}]
     names = family.chosen_names(chapters, family.CHAPTERS, "chapter")
     given = [f"--parameter={text}" for text in parameter]
     command = [sys.executable, "-m", "kvrepro.tools.family", "run", "--models", model, "--chapters"]
 
     def started(task: tuple[str, str]) -> int:
         name, chapter = task
-        one, into = VARIANTS[name], ["--results", str(folder_of(results, name, model).parent.resolve())]
-        own = [f"--parameter={text}" for text in one.parameters]
-        return subprocess.run([*command, chapter, *into, *given, *own], env={**os.environ, **ALWAYS, **one.environment}
-                              ).returncode  # fmt: skip
+        variant, into = VARIANTS[name], ["--results", str(folder_of(results, name, model).parent.resolve())]
+        options = [f"--parameter={text}" for text in variant.parameters]
+        environment = os.environ | ALWAYS | variant.environment
+        return subprocess.run([*command, chapter, *into, *given, *options], env=environment).returncode
 
     with ThreadPoolExecutor(together) as pool:
         failed = any(list(pool.map(started, ((name, chapter) for chapter in names for name in wanted))))
     for name in wanted[1:]:
-        one = VARIANTS[name]
-        table = shares(name, folder_of(results, one.compared_with, model), folder_of(results, name, model), names)
+        variant = VARIANTS[name]
+        table = shares(name, folder_of(results, variant.compared_with, model), folder_of(results, name, model), names)
         stored(table, out)
-        failed |= one.expected_equal and bool(table[["text", "kept", "score", "changed"]].to_numpy().any())
+        failed |= variant.expected_equal and bool(table[["text", "kept", "score", "changed"]].to_numpy().any())
     raise typer.Exit(int(failed))
 
 

@@ -45,6 +45,7 @@ from kvrepro.experiment.table import (
     rows_of,
     steadily,
     unmoved,
+    with_asked,
 )
 from kvrepro.paths import DATA, WORK
 from kvrepro.tools.rows import replace_rows
@@ -233,10 +234,17 @@ def gc(folder: Folder = USUAL, yes: Annotated[bool, typer.Option("--yes", help="
 # ---- diff
 
 
-def latest_rows(table: Path) -> pd.DataFrame:
-    """The latest row of each question in a table, with the columns that two runs share. The index is `asked`."""
-    rows = steadily(table, lambda files: rows_of(files, index(files), [*COMPARED, "asked"])).to_pandas()
-    rows = rows.set_index("asked")
+def latest_rows(table: Path, ignored: Sequence[str] = ()) -> pd.DataFrame:
+    """The latest row of each question in a table, with the columns that two runs share. The index is `asked`. ignored:
+    columns that do not tell two questions apart, such as the device; of rows that differ in these alone the last one is
+    taken."""
+    latest = steadily(table, lambda files: rows_of(files, index(files), [*COMPARED, "asked"]))
+    if ignored:
+        for name in ignored:
+            place = latest.schema.get_field_index(name)
+            latest = latest.set_column(place, SCHEMA.field(name), pa.nulls(len(latest), SCHEMA.field(name).type))
+        latest = with_asked(latest.drop_columns("asked"))
+    rows = latest.to_pandas().set_index("asked")
     rows["kept"] = rows.kept.map(lambda kept: None if kept is None else tuple(kept))
     return rows[~rows.index.duplicated(keep="last")]
 

@@ -44,7 +44,7 @@ def test_the_figure_says_which_chapters_it_leaves_out(tmp_path):
     figure = landing.picture(tmp_path)
     assert "1 verdict of this run" in figure
     assert f"*{landing.title('synthesis')}* have no verdicts" in figure
-    assert landing.title("protection") not in said
+    assert landing.title("protection") not in figure
 
 
 def test_the_figure_says_how_many_verdicts_more_items_decide(tmp_path):

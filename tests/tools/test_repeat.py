@@ -16,20 +16,20 @@ def stored(folder, number, *changes, **device):
     with Store(folder, "leakage", "answers") as table:
         rows = [ROW | {"item": f"{i}", "key": f"{i}", "name": "answers"} | device for i in range(3)]
         table.add([row | change for row, change in zip(rows, [*changes, {}, {}, {}], strict=False)])
-    said = [{"claim": name, "verdict": both[number], "reading": "as_run", "model": "m", "profile": "quick"}
+    verdicts = [{"claim": name, "verdict": both[number], "reading": "as_run", "model": "m", "profile": "quick"}
             for name, both in VERDICTS.items()]  # fmt: skip
-    claims.write(pd.DataFrame(said).reindex(columns=claims.COLUMNS), folder / "leakage" / "claims.csv")
+    claims.write(pd.DataFrame(verdicts).reindex(columns=claims.COLUMNS), folder / "leakage" / "claims.csv")
     return folder
 
 
 def test_rows_of_another_device_are_the_same_rows_and_what_differs_is_counted(tmp_path):
-    one = stored(tmp_path / "a", 0)
+    first = stored(tmp_path / "a", 0)
     other = stored(tmp_path / "b", 1, {"prediction": "blue", "token_f1": 0.0}, {"kept_hash": "l"}, device="cuda")
-    found = repeat.shares("device", one, other, ["leakage", "fragility"])
-    assert found.chapter.tolist() == ["leakage", "all"]
-    for row in found.itertuples():
+    table = repeat.shares("device", first, other, ["leakage", "fragility"])
+    assert table.chapter.tolist() == ["leakage", "all"]
+    for row in table.itertuples():
         assert (row.rows, row.text, row.kept, row.score, row.verdicts, row.changed, row.turned) == (3, 1, 1, 1, 3, 2, 1)
-    same = repeat.shares("nothing", one, one, ["leakage"])
+    same = repeat.shares("nothing", first, first, ["leakage"])
     assert same[["text", "kept", "score", "changed"]].to_numpy().sum() == 0
 
 
@@ -41,9 +41,9 @@ def test_of_a_folder_that_two_devices_answered_each_row_counts_once(tmp_path):
 
 
 def test_a_chapter_that_one_folder_lacks_or_holds_other_rows_of_is_left_out(tmp_path):
-    one = stored(tmp_path / "a", 0)
+    first = stored(tmp_path / "a", 0)
     others = [tmp_path / "empty", stored(tmp_path / "b", 1, *[{"item": f"other {i}"} for i in range(3)])]
-    assert all(repeat.shares("items", one, other, ["leakage"]).empty for other in others)
+    assert all(repeat.shares("items", first, other, ["leakage"]).empty for other in others)
 
 
 def test_folders_are_compared_from_a_shell_and_replace_what_was_stored(tmp_path):
@@ -65,6 +65,6 @@ def test_runs_with_other_batches_give_the_same_rows(tmp_path):
     given = ["--chapters", "dropkv_bound", "-p", "n_items=1", "--out", str(tmp_path / "d.csv")]
     done = CliRunner().invoke(repeat.app, ["run", "--results", str(tmp_path), "--only", "7 rows at a time", *given])
     assert done.exit_code == 0
-    found = pd.read_csv(tmp_path / "d.csv")
-    assert (found.rows > 0).all()
-    assert (found[["text", "kept", "score", "changed"]] == 0).all(axis=None)
+    table = pd.read_csv(tmp_path / "d.csv")
+    assert (table.rows > 0).all()
+    assert (table[["text", "kept", "score", "changed"]] == 0).all(axis=None)

@@ -1,11 +1,11 @@
 """Data where the answer is known, in the shape of what a claim was tested on: `kvrepro.tools.error_rates` tries rules.
 
-Rows (clusters whole) are drawn with replacement, the same ones for all parts, and moved so that what is estimated
-stands where it shall:
+Rows (clusters whole) are drawn with replacement, the same ones for all parts, and changed so that the estimated value
+is at its target:
 
 - scores with bounds: a share of the items gets the lowest or the highest score in one condition, the others keep theirs
-  (answers are lost or found); where that does not reach, in the next condition too. Of a row that is a mean of
-  several things, that share is drawn among these;
+  (answers are lost or found); where that is not enough, in the next condition too. Of a row that is a mean of several
+  things, that share is drawn among these;
 - values without bounds: all are shifted by the same amount, in ratios by that share of the denominator;
 - medians, quantiles: shifted; ratios of medians: one side scaled; ratios of quantiles: raised to a power; correlations:
   one half of the columns mixed with the other;
@@ -42,8 +42,9 @@ Picks = dict[Any, np.ndarray]  # rows or clusters drawn in one repeat, by what n
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What `drawn` makes new data from. n: items or clusters; times: draw so many times as many; seen: the value in the
-    data as they are; reach: the least and the greatest value that such data can be moved to."""
+    """One tested thing, from which `drawn` makes new data. what: the sample of `judge`; times: draw so many times the
+    items; n: items or clusters; seen: the value in the data as they are; reach: the least and the greatest value that
+    such data can be moved to."""
 
     what: Any
     times: float = 1.0
@@ -61,21 +62,23 @@ class Source:
         raise NotImplementedError
 
     def many(self, n: int) -> int:
-        """How many are drawn in the place of n."""
+        """The number of draws in the place of n."""
         return round(self.times * n)
 
     def drawn(self, target: float, rng: np.random.Generator, picks: Picks) -> Any:
+        """New data of the same kind, whose value is `target` but for chance. picks: draws of this repeat, which parts
+        on the same items share."""
         raise NotImplementedError
 
     def spread(self, target: float) -> float:
         """Standard deviation of one item's part in the estimate, at a target: from the errors of five samples."""
-        found = [self.drawn(target, np.random.default_rng(seed), {}).estimate() for seed in range(5)]
-        spreads = [e.error * math.sqrt(e.n) for e in found if math.isfinite(e.error)]
+        estimates = [self.drawn(target, np.random.default_rng(seed), {}).estimate() for seed in range(5)]
+        spreads = [e.error * math.sqrt(e.n) for e in estimates if math.isfinite(e.error)]
         return float(np.median(spreads)) if spreads else math.nan
 
 
 class Rows(Source):
-    """Of a `Sample`: rows that are moved by an amount, 0 for not at all."""
+    """A `Sample`: its rows are moved by an amount; 0 leaves them as they are."""
 
     @cached_property
     def data(self) -> pd.DataFrame:
@@ -91,12 +94,12 @@ class Rows(Source):
 
     @cached_property
     def amounts(self) -> dict[float, float]:
-        """By target, once found."""
+        """The amount for each target that was asked for so far."""
         return {}
 
     @cached_property
     def groups(self) -> list[np.ndarray]:
-        """Rows of each cluster; each row alone where there are no clusters."""
+        """The rows of each cluster; without clusters each row is a group of its own."""
         if self.what.clusters is None:
             return [np.array([i]) for i in range(len(self.data))]
         labels = pd.Series(np.asarray(self.what.clusters), self.what.data.index)[self.what.data.notna().all(axis=1)]
@@ -105,6 +108,7 @@ class Rows(Source):
 
     @cached_property
     def key(self) -> Any:
+        """What names the draws that this part shares with others."""
         return len(self.groups), hash(tuple(self.data.index)) if self.what.clusters is None else "clusters"
 
     @property
@@ -123,9 +127,11 @@ class Rows(Source):
         return replace(self.what, data=pd.DataFrame(values, columns=self.data.columns), clusters=clusters)
 
     def amount(self, target: float) -> float:
+        """By how much the rows are moved so that the value is at the target."""
         raise NotImplementedError
 
     def moved(self, values: np.ndarray, amount: float, rng: np.random.Generator) -> np.ndarray:
+        """The values [rows, columns], moved."""
         raise NotImplementedError
 
 
@@ -134,7 +140,7 @@ class Linear(Rows):
 
     @cached_property
     def means(self) -> np.ndarray:
-        """Of the columns; a cluster counts once."""
+        """Mean of each column; a cluster counts once."""
         return np.mean([self.values[rows].mean(0) for rows in self.groups], 0)
 
     def value_of(self, means: np.ndarray) -> float:
@@ -144,10 +150,14 @@ class Linear(Rows):
 
     @cached_property
     def weights(self) -> dict[int, float]:
-        """Of each column that is moved (not the full cache's) in the numerator, those that decide first."""
+        """By column that is moved: its weight in the numerator. The full cache's column is never moved."""
         top, _ = stats.CONTRASTS[str(self.what.contrast)]
-        found = {i: float(top({n: float(n == name) for n in self.names})) for i, name in enumerate(self.names)}
-        return {i: w for i, w in found.items() if w and self.names[i] != "full"}
+        weights = {}
+        for i, name in enumerate(self.names):
+            weight = float(top({column: float(column == name) for column in self.names}))
+            if weight and name != "full":
+                weights[i] = weight
+        return weights
 
     @property
     def seen(self) -> float:
@@ -155,19 +165,22 @@ class Linear(Rows):
 
 
 class Thinned(Linear):
-    """Scores with bounds. The amount runs from 0 to the number of columns: of the first a share is moved, then of the
-    next; its sign says where to."""
+    """Scores with bounds. The amount runs from 0 to the number of columns: a share of the first column is moved to a
+    bound, then a share of the next. Its sign says to which bound."""
 
     def _after(self, amount: float) -> float:
+        """The value after a move by that amount."""
         means = self.means.copy()
         for (i, weight), share in zip(self.weights.items(), self._shares(amount), strict=True):
             means[i] += share * (self._end(weight, amount) - means[i])
         return self.value_of(means)
 
     def _shares(self, amount: float) -> np.ndarray:
+        """The share of the items that is moved, for each of `weights`."""
         return np.clip(abs(amount) - np.arange(len(self.weights)), 0, 1)
 
     def _end(self, weight: float, amount: float) -> float:
+        """The bound that a column of that weight is moved to."""
         assert self.what.bounds is not None
         return self.what.bounds[1 if (weight > 0) == (amount > 0) else 0]
 
@@ -205,35 +218,36 @@ class Shifted(Linear):
         return values
 
 
-def _mixed(values: np.ndarray, by: float) -> np.ndarray:
+def _mixed(values: np.ndarray, amount: float) -> np.ndarray:
     """The second half of the columns mixed with the first, or with the first turned around."""
-    one, other = np.split(values, 2, axis=1)
-    share = min(1.0, abs(by))
-    return np.concatenate([one, (1 - share) * other + share * math.copysign(1.0, by) * one], axis=1)
+    first, second = np.split(values, 2, axis=1)
+    share = min(1.0, abs(amount))
+    return np.concatenate([first, (1 - share) * second + share * math.copysign(1.0, amount) * first], axis=1)
 
 
-def _of_flagged(values: np.ndarray, by: float) -> np.ndarray:
+def _of_flagged(values: np.ndarray, amount: float) -> np.ndarray:
     """The first column shifted where the last one is true."""
-    return np.concatenate([values[:, :1] + by * values[:, -1:], values[:, 1:]], axis=1)
+    return np.concatenate([values[:, :1] + amount * values[:, -1:], values[:, 1:]], axis=1)
 
 
-def _scaled(values: np.ndarray, by: float) -> np.ndarray:
-    """The first column, in ratios of medians."""
-    return np.concatenate([values[:, :1] * math.exp(by), values[:, 1:]], axis=1)
+def _scaled(values: np.ndarray, amount: float) -> np.ndarray:
+    """The first column scaled, for ratios of medians."""
+    return np.concatenate([values[:, :1] * math.exp(amount), values[:, 1:]], axis=1)
 
 
-def _powered(values: np.ndarray, by: float) -> np.ndarray:
-    """Longer tails, or shorter ones."""
-    return np.sign(values) * np.abs(values) ** math.exp(by)
+def _powered(values: np.ndarray, amount: float) -> np.ndarray:
+    """All values raised to a power, which makes their tails longer or shorter."""
+    return np.sign(values) * np.abs(values) ** math.exp(amount)
 
 
-TRANSFORMS: tuple[tuple[Callable[[np.ndarray, float], np.ndarray], tuple[float, float]], ...] = (
-    (_mixed, (-1.0, 1.0)),
-    (_of_flagged, (-1e3, 1e3)),
-    (lambda v, by: np.concatenate([v[:, :1] + by, v[:, 1:]], axis=1), (-1e3, 1e3)),
-    (_powered, (-2.0, 2.0)),
-    (_scaled, (-3.0, 3.0)),
-)
+Transform = tuple[Callable[[np.ndarray, float], np.ndarray], tuple[float, float]]  # least and greatest amount
+TRANSFORMS: dict[str, Transform] = {
+    "mixed": (_mixed, (-1.0, 1.0)),
+    "flagged": (_of_flagged, (-1e3, 1e3)),
+    "shifted": (lambda v, amount: np.concatenate([v[:, :1] + amount, v[:, 1:]], axis=1), (-1e3, 1e3)),
+    "powered": (_powered, (-2.0, 2.0)),
+    "scaled": (_scaled, (-3.0, 3.0)),
+}
 
 
 class Transformed(Rows):
@@ -248,17 +262,24 @@ class Transformed(Rows):
         return self.value_of(self.values)
 
     @cached_property
-    def transform(self) -> tuple[Callable[[np.ndarray, float], np.ndarray], tuple[float, float]]:
+    def transform(self) -> Transform:
+        """The transform for such rows, and the least and greatest amount of it."""
         columns = self.values.shape[1]
         flagged = columns == 2 and set(self.values[:, -1]) <= {0.0, 1.0}
         ratio = (self.values > 0).all() and math.isclose(self.value_of(2 * self.values), self.seen, abs_tol=1e-9)
-        return TRANSFORMS[0 if columns > 4 else 1 if flagged else 2 if not ratio else 3 if columns == 1 else 4]
+        if columns > 4:
+            return TRANSFORMS["mixed"]
+        if flagged:
+            return TRANSFORMS["flagged"]
+        if not ratio:
+            return TRANSFORMS["shifted"]
+        return TRANSFORMS["powered" if columns == 1 else "scaled"]
 
     @property
     def reach(self) -> tuple[float, float]:
         move, ends = self.transform
-        found = [self.value_of(move(self.values, end)) for end in ends]
-        return min(found), max(found)
+        values = [self.value_of(move(self.values, end)) for end in ends]
+        return min(values), max(values)
 
     def amount(self, target: float) -> float:
         move, (low, high) = self.transform
@@ -272,7 +293,7 @@ class Transformed(Rows):
 
 
 class Sides(Source):
-    """Of an `Unpaired`: scores of the first sample are lost or found, then those of the second."""
+    """An `Unpaired`: scores of the first sample are moved to a bound, then those of the second."""
 
     @cached_property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -305,7 +326,7 @@ class Sides(Source):
 
 
 class Resampled(Source):
-    """Of a `Drawn`."""
+    """A `Drawn`: one of its resamples plays the estimate, and the others move with it."""
 
     @property
     def n(self) -> int:
@@ -322,7 +343,7 @@ class Resampled(Source):
 
 
 def _solved(f: Callable[[float], float], target: float, low: float, high: float) -> float:
-    """x at which a growing or falling f is at its target, by bisection; the nearer end where it never is."""
+    """x at which a monotone f is at its target, by bisection; the nearer end where it never is."""
     if f(high) < f(low):
         return _solved(lambda x: -f(x), -target, low, high)
     for _ in range(60):
@@ -332,7 +353,7 @@ def _solved(f: Callable[[float], float], target: float, low: float, high: float)
 
 
 def source(what: Any, times: float = 1.0) -> Source | None:
-    """What draws such data, `times` as many. None for what is no sample: facts, and ranges of timings."""
+    """The source for a tested thing. None for what is no sample: facts, and ranges of timings."""
     if isinstance(what, Sample):
         if not isinstance(what.contrast, str):
             return Transformed(what, times)
@@ -346,19 +367,19 @@ def source(what: Any, times: float = 1.0) -> Source | None:
 
 @dataclass(frozen=True)
 class Part:
-    """One tested thing of a member, and where its value stands in each kind of data."""
+    """One tested thing of a member. where: its value in each kind of data."""
 
     source: Source
     where: Mapping[str, float]
 
 
 def targets(rule: Mapping[str, Any], source: Source) -> dict[str, float]:
-    """Where the value stands in each kind of data, by the border of the rule that is nearest to what was seen; nan
-    where such data cannot stand there."""
+    """The value in each kind of data, measured from the border of the rule that is nearest to the seen value. nan where
+    such data cannot take that value."""
     [(kind, _)] = rule.items()
     regions, (low, high) = judge.region(rule), source.reach
     borders = [(end, 1.0 if end == a else -1.0) for a, b, _ in regions for end in (a, b) if math.isfinite(end)]
-    border, into = min(borders, key=lambda one: abs(one[0] - source.seen))
+    border, into = min(borders, key=lambda border: abs(border[0] - source.seen))  # into: the side where the rule holds
     nowhere = dict.fromkeys(KINDS, math.nan)
     if not low - 1e-9 <= border <= high + 1e-9:  # all that such data can be is on one side
         side = "true" if judge.state_of(rule, source.seen, source.seen) == "holds" else "false"
@@ -369,12 +390,12 @@ def targets(rule: Mapping[str, Any], source: Source) -> dict[str, float]:
     width = min([(b - a) / 2 for a, b, _ in regions if math.isfinite(b - a)], default=math.inf)
     hole = (regions[1][0] - regions[0][1]) / 2 if len(regions) == 2 else math.inf  # where a size is too small
 
-    def stand(way: float, least: float, middle: float) -> float:
-        """`least` from the border, or at the middle of what lies there; not outside of what can be reached."""
-        return float(np.clip(border + way * min(least, middle), low, high))
+    def stand(direction: float, least: float, middle: float) -> float:
+        """`least` away from the border, at most at the middle of the region there, and within what can be reached."""
+        return float(np.clip(border + direction * min(least, middle), low, high))
 
-    def far(way: float, middle: float) -> float:
-        return border + (0.9 if math.isinf(middle) else 1.0) * (stand(way, 10 * step, middle) - border)
+    def far(direction: float, middle: float) -> float:
+        return border + (0.9 if math.isinf(middle) else 1.0) * (stand(direction, 10 * step, middle) - border)
 
     centred = kind in ("no_difference", "equivalent", "size_at_most")  # such claims mean 0
     return nowhere | {
@@ -387,18 +408,18 @@ def targets(rule: Mapping[str, Any], source: Source) -> dict[str, float]:
 
 
 def moved(member: Member, parts: Mapping[str, Part], kinds: Mapping[str, str], rng: Any, picks: Picks) -> Member:
-    """The member with new data, each part's of the kind named for it."""
+    """The member with new data. kinds: the kind of each part's data, by the part's name."""
     drawn = {name: p.source.drawn(p.where[kinds[name]], rng, picks) for name, p in parts.items()}
     return replace(member, what=drawn if isinstance(member.what, Mapping) else drawn[""])
 
 
 def sampled(claim: Mapping[str, Any], members: Sequence[Member], times: float = 1.0) -> list[dict[str, Part]]:
-    """Parts of each member by name ("" where there is one). InputError for what is no sample."""
-    found = []
+    """Parts of each member by name; the name is "" where a member has one part. InputError for what is no sample."""
+    parts = []
     for member in members:
-        whats = member.what if isinstance(member.what, Mapping) else {"": member.what}
-        sources = {name: source(what, times) for name, what in whats.items()}
+        tested = member.what if isinstance(member.what, Mapping) else {"": member.what}
+        sources = {name: source(what, times) for name, what in tested.items()}
         if any(s is None for s in sources.values()):
             raise InputError(f"{member.label} is no sample")
-        found.append({name: Part(s, targets(claim["rule"], s)) for name, s in sources.items() if s is not None})
-    return found
+        parts.append({name: Part(s, targets(claim["rule"], s)) for name, s in sources.items() if s is not None})
+    return parts

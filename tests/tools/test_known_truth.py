@@ -43,18 +43,18 @@ def speed(values: np.ndarray) -> float:
 def test_new_data_stand_where_they_shall_and_within_their_bounds(what, target):
     source, rng = known_truth.source(what), np.random.default_rng(1)
     drawn = [source.drawn(target, rng, {}) for _ in range(150)]
-    values = [one.value if isinstance(one, Drawn) else one.estimate().value for one in drawn[:60]]
+    values = [sample.value if isinstance(sample, Drawn) else sample.estimate().value for sample in drawn[:60]]
     error = np.std(values) / math.sqrt(len(values))
     assert abs(np.mean(values) - target) < 4 * error + 0.1 * (not isinstance(getattr(what, "contrast", ""), str))
     if isinstance(what, Sample) and what.bounds:
-        assert all(one.data.to_numpy().min() >= 0 and one.data.to_numpy().max() <= 1 for one in drawn)
-        assert all(one.data.shape == what.data.shape for one in drawn)
+        assert all(sample.data.to_numpy().min() >= 0 and sample.data.to_numpy().max() <= 1 for sample in drawn)
+        assert all(sample.data.shape == what.data.shape for sample in drawn)
 
 
 def test_parts_of_a_claim_draw_the_same_items():
     picks: dict = {}
-    one, two = (known_truth.source(Sample(F1[[name]].set_axis(["a"], axis=1))) for name in ("a", "x"))
-    seen = [s.drawn(s.seen, np.random.default_rng(seed), picks).data.a for seed, s in enumerate((one, two))]
+    first, second = (known_truth.source(Sample(F1[[name]].set_axis(["a"], axis=1))) for name in ("a", "x"))
+    seen = [s.drawn(s.seen, np.random.default_rng(seed), picks).data.a for seed, s in enumerate((first, second))]
     assert seen[0].tolist() == seen[1].tolist()
 
 
@@ -63,6 +63,6 @@ def test_times_as_many_items_are_drawn():
     whats = clustered, Unpaired(F1.a, F1.b[:20]), Drawn(0.3, RNG.normal(0.3, 0.1, 500), 12)
     for what in whats:
         drawn = [known_truth.source(what, times).drawn(0.3, np.random.default_rng(0), {}) for times in (1, 4)]
-        one, four = (sample.estimate() for sample in drawn)
-        assert four.n == 4 * one.n
-        assert four.error == pytest.approx(one.error / 2, rel=0.4)
+        usual, fourfold = (sample.estimate() for sample in drawn)
+        assert fourfold.n == 4 * usual.n
+        assert fourfold.error == pytest.approx(usual.error / 2, rel=0.4)

@@ -49,11 +49,11 @@ def driver(folder: Path) -> dict[str, float]:
         packed = sum(len(part) for part in workers.packed(jobs) or []) / sum(job.size for job in jobs)
     run(study, loaded, settings)
     rows = pq.read_table(folder / "scale" / "main.parquet", columns=COLUMNS).to_pylist()
-    made = [
+    rows_of_job = [
         row | {"key": f"{i:016x}", "item": f"item-{i}", "prediction": _text(i), "kept_hash": _text(i)[:16]}
         for i, row in enumerate((rows * -(-JOB // len(rows)))[:JOB])
     ]
-    result = pickle.dumps(made)
+    result = pickle.dumps(rows_of_job)
     times: dict[str, list[float]] = {"add": [], "open": [], "close": []}
     for number in range(ADDED):
         with Store(folder, "scale", f"added-{number}") as store:
@@ -79,7 +79,7 @@ def table(row: dict[str, float], seconds: float, efficiency: float) -> pd.DataFr
     """What the sweep takes and needs, a column for each of `GPUS`. row: what `driver` found; seconds: of one row on one
     GPU."""
     count = SWEEP["models"] * SWEEP["items"] * SWEEP["conditions"]
-    told: list[tuple[str, str, Any, str]] = [
+    lines: list[tuple[str, str, Any, str]] = [
         ("rows", "", lambda gpus: count, "models x items x conditions"),
         ("GPU hours", "h", lambda gpus: count * seconds / 3600, f"{1000 * seconds:.1f} ms a row: {OF}"),
         ("the sweep", "h", lambda gpus: count * seconds / gpus / efficiency / 3600,
@@ -96,7 +96,7 @@ def table(row: dict[str, float], seconds: float, efficiency: float) -> pd.DataFr
          "as if all were in one table; each chapter's studies have their own"),
     ]  # fmt: skip
     names = [f"{gpus} GPUs" for gpus in GPUS]
-    rows = [[what, unit, *(float(f"{of(gpus):.3g}") for gpus in GPUS), how] for what, unit, of, how in told]
+    rows = [[name, unit, *(float(f"{value(gpus):.3g}") for gpus in GPUS), how] for name, unit, value, how in lines]
     return pd.DataFrame(rows, columns=["what", "unit", *names, "how"])
 
 
@@ -105,18 +105,18 @@ def main(out: Annotated[Path, typer.Option(help="the table")] = OUT) -> None:
     torch.set_num_threads(1)
     real = pd.read_csv(GPU / "real.csv").set_index("what")
     scaling = out.with_name("scaling.csv")
-    known = pd.read_csv(scaling) if scaling.is_file() else pd.DataFrame({"device": [], "workers": [], "rows": []})
-    two = known[(known.device != "CPU") & (known.workers == 2)]
+    measured = pd.read_csv(scaling) if scaling.is_file() else pd.DataFrame({"device": [], "workers": [], "rows": []})
+    two = measured[(measured.device != "CPU") & (measured.workers == 2)]
     efficiency = float(two.sort_values("rows").efficiency.iloc[-1]) if len(two) else 1.0  # of the largest study
-    with tempfile.TemporaryDirectory() as folder, progress.heard(lambda told: None):
-        found = table(driver(Path(folder)), real.now[RATE] / CONDITIONS, efficiency)
+    with tempfile.TemporaryDirectory() as folder, progress.heard(lambda _: None):
+        sweep = table(driver(Path(folder)), real.now[RATE] / CONDITIONS, efficiency)
     if not len(two):
-        found["how"] = found.how.str.replace(r"at the efficiency measured.*", "not measured: taken as 1", regex=True)
-    names = [name for name in found if name.endswith("GPUs")]
-    found[names] = found[names].map(lambda x: f"{x:.0f}" if x >= 100 else f"{x:g}")
+        sweep["how"] = sweep.how.str.replace(r"at the efficiency measured.*", "not measured: taken as 1", regex=True)
+    names = [name for name in sweep if name.endswith("GPUs")]
+    sweep[names] = sweep[names].map(lambda x: f"{x:.0f}" if x >= 100 else f"{x:g}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_table(out, found.assign(**stamp()), None)
-    print(found.to_string(index=False))
+    write_table(out, sweep.assign(**stamp()), None)
+    print(sweep.to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ PARAMETER = "name=value for all chapters that have it, or chapter.name=value"
 
 
 class Failed(Stopped):
-    """A chapter or the build came to no end."""
+    """A chapter or the build failed."""
 
 
 def chapters(root: Path = ROOT) -> list[str]:
@@ -59,8 +59,8 @@ def chapters(root: Path = ROOT) -> list[str]:
 
 
 def fingerprint(name: str, parameters: dict[str, Any], root: Path = ROOT) -> str:
-    """Hash of what an executed chapter depends on: notebook, parameters and files they name, code, weights, pins; not
-    the results, which it writes."""
+    """Hash of what an executed chapter depends on: its notebook, its parameters and the files that they name, code,
+    weights, and pinned versions. The results, which the chapter writes, do not count."""
     named = [root / value for key, value in parameters.items() if key != "results" and isinstance(value, str)]
     named = [path for path in named if path.exists()]
     files = {root / "notebooks" / f"{name}.ipynb", *(file for pattern in INPUTS for file in root.glob(pattern))}
@@ -79,6 +79,7 @@ def _hash(file: Path) -> str:
 
 
 def _source(name: str, root: Path) -> Path:
+    """A chapter's notebook. Raises InputError where it does not exist."""
     source = root / "notebooks" / f"{name}.ipynb"
     if not source.is_file():
         raise InputError(f"_toc.yml lists book/executed/{name}, but {source} does not exist")
@@ -109,7 +110,7 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     at_its_end = '__import__("atexit").register(__import__("logging").disable)'
     quiet = ["--log-level=CRITICAL", f"--IPKernelApp.exec_lines={at_its_end}"]
     given = dict(kernel_name="python3", cwd=root, extra_arguments=quiet, progress_bar=False)
-    # A cell's outputs are written when it ends; without this, all that went before is written again as it begins.
+    # A cell's outputs are written when it ends. Without this option, the notebook is written as a cell begins, too.
     papermill.execute_notebook(source, partial, parameters, request_save_on_cell_execute=False, **given)
     notebook = nbformat.read(partial, as_version=4)
     notebook, _ = CoalesceStreamsPreprocessor().preprocess(notebook, {})  # what was printed in a row is one block
@@ -133,42 +134,47 @@ def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = RO
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with what stands among `options` or `chapter.options` by its own name. InputError for what stands at
-    both places."""
-    found: dict[str, Any] = {}
+    """The same parameters, where those inside `options` or `chapter.options` stand under their own names. InputError
+    for one that is given in both ways."""
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
         chapter, dot, name = key.rpartition(".")
+        entries = {key: value}
         if name == "options":
             ensure_options(value)
-        given = {f"{chapter}{dot}{one}": v for one, v in (value or {}).items()} if name == "options" else {key: value}
-        if twice := sorted(given.keys() & found.keys()):
+            entries = {f"{chapter}{dot}{option}": setting for option, setting in (value or {}).items()}
+        if twice := sorted(entries.keys() & flattened.keys()):
             raise InputError(f"{twice[0]} is given twice, once among the options: give it once")
-        found |= given
-    return found
+        flattened |= entries
+    return flattened
 
 
 def placed(values: Mapping[str, Any], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:
-    """`{"n_items": 8, "leakage.items": "ifeval"}` -> for each chapter the parameters that it has: those that it shares
-    with others, and those that name it. A chapter's other settings go into its `options`. A name that no chapter has
-    raises InputError."""
-    known = {name: set(papermill.inspect_notebook(_source(name, root))) for name in names}
-    options = {name: settings_of(name) - has if "options" in has else set() for name, has in known.items()}
-    found: dict[str, dict[str, Any]] = {name: {} for name in known}
-    for key in sorted(values, key=lambda key: "." in key):  # what names a chapter has the last word
-        chapter, dot, name = key.rpartition(".")
-        if dot and chapter not in known:
-            raise InputError(f"no chapter {chapter!r}{meant(chapter, known)}; there are: {', '.join(known)}")
-        asked = [chapter] if dot else list(known)
-        there = set().union(*(known[one] | options[one] for one in asked))
-        if name not in there:
-            who = f"chapter {chapter} has no" if dot else "no chapter has a"
-            raise InputError(f"{who} parameter {name!r}{meant(name, there)}; there are: {', '.join(sorted(there))}")
-        for one in asked:
-            if name in known[one]:
-                found[one][name] = values[key]
-            elif name in options[one]:
-                found[one].setdefault("options", {})[name] = values[key]
-    return found
+    """The parameters of each chapter, from for instance `{"n_items": 8, "leakage.items": "ifeval"}`: those for all
+    chapters that it has, and those that name it. Settings that are no parameters of a chapter's notebook go into its
+    `options`. Raises InputError for a name that no chapter has."""
+    parameters_of = {name: set(papermill.inspect_notebook(_source(name, root))) for name in names}
+    options = {name: settings_of(name) - has if "options" in has else set() for name, has in parameters_of.items()}
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in parameters_of}
+    for key in sorted(values, key=lambda key: "." in key):  # a parameter that names a chapter replaces one for all
+        prefix, dot, name = key.rpartition(".")
+        if dot and prefix not in parameters_of:
+            raise InputError(
+                f"no chapter {prefix!r}{meant(prefix, parameters_of)}; there are: {', '.join(parameters_of)}"
+            )
+        wanted = [prefix] if dot else list(parameters_of)
+        possible = set().union(*(parameters_of[chapter] | options[chapter] for chapter in wanted))
+        if name not in possible:
+            who = f"chapter {prefix} has no" if dot else "no chapter has a"
+            raise InputError(
+                f"{who} parameter {name!r}{meant(name, possible)}; there are: {', '.join(sorted(possible))}"
+            )
+        for chapter in wanted:
+            if name in parameters_of[chapter]:
+                chosen[chapter][name] = values[key]
+            elif name in options[chapter]:
+                chosen[chapter].setdefault("options", {})[name] = values[key]
+    return chosen
 
 
 def settings_of(chapter: str) -> set[str]:
@@ -211,7 +217,8 @@ def build(root: Path = ROOT) -> Path:
 
 
 def outside(html: Path) -> list[str]:
-    """What the pages under a folder would fetch from elsewhere as a reader opens them; plain links do not count."""
+    """The tags that would fetch something from the network as a reader opens a page, with the page's path; plain links
+    do not count."""
     loads = re.compile(r"""<(?:script|img|iframe|link|source)\b[^>]*?\b(?:src|href)=["'](?:https?:)?//[^"']+""", re.I)
     return [
         f"{page.relative_to(html)}: {tag}"
@@ -261,26 +268,26 @@ def main(
 
 
 def check(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
-    """Raise InputError, with the chapter's name, for values of parameters that it would refuse, as far as that shows
-    before a model is loaded: what its cells say until then, and policies that nobody has."""
+    """Raise InputError, with the chapter's name, for values of parameters that it would refuse before a model is
+    loaded: its cells up to there are run, and its policies are looked up."""
     source = _source(name, root).read_text()
-    loads = next((one for one in ("models.load(", "artifact.scores(") if one in source), None)
+    loads = next((call for call in ("models.load(", "artifact.scores(") if call in source), None)
     if not parameters or loads is None:
         return
     try:
-        own, space = _until(name, {}, root, loads), _until(name, parameters, root, loads)
+        usual, space = _until(name, {}, root, loads), _until(name, parameters, root, loads)
         ensure_all(Size | None, n_items=space.get("n_items"))
-        for parameter in {"policies", "rivals"} & set(own) & set(space):
+        for parameter in {"policies", "rivals"} & set(usual) & set(space):
             ensure_all(list[str], **{parameter: space[parameter]})
-            for policy in sorted(set(space[parameter]) - set(own[parameter]) - {"full"}):
+            for policy in sorted(set(space[parameter]) - set(usual[parameter]) - {"full"}):
                 find(policy)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
 
 
 def _until(name: str, parameters: dict[str, Any], root: Path, loads: str) -> dict[str, Any]:
-    """A notebook's variables before the statement that holds `loads`; none where its own code fails. That code may
-    raise anything: the chapter is executed all the same, and shows the error in its place."""
+    """A notebook's variables before the statement that holds `loads`; {} where its own code fails. That code may raise
+    anything: the chapter is executed all the same, and its page shows the error."""
     space: dict[str, Any] = {}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -326,9 +333,9 @@ def cells(
     name: str, parameters: dict[str, Any], display: Callable[..., None] = lambda *things, **options: None,
     root: Path = ROOT, space: dict[str, Any] | None = None, until: str = "",
 ) -> Iterator[str]:  # fmt: skip
-    """Run a notebook's code cells in this process, one by one, with these parameters in the place of its own; their
-    sources. display: is given what a cell shows. Their variables are in `space`, if one is given; the first statement
-    that holds `until` ends the run."""
+    """Run a notebook's code cells in this process, one by one, with these parameters in the place of its own. Yields
+    each cell's source. display: is called with what a cell shows; space: holds their variables; until: the first
+    statement that holds this text ends the run."""
     workers.studies_ended.clear()  # an earlier notebook's studies may have ended in this process
     space = {} if space is None else space
     space["display"] = display
@@ -352,20 +359,21 @@ def cells(
 
 
 def _works(names: Sequence[str], parameters: dict[str, Any], force: bool) -> Iterator[tuple[str, Callable[[], bool]]]:
+    """Each chapter's name and the function that executes it. Says that a chapter begins when it is asked for."""
     for name in names:
         _begin(name)
         yield name, partial(execute, name, parameters[name], force=force)
 
 
 def _together(parameters: dict[str, Any]) -> int:
-    """How many chapters may hold a model at a time: one begins while another draws its figures, where models are small
-    and no GPU is shared."""
+    """How many chapters may hold a model at a time: 2 where models are small and no GPU is shared, so that one begins
+    while another draws its figures; otherwise 1."""
     small = all(given.get("model", models.DEFAULT) in models.embedded() for given in parameters.values())
     return 2 if small and all(given.get("device", "cpu") == "cpu" for given in parameters.values()) else 1
 
 
 def _begin(step: str) -> float:
-    """The time. Where no live line is seen, say that the step begins."""
+    """The time, in seconds. Where no live line is shown, print that the step begins."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         print(f"{step:<16} begins", flush=True)
     return time.perf_counter()

@@ -83,9 +83,9 @@ def main(
 ) -> None:
     """Measure on the CPU in float32. Held out: no chapter's items come from this seed."""
     loaded = models.load(model)
-    found = calibrate(loaded.model, prompts(loaded, items, n, seed, tokens), loaded.hash)
+    queries = calibrate(loaded.model, prompts(loaded, items, n, seed, tokens), loaded.hash)
     path = WORK / out if out else loaded.path.with_name(f"{loaded.path.name}-queries.json")
-    write(found, path)
+    write(queries, path)
     print(f'written: {path}; use it as Condition("tri_attention", ..., switches=(("calibration", "{path}"),))')
 
 

@@ -27,8 +27,8 @@ def printed_tables(value: Any) -> Iterator[str]:
 
 def code_of(chapter: str) -> Path:
     """The module that computes the members of a chapter's claims."""
-    own = ROOT / "kvrepro" / "chapters" / chapter / "members.py"
-    return own if own.is_file() else ROOT / FAMILY
+    members = ROOT / "kvrepro" / "chapters" / chapter / "members.py"
+    return members if members.is_file() else ROOT / FAMILY
 
 
 def write(chapters: list[str], books: Mapping[str, Mapping[str, Mapping[str, Any]]], folder: Path) -> None:

@@ -19,16 +19,16 @@ NAMES = ("model", "items", "device")  # what `check_values` knows
 
 
 def with_checked_values(main: Callable[..., Any]) -> Callable[..., Any]:
-    """`main` behind a look at its values. Raises InputError for numbers that are no size, texts that nobody types, an
-    unknown model or device, unknown items, and a file to write that has no folder or is one."""
-    usual = {name: one.default for name, one in inspect.signature(main).parameters.items()}
+    """`main` with its values checked first. It raises InputError for numbers that are no size, texts that nobody types,
+    an unknown model or device, unknown items, and a file to write that has no folder or is one."""
+    usual = {name: parameter.default for name, parameter in inspect.signature(main).parameters.items()}
 
     @functools.wraps(main)
     def behind(**given: Any) -> Any:
         for name, value in given.items():
             if value != getattr(usual[name], "default", usual[name]):
-                for one in value if isinstance(value, list | tuple) else [value]:
-                    _check(name, one)
+                for element in value if isinstance(value, list | tuple) else [value]:
+                    _check(name, element)
         check_values({name: given[name] for name in NAMES if isinstance(given.get(name), str)})
         return main(**given)
 
@@ -36,6 +36,7 @@ def with_checked_values(main: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(name: str, value: Any) -> None:
+    """Raise InputError for a number, a text or a path that a program does not take."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         ensure(Number(0, MOST, whole=isinstance(value, int), above=name not in FROM_ZERO), "", **{name: value})
     if isinstance(value, str | Path):

@@ -29,9 +29,11 @@ ITEMS: Mapping[str, Mapping[str, int]] = {  # of each chapter's main study
 
 
 def hours(measured: pd.DataFrame, chapter: str, profile: str) -> float:
-    """Hours of a chapter, from rows of it with columns `n_items`, `seconds` and `in_studies`: the line through the
-    smallest and the largest size measured; where there is one size, or where more items took less, what the largest
-    spent outside of its studies, and the seconds in them as many times as there are items."""
+    """Hours of a chapter in a profile, from its rows with columns `n_items`, `seconds` and `in_studies`.
+
+    They lie on the line through the smallest and the largest size measured. Where there is one size, or more items took
+    less time, the seconds in studies of the largest size are scaled to the number of items, and the others added.
+    """
     rows = measured.sort_values("n_items")
     few, many = rows.iloc[0], rows.iloc[-1]
     begin, slope = many.seconds - many.in_studies, many.in_studies / many.n_items
@@ -42,17 +44,18 @@ def hours(measured: pd.DataFrame, chapter: str, profile: str) -> float:
 
 
 def table(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
-    """Columns model, GPU, chapter, items measured, sizes (numbers of items), quick and full (hours), GiB, date, how, of
-    every chapter measured without an error."""
+    """A row for every chapter measured without an error: model, GPU, chapter, items measured, sizes (how many numbers
+    of items were measured), hours in the quick and in the full profile, peak GiB, date, and how."""
     frame = pd.read_csv(path)
     done = frame[frame.error.isna() & (frame.failed == 0) & (frame.device != "CPU")]
     rows = [
         {"model's shape": shape, "GPU": device.removeprefix("NVIDIA ").removesuffix(" HBM3"), "chapter": chapter,
-         "items measured": int(mine.n_items.max()), "sizes": int(mine.n_items.nunique()),
-         "quick, hours": round(hours(mine, chapter, "quick"), 2), "full, hours": round(hours(mine, chapter, "full"), 1),
-         "peak GiB": mine.peak_gib.max(), "date": mine.date.min(),
-         "how": str(mine.sort_values("n_items").note.iloc[-1])}
-        for (shape, device, chapter), mine in done.groupby(["shape", "device", "chapter"], sort=False)
+         "items measured": int(rows_of_chapter.n_items.max()), "sizes": int(rows_of_chapter.n_items.nunique()),
+         "quick, hours": round(hours(rows_of_chapter, chapter, "quick"), 2),
+         "full, hours": round(hours(rows_of_chapter, chapter, "full"), 1),
+         "peak GiB": rows_of_chapter.peak_gib.max(), "date": rows_of_chapter.date.min(),
+         "how": str(rows_of_chapter.sort_values("n_items").note.iloc[-1])}
+        for (shape, device, chapter), rows_of_chapter in done.groupby(["shape", "device", "chapter"], sort=False)
     ]  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -61,12 +64,12 @@ def overview(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
     """A row for each GPU and model's shape, a column for each chapter: its hours in the quick and in the full profile,
     with "≤" where they are an upper bound, measured at one size; the most memory that a chapter took, GiB; and since
     when its rows are measured."""
-    each, kind = table(path), ["GPU", "model's shape"]
-    hours = each[["quick, hours", "full, hours"]].map("{:.2g}".format)
-    bound = each["sizes"].map(lambda sizes: "≤ " if sizes == 1 else "")
-    each["told"] = bound + hours["quick, hours"] + " / " + hours["full, hours"]
-    wide = each.pivot_table("told", kind, "chapter", "first").reindex(columns=list(ITEMS)).fillna("-")
-    more = each.groupby(kind).agg(**{"peak GiB": ("peak GiB", "max"), "measured from": ("date", "min")})
+    chapters, kind = table(path), ["GPU", "model's shape"]
+    hours = chapters[["quick, hours", "full, hours"]].map("{:.2g}".format)
+    bound = chapters["sizes"].map(lambda sizes: "≤ " if sizes == 1 else "")
+    chapters["told"] = bound + hours["quick, hours"] + " / " + hours["full, hours"]
+    wide = chapters.pivot_table("told", kind, "chapter", "first").reindex(columns=list(ITEMS)).fillna("-")
+    more = chapters.groupby(kind).agg(**{"peak GiB": ("peak GiB", "max"), "measured from": ("date", "min")})
     return wide.join(more.assign(**{"peak GiB": more["peak GiB"].round().astype(int)})).reset_index()
 
 
@@ -84,17 +87,17 @@ def failures(path: Path = GPU / "chapters.csv") -> str:
 
 
 def targets(path: Path = GPU / "real.csv") -> pd.DataFrame:
-    """What was to be reached on a real model's shape, what was, and the floor, where the bytes give one; as text."""
+    """Targets on a real model's shape, what was reached, and the floor where the bytes to move give one; as text."""
     frame = pd.read_csv(path)
     names = ["what", "shape", "before", "now", "target", "floor"]
     shown = frame[names].map(lambda x: x if isinstance(x, str) else f"{x:g}")
     reached = (frame.now <= frame.target).map({True: "yes", False: "no"}).where(frame.target.notna(), "no target")
-    told = frame.device + ", " + frame.date + ". " + frame.note
-    return shown.replace("nan", "-").assign(unit=frame.unit, reached=reached, how=told)
+    explanation = frame.device + ", " + frame.date + ". " + frame.note
+    return shown.replace("nan", "-").assign(unit=frame.unit, reached=reached, how=explanation)
 
 
 def bars(path: Path = GPU / "real.csv") -> Figure:
-    """Each measurement over its target, before and now, beside the floor: at most 1 is wanted."""
+    """The figure of each measurement over its target, before and now, beside the floor. At most 1 is wanted."""
     frame = pd.read_csv(path).dropna(subset="target")
     names = ("before", "now", "floor")
     long = frame.melt(["what", "target"], names, "measured", "value").dropna(subset="value")
@@ -127,8 +130,8 @@ OURS, THEIRS = "this project's kernels", "plain torch, or separate passes"
 
 
 def floors(path: Path = GPU / "kernels.csv") -> Figure:
-    """How near each kernel comes to its floor: a dot per variant and shape, the longest input of each, in the largest
-    batch; our kernels beside what torch offers for the same work."""
+    """The figure of how near each kernel comes to its floor: a dot per variant and shape, at the longest input of each
+    in the largest batch; our kernels beside what torch offers for the same work."""
     last = _longest(path)
     with figure.style():
         picture = Figure(figsize=(7, 3.2), layout="constrained")
@@ -142,7 +145,8 @@ def floors(path: Path = GPU / "kernels.csv") -> Figure:
 
 
 def _longest(path: Path) -> pd.DataFrame:
-    """Each variant and shape at its longest input, in the largest batch of that length; whose it is in column `by`."""
+    """The row of each variant and shape at its longest input, in the largest batch of that length. Column `by` says
+    whose variant it is."""
     frame = pd.read_csv(path)
     frame = frame[~frame.kernel.isin(["ceiling", "prefill_attention"])]
     frame = frame.sort_values(["tokens", "batch"], kind="stable")
@@ -151,18 +155,19 @@ def _longest(path: Path) -> pd.DataFrame:
 
 
 def _theirs(rows: pd.DataFrame) -> pd.Series:
+    """Is a row of plain torch, or of separate passes?"""
     return rows.variant.str.contains(r"\btorch\b|three kernels")
 
 
 def floors_shown(path: Path = GPU / "kernels.csv") -> str:
     """What `floors` shows, for those who do not see it."""
     last = _longest(path)
-    each = [
-        f"{len(rows)} of {by}, from {rows.min():.0%} to {rows.max():.0%}, median {rows.median():.0%}"
-        for by, rows in last.groupby("by", sort=False).fraction_of_floor
+    lines = [
+        f"{len(rows)} of {source}, from {rows.min():.0%} to {rows.max():.0%}, median {rows.median():.0%}"
+        for source, rows in last.groupby("by", sort=False).fraction_of_floor
     ]
     kernels = last.kernel.nunique()
-    return f"Dots by the share of the floor that is reached, in rows for {kernels} kernels: {'; '.join(each)}."
+    return f"Dots by the share of the floor that is reached, in rows for {kernels} kernels: {'; '.join(lines)}."
 
 
 def floors_said(path: Path = GPU / "kernels.csv") -> str:

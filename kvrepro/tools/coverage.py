@@ -198,13 +198,13 @@ def said(path: Path = DATA / "coverage.csv") -> list[dict[str, str]]:
     zeros or ones) cannot be covered at exactly 95% by any interval."""
     frame = pd.read_csv(path)
     rows = []
-    for (quantity, rule), mine in frame.groupby(["quantity", "rule"], sort=False):
-        lowest = mine.loc[mine.coverage.idxmin()]
+    for (quantity, rule), group in frame.groupby(["quantity", "rule"], sort=False):
+        lowest = group.loc[group.coverage.idxmin()]
         rows.append({
-            "quantity": str(quantity).replace("_", " "), "rule": str(rule), "populations and n": str(len(mine)),
-            "covers 93 to 97%": f"{mine.coverage.between(0.93, 0.97).mean():.0%}",
-            "less": f"{(mine.coverage < 0.93).mean():.0%}", "more": f"{(mine.coverage > 0.97).mean():.0%}",
-            "median": f"{mine.coverage.median():.1%}",
+            "quantity": str(quantity).replace("_", " "), "rule": str(rule), "populations and n": str(len(group)),
+            "covers 93 to 97%": f"{group.coverage.between(0.93, 0.97).mean():.0%}",
+            "less": f"{(group.coverage < 0.93).mean():.0%}", "more": f"{(group.coverage > 0.97).mean():.0%}",
+            "median": f"{group.coverage.median():.1%}",
             "worst": f"{lowest.coverage:.1%} ({lowest.population}, n = {lowest.n})",
         })  # fmt: skip
     return rows
@@ -212,9 +212,9 @@ def said(path: Path = DATA / "coverage.csv") -> list[dict[str, str]]:
 
 def main(out: Path = DATA / "coverage.csv", repeats: int = 2000, peers: int = 300) -> None:
     """Simulate, write the table, and print each rule's coverage by quantity and n."""
-    found = table(repeats=repeats, peers=peers)
-    write_table(out, found)
-    shown = found.groupby(["quantity", "rule", "n"]).coverage.agg(["min", "mean", "max"]).round(3)
+    coverages = table(repeats=repeats, peers=peers)
+    write_table(out, coverages)
+    shown = coverages.groupby(["quantity", "rule", "n"]).coverage.agg(["min", "mean", "max"]).round(3)
     typer.echo(shown.to_string())
 
 

@@ -106,13 +106,13 @@ def main(
         raise InputError(f"{model} has layers that slide, which need no gates: {way_out}")
     batches = draw(steps, batch * length, length, seed)
     gates, losses = learn(loaded.model, batches, sinks, recent, rate, weight)
-    found = {"model": loaded.hash, "sinks": sinks, "recent": recent, "length": length, "steps": steps, "seed": seed,
+    result = {"model": loaded.hash, "sinks": sinks, "recent": recent, "length": length, "steps": steps, "seed": seed,
              "rate": rate, "weight": weight, "distillation": round(float(np.mean(losses[-10:])), 5),
              "sample": rounded(sampled([facts.outputs[n] for n in facts.attention]).tolist()),
              "gates": [[round(g, 4) for g in layer] for layer in gates.tolist()]}  # fmt: skip
     path = WORK / out if out else loaded.path.with_name(f"{loaded.path.name}-gates.json")
-    path.write_text(json.dumps(found) + "\n")
-    print(json.dumps(found))
+    path.write_text(json.dumps(result) + "\n")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

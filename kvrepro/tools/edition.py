@@ -48,7 +48,7 @@ def results_of(chapter: str, root: Path = ROOT) -> Path:
 
 @functools.lru_cache(maxsize=64)
 def _results(executed: Path, changed: int) -> str:
-    """As the copy's metadata say; `changed` is when it was written, so that a copy is parsed once."""
+    """The results folder in the copy's metadata. changed: when the copy was written, so that each copy is read once."""
     metadata = json.loads(executed.read_text(encoding="utf-8"))["metadata"]
     return str(metadata.get("papermill", {}).get("parameters", {}).get("results", RESULTS))
 
@@ -62,7 +62,7 @@ def edit(notebook: Any, chapter: str, folder: Path) -> None:
     undrawn = _undrawn(notebook.cells)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            shown = [output for output in cell.outputs if "caption_of" not in _told(output)]
+            shown = [output for output in cell.outputs if "caption_of" not in _figure_facts(output)]
             cell.outputs = [_placed(output, chapter, folder, names, undrawn) for output in shown]
             if not FOLDED & set(tags(cell)):
                 tag(cell, "hide-input")
@@ -89,20 +89,22 @@ def text_of(output: Any, kind: str) -> str:
     return "".join(output.get("data", {}).get(kind, ""))
 
 
-def _told(output: Any) -> dict[str, Any]:
-    """What `figure.show` said of an output."""
+def _figure_facts(output: Any) -> dict[str, Any]:
+    """What `figure.show` wrote into an output's metadata; empty for other outputs."""
     return dict(output.get("metadata", {}).get("kvrepro", {}))
 
 
 def _undrawn(cells: list[Any]) -> set[str]:
-    """Names in the code, figures' among them, that no figure of this run has: what one lacks, another draws."""
+    """Strings in the code, names of figures among them, that no figure of this run is called: another run may draw
+    these."""
     code = [cell for cell in cells if cell.cell_type == "code"]
-    drawn = {_told(output).get("figure") for cell in code for output in cell.outputs}
+    drawn = {_figure_facts(output).get("figure") for cell in code for output in cell.outputs}
     return {name for cell in code for name in re.findall(r'"([a-z0-9-]+)"', cell.source)} - drawn
 
 
 def _numbered(text: str, chapter: str, undrawn: set[str]) -> str:
-    """A reference to a figure gets its number; a name that is nowhere in the code stays one, which fails the build."""
+    """The text with references to figures as the book has them, so that they get their numbers. A figure that this run
+    did not draw is named in words. A name that is nowhere in the code stays a reference, which fails the build."""
 
     def number(link: re.Match[str]) -> str:
         return "the figure (not drawn in this run)" if link[1] in undrawn else f"{{numref}}`fig-{chapter}-{link[1]}`"
@@ -111,7 +113,8 @@ def _numbered(text: str, chapter: str, undrawn: set[str]) -> str:
 
 
 def _in_book(text: str) -> str:
-    """Prose as the book has it: a link to a source is cited, and pages of the book lie one folder up."""
+    """Prose as the book has it: links to sources become citations, and links to pages of the book are relative to the
+    folder of executed chapters."""
     keys = _sources()
 
     def cited(link: re.Match[str]) -> str:
@@ -129,7 +132,7 @@ def _sources(file: Path = ROOT / "book" / "references.bib") -> dict[str, str]:
 
 
 def _folded(output: Any) -> Any:
-    """A table beside a figure, behind a line that says how long it is; any other output as it is."""
+    """An output with its HTML table folded behind a line that says how many rows it has; any other output as it is."""
     table = text_of(output, "text/html")
     if "<table" not in table:
         return output
@@ -141,24 +144,24 @@ def _folded(output: Any) -> Any:
 
 def _placed(output: Any, chapter: str, folder: Path, names: set[str], undrawn: set[str]) -> Any:
     """An output as the book shows it: a figure as a directive, anything else as it is."""
-    told = _told(output)
-    if "figure" not in told:
+    facts = _figure_facts(output)
+    if "figure" not in facts:
         if text := text_of(output, "text/markdown"):
             output.data["text/markdown"] = _numbered(text, chapter, undrawn)
         return output
-    if told["figure"] in names:
-        raise InputError(f"{chapter}: two figures are called {told['figure']!r}")
-    names.add(told["figure"])
-    picture, caption = _picture(folder, chapter, told["figure"]), _numbered(told["caption"], chapter, undrawn)
+    if facts["figure"] in names:
+        raise InputError(f"{chapter}: two figures are called {facts['figure']!r}")
+    names.add(facts["figure"])
+    picture, caption = _picture(folder, chapter, facts["figure"]), _numbered(facts["caption"], chapter, undrawn)
     stem = picture.stem
     picture.parent.mkdir(parents=True, exist_ok=True)
     picture.write_text(output.data["image/svg+xml"].replace(WHITE, "", 1), encoding="utf-8")
-    if "data" in told:
-        picture.with_suffix(".csv").write_text(told["data"], encoding="utf-8")
+    if "data" in facts:
+        picture.with_suffix(".csv").write_text(facts["data"], encoding="utf-8")
         caption += f" {{download}}`Data (CSV) <figures/{stem}.csv>`"
     options = {
         "name": f"fig-{stem}",
-        "alt": told["alt"],
+        "alt": facts["alt"],
         "class": "dark-light kvrepro-figure",  # the theme leaves its brightness alone; book.css inverts it in the dark
         "target": f"../../_images/{stem}.svg",  # a click opens the picture itself, to zoom
     }
@@ -168,7 +171,7 @@ def _placed(output: Any, chapter: str, folder: Path, names: set[str], undrawn: s
 
 
 def _findings_first(cells: list[Any]) -> list[Any]:
-    """The box of findings goes below the title; what is computed before it to the page's end, as one folded cell."""
+    """The cells, with the box of findings below the title, and the code before it as one folded cell at the end."""
     at = next((i for i, cell in enumerate(cells) if _finds(cell)), None)
     if at is None:
         return cells
@@ -191,18 +194,18 @@ def _findings_first(cells: list[Any]) -> list[Any]:
 
 
 def _finds(cell: Any) -> bool:
+    """Does a cell show the box of findings?"""
     return cell.cell_type == "code" and any(FOUND in text_of(output, "text/markdown") for output in cell.outputs)
 
 
 def _joined(cells: list[Any]) -> list[Any]:
-    """Folded code that stands in a row is one cell with one button, which shows what each of them showed."""
-    found: list[Any] = []
+    """The cells, with successive folded ones joined into one cell that has the sources and outputs of all."""
+    joined: list[Any] = []
     for cell in cells:
-        before = found[-1] if found else None
-        row = [one for one in (before, cell) if one is not None and one.cell_type == "code"]
-        if len(row) == 2 and all(tags(one) == ["hide-input"] for one in row):
-            cell.source = f"{row[0].source}\n\n{cell.source}"
-            cell.outputs = [*row[0].outputs, *cell.outputs]
-            found.pop()
-        found.append(cell)
-    return found
+        pair = [*joined[-1:], cell]
+        if len(pair) == 2 and all(c.cell_type == "code" and tags(c) == ["hide-input"] for c in pair):
+            before = joined.pop()
+            cell.source = f"{before.source}\n\n{cell.source}"
+            cell.outputs = [*before.outputs, *cell.outputs]
+        joined.append(cell)
+    return joined

@@ -77,17 +77,17 @@ ROWS = 33  # 11 items under the full cache, the policy of the fault and another
 
 @dataclass(frozen=True)
 class Fault:
-    """How a fault is made in a call of `kvrepro`, and what its output says of it."""
+    """How a fault is made in a call of `kvrepro`, and what its output says about it."""
 
-    made: str
-    says: str  # in the line that is shown
-    body: str = "pass"  # of the policy
-    above: str = ""
+    how: str  # in words, for the table
+    says: str  # part of the line that the reader sees
+    body: str = "pass"  # of the policy's function
+    above: str = ""  # code above that function
     options: tuple[str, ...] = ()
-    broken: int = 0  # rows that cannot be there
+    broken: int = 0  # rows that the fault makes impossible
     command: str = "run"
-    signal: int = 0  # is sent when rows arrive
-    nan: bool = False
+    signal: int = 0  # is sent when rows arrive; 0 for none
+    nan: bool = False  # in the weights
 
 
 FAULTS = {
@@ -125,7 +125,7 @@ FAULTS = {
 
 
 def _command(fault: Fault, base: Path) -> list[str]:
-    """What is typed; files that it needs are written to `base`."""
+    """The command line of a fault; files that it needs are written to `base`."""
     results, start = base / "results", [sys.executable, "-m", "kvrepro", fault.command]
     if fault.command == "book":
         parameters = {"model": _two_layers(base), "results": results, "n_items": 1}
@@ -133,11 +133,17 @@ def _command(fault: Fault, base: Path) -> list[str]:
     scorer, items = base / "fault.py", base / "items.jsonl"
     scorer.write_text(SCORER.format(above=fault.above, body=fault.body))
     lengths = [40 if i == 7 else 10 for i in range(11)]
-    made = [{"context": "The red door is open. " * n, "question": "Which?", "answer": "red"} for n in lengths]
-    items.write_text("".join(json.dumps(item) + "\n" for item in made))
+    lines = [{"context": "The red door is open. " * n, "question": "Which?", "answer": "red"} for n in lengths]
+    items.write_text("".join(json.dumps(item) + "\n" for item in lines))
     model = _with_nan(base) if fault.nan else "small-gqa"
-    given = f"-p {scorer}:MINE -p k_norm -b 0.5 -m {model} -i {items} -n 11 -o results={results} -o progress=false"
-    return [*start, *given.split(), "--max-new-tokens", "4", *fault.options]
+    arguments = f"-p {scorer}:MINE -p k_norm -b 0.5 -m {model} -i {items} -n 11 -o results={results} -o progress=false"
+    return [*start, *arguments.split(), "--max-new-tokens", "4", *fault.options]
+
+
+def _usual_signals() -> None:
+    """Let signals end the process; of some, jobs in the background inherit that they are ignored."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _with_nan(base: Path) -> Path:
@@ -150,14 +156,14 @@ def _with_nan(base: Path) -> Path:
 
 
 def meet(name: str, base: Path) -> dict[str, Any]:
-    """Make a fault: what was said, the exit code, seconds from a signal to the end, processes left, and rows lost, of
-    those that were stored before a signal or that the fault leaves possible."""
+    """Make a fault. Its row: the line that was seen, the exit code, seconds from a signal to the end, processes left,
+    and rows lost of those that were stored before a signal, or that the fault does not make impossible."""
     fault, results, log = FAULTS[name], base / "results", base / "log"
-    with log.open("wb") as said:
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            _command(fault, base), stdout=said, stderr=said, cwd=ROOT, start_new_session=True,
+            _command(fault, base), stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
             env=os.environ | {"KVREPRO_WORKERS": ""},
-            preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in ENDING],  # background jobs ignore some
+            preexec_fn=_usual_signals,
         )  # fmt: skip
         until, before, family = time.monotonic() + SECONDS, ROWS - fault.broken, list[psutil.Process]()
         if fault.signal:
@@ -172,7 +178,7 @@ def meet(name: str, base: Path) -> dict[str, Any]:
     after = stored(results)[0] if fault.signal else sum(int((frame.error == "").sum()) for frame in good)
     taken = round(time.monotonic() - began, 1) if fault.signal else None
     left = end(family) if fault.signal else 0
-    return {"fault": name, "made": fault.made, "seen": lines[0].replace(str(base), "...") if lines else "",
+    return {"fault": name, "made": fault.how, "seen": lines[0].replace(str(base), "...") if lines else "",
             "exit_code": code, "lost": max(0, before - after), "seconds": taken, "processes_left": left}  # fmt: skip
 
 
@@ -187,14 +193,14 @@ READ_ONLY = 'mount --bind {1} {1} && mount -o remount,ro,bind {1} && exec "$@"'
 
 @dataclass(frozen=True)
 class Damage:
-    """How the disk fails a call of `kvrepro run`, and what its output says of it."""
+    """How the disk fails a call of `kvrepro run`, and what its output says about it."""
 
-    made: str
-    says: str
-    harm: Callable[[Path], object] | None = None  # to the table that is stored
-    away: bool = True  # what was harmed is moved away afterwards, as the line says
-    around: str = ""  # the call, which is "$@": a shell's script with the right to mount
-    calls: int = 1  # at once
+    how: str  # in words, for the table
+    says: str  # part of the line that the reader sees
+    harm: Callable[[Path], object] | None = None  # is done to the stored table
+    away: bool = True  # move the harmed file away afterwards, as the line says
+    around: str = ""  # a shell script with the right to mount, in which the call is "$@"
+    calls: int = 1  # at the same time
 
 
 def _of_later_version(file: Path) -> None:
@@ -236,7 +242,7 @@ DAMAGES = {
 
 
 def stored_and_whole(base: Path) -> tuple[Path, dict[str, pd.DataFrame]]:
-    """A folder of results with the rows of a first call, and all rows that a second one, with MORE, gives."""
+    """A folder of results with the rows of a first call, and all tables after a second call, with `MORE`."""
     whole, kept = base / "whole", base / "stored"
     for options, copy in ((ALONE, kept), (MORE, None)):
         command = [*_command(Fault("", "", options=options), base), "-o", f"results={whole}"]
@@ -248,24 +254,24 @@ def stored_and_whole(base: Path) -> tuple[Path, dict[str, pd.DataFrame]]:
 
 
 def _called(commands: list[list[str]], log: Path) -> tuple[int, int]:
-    """The largest exit code of commands that run at once, and how many processes they left, which are ended."""
-    with log.open("wb") as said:
+    """The largest exit code of commands that run at once, and how many processes they left behind. These are ended."""
+    with log.open("wb") as output:
         running = [
-            subprocess.Popen(one, stdout=said, stderr=said, cwd=ROOT, start_new_session=True,
+            subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
                              env=os.environ | {"KVREPRO_WORKERS": ""})
-            for one in commands
+            for command in commands
         ]  # fmt: skip
         codes = [process.wait(SECONDS) for process in running]
     left = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError):
-            left += [process] if os.getsid(process.pid) in [one.pid for one in running] else []
+            left += [process] if os.getsid(process.pid) in [leader.pid for leader in running] else []
     return max(codes), end(left)
 
 
 def damaged(name: str, base: Path, kept: Path, whole: dict[str, pd.DataFrame]) -> dict[str, Any]:
-    """Call `kvrepro run` with a fault of the disk; do what its line says, call again, and count rows that are then
-    lost, doubled or other than without the fault."""
+    """Call `kvrepro run` with a fault of the disk, do what its line says, call it again, and count the rows that are
+    then lost, doubled or different from those without the fault."""
     damage, results, out = DAMAGES[name], base / "results", base / "out"
     if damage.around and subprocess.run("unshare -rm mount -t tmpfs none /mnt", shell=True).returncode:
         raise InputError(f"fault {name!r} needs `unshare -rm` and mounts, which fail here: choose others by --only")
@@ -282,7 +288,7 @@ def damaged(name: str, base: Path, kept: Path, whole: dict[str, pd.DataFrame]) -
     began = time.monotonic()
     code, left = _called([call] * damage.calls, base / "log")
     seconds = round(time.monotonic() - began, 1)
-    said = [line for line in (base / "log").read_text(errors="replace").splitlines() if damage.says in line]
+    lines = [line for line in (base / "log").read_text(errors="replace").splitlines() if damage.says in line]
     touched = damage.harm is not None and damage.away and file.read_bytes() != harmed
     if damage.harm and damage.away:
         file.rename(base / "away")
@@ -290,13 +296,13 @@ def damaged(name: str, base: Path, kept: Path, whole: dict[str, pd.DataFrame]) -
         shutil.rmtree(results)
         out.rename(results)
     _called([command], base / "log")
-    found = differences(whole, tables(results))
-    found = found[~found.column.isin(TIMES)]
-    lost = int(found[["lost", "doubled", "different"]].to_numpy().sum()) + touched * ROWS
+    differing = differences(whole, tables(results))
+    differing = differing[~differing.column.isin(TIMES)]
+    lost = int(differing[["lost", "doubled", "different"]].to_numpy().sum()) + touched * ROWS
     if not (damage.harm and damage.away):  # rows of the first call are still those, with their dates
         lost += int(differences(tables(kept), tables(results))[["lost", "different"]].to_numpy().max(initial=0))
-    seen = re.sub(r"@\S+\.parquet", "@....parquet", "; ".join(said[-damage.calls :]).replace(str(base), "..."))
-    return {"fault": name, "made": damage.made, "seen": seen, "exit_code": code, "lost": lost, "seconds": seconds,
+    seen = re.sub(r"@\S+\.parquet", "@....parquet", "; ".join(lines[-damage.calls :]).replace(str(base), "..."))
+    return {"fault": name, "made": damage.how, "seen": seen, "exit_code": code, "lost": lost, "seconds": seconds,
             "processes_left": left}  # fmt: skip
 
 
@@ -331,8 +337,8 @@ def kills(
     processes = workers or (1 if who == "driver" and engine == "local" else 2)
     options = {"progress": False, "workers": processes, "batch_rows": 16}
     with tempfile.TemporaryDirectory() as base:
-        given = {"model": model or str(_two_layers(Path(base))), "n_items": n_items, "options": options}
-        row = campaign(chapter, given | SMALL.get(chapter, {}), Path(base), who, count, seed)
+        parameters = {"model": model or str(_two_layers(Path(base))), "n_items": n_items, "options": options}
+        row = campaign(chapter, parameters | SMALL.get(chapter, {}), Path(base), who, count, seed)
     row = {"chapter": chapter, "engine": engine, "who": who, "seed": seed} | row | stamp()
     print(pd.Series(row).to_string())
     replace_rows(out, pd.DataFrame([row]), KEY)
@@ -359,12 +365,12 @@ def table_(
 
 
 def _met(names: list[str], base: Path) -> Iterator[dict[str, Any]]:
-    """A row for each fault. Those of the disk share what was stored before them."""
+    """A row for each fault. Faults of the disk start from the same stored rows."""
     before: tuple[Any, ...] = ()
     for name in names:
         if name in FAULTS:
-            with tempfile.TemporaryDirectory() as own:
-                yield meet(name, Path(own))
+            with tempfile.TemporaryDirectory() as folder:
+                yield meet(name, Path(folder))
         else:
             before = before or stored_and_whole(base)
             yield damaged(name, base, *before)

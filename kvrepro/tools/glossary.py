@@ -32,14 +32,14 @@ def setup(app: Sphinx) -> dict[str, Any]:
 @functools.cache  # read once, and not for every page
 def meanings(app: Sphinx) -> dict[str, tuple[str, str]]:
     """Each word -> (its anchor on the glossary's page, its meaning as plain text)."""
-    found: dict[str, tuple[str, str]] = {}
+    meaning_of: dict[str, tuple[str, str]] = {}
     if PAGE in app.env.all_docs:
         for entry in app.env.get_doctree(PAGE).findall(glossary):
             for item in entry.findall(nodes.definition_list_item):
                 meaning = next(item.findall(nodes.definition)).astext()
                 for word in item.findall(nodes.term):
-                    found[word.astext()] = (word["ids"][0], " ".join(meaning.split()))
-    return found
+                    meaning_of[word.astext()] = (word["ids"][0], " ".join(meaning.split()))
+    return meaning_of
 
 
 def pattern(words: list[str]) -> re.Pattern[str]:
@@ -71,12 +71,12 @@ def mark(app: Sphinx, doctree: nodes.document, name: str) -> None:
             continue
         parts, at = list[nodes.Node](), 0
         for match in find.finditer(text):
-            word = next(word for word, found in zip(ordered, match.groups(), strict=True) if found)
+            word = next(word for word, group in zip(ordered, match.groups(), strict=True) if group)
             if word not in seen and fits(word, name):
                 seen.add(word)
                 anchor, meaning = words[word]
-                told = Explained("", match[0], page=f"{page}#{anchor}", tip=f"tip-{anchor}", meaning=meaning)
-                parts += [nodes.Text(text[at : match.start()]), told]
+                explained = Explained("", match[0], page=f"{page}#{anchor}", tip=f"tip-{anchor}", meaning=meaning)
+                parts += [nodes.Text(text[at : match.start()]), explained]
                 at = match.end()
         if parts:
             text.parent.replace(text, [*parts, nodes.Text(text[at:])])
@@ -88,14 +88,14 @@ def _begin(translator: Any, node: Explained) -> None:
 
 
 def _end(translator: Any, node: Explained) -> None:
-    """The meaning is an attribute, which the style sheet shows: as text it would stand in the midst of the sentences
-    that the page of search quotes."""
+    """Write the meaning as an attribute, which the style sheet shows. As text it would appear in the middle of the
+    sentences that the page of search quotes."""
     tip, meaning = (html.escape(node[name]) for name in ("tip", "meaning"))
     translator.body.append(f'</a><span class="tip" role="tooltip" id="{tip}" aria-label="{meaning}"></span>')
 
 
 def _running(text: nodes.Text) -> bool:
-    """Does it stand in a paragraph, and in nothing that is to be left alone?"""
+    """Is the text part of a paragraph, and of no element whose words are left alone?"""
     above = list(_above(text))
     left_alone = any(isinstance(node, LEFT_ALONE) for node in above)
     return not left_alone and any(isinstance(node, nodes.paragraph) for node in above)

@@ -33,12 +33,12 @@ SECONDS = 300.0  # for one command
 
 
 def _child(chapter: str, parameters: dict[str, Any], log: Path) -> None:
-    """The notebook's cells, all of them; what they print goes to `log`."""
+    """Run all cells of the notebook; what they print goes to `log`."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with log.open("a", buffering=1, encoding="utf-8") as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
+    with log.open("a", buffering=1, encoding="utf-8") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
         try:
             for _ in cells(chapter, parameters):
                 pass
@@ -73,7 +73,7 @@ class Run:
         return []
 
     def finish(self) -> None:
-        """Wait for its end. Raises RuntimeError with its last words where that is no good one."""
+        """Wait for its end. Raises RuntimeError with its last lines where the exit code is not 0."""
         self.process.join()
         if self.process.exitcode:
             last = self.log.read_text(encoding="utf-8").splitlines()[-12:]
@@ -87,31 +87,34 @@ def last_words(log: Path) -> str:
 
 
 def _victims(run: Run, who: str) -> list[psutil.Process]:
-    """Whom a kill of that kind may hit: the process that runs the study, a worker of it, or Ray's node, as soon as a
-    worker of its has a job: before, it is Ray's start that is tried."""
+    """The processes that a kill of that kind may hit: the one that runs the study, its workers, or Ray's node. The node
+    may be hit as soon as one of its workers has a job; an earlier kill would only try Ray's start."""
     if who == "driver":
         return [psutil.Process(run.process.pid)]
-    found, busy = [], False
+    victims, has_job = [], False
     for process in run.family():
         with contextlib.suppress(psutil.Error):
-            busy = busy or " ".join(process.cmdline()).startswith("ray::Worker.do")
+            has_job = has_job or " ".join(process.cmdline()).startswith("ray::Worker.do")
             node = process.name() == "raylet"
-            found += [process] if (node if who == "node" else _is_worker(process)) else []
-    return found if busy or who != "node" else []
+            victims += [process] if (node if who == "node" else _is_worker(process)) else []
+    return victims if has_job or who != "node" else []
 
 
 def _is_worker(process: psutil.Process) -> bool:
-    """Of Ray, or forked from the server of `kvrepro.experiment.workers`, whose command line it has."""
-    mine, parents = (" ".join(one.cmdline()) for one in (process, process.parent() or process))
-    return mine.startswith("ray::Worker") or ("multiprocessing.forkserver" in mine and mine == parents)
+    """Is it a worker of Ray, or one forked from the server of `kvrepro.experiment.workers`, with its command line?"""
+    command, command_of_parent = (" ".join(p.cmdline()) for p in (process, process.parent() or process))
+    return command.startswith("ray::Worker") or (
+        "multiprocessing.forkserver" in command and command == command_of_parent
+    )
 
 
 # ---- what is stored
 
 
-def stored(folder: Path, known: dict[str, int] | None = None) -> tuple[int, bool]:
-    """(rows stored so far, whether a file is being written). known: rows of files that were counted before."""
-    known = {} if known is None else known
+def stored(folder: Path, rows_of_file: dict[str, int] | None = None) -> tuple[int, bool]:
+    """(rows stored so far, whether a file is being written). rows_of_file: the rows of files counted before, to which
+    those of new files are added."""
+    rows_of_file = {} if rows_of_file is None else rows_of_file
     count, writing = 0, False
     for path, _, files in os.walk(folder):
         for name in files:
@@ -120,45 +123,45 @@ def stored(folder: Path, known: dict[str, int] | None = None) -> tuple[int, bool
                 writing = True
             elif name.endswith(".parquet"):
                 with contextlib.suppress(OSError, pa.ArrowException):  # folded in the meantime
-                    if file not in known or not file.endswith("0.parquet"):
-                        known[file] = pq.read_metadata(file).num_rows
-                    count += known[file]
+                    if file not in rows_of_file or not file.endswith("0.parquet"):
+                        rows_of_file[file] = pq.read_metadata(file).num_rows
+                    count += rows_of_file[file]
     return count, writing
 
 
 def tables(folder: Path) -> dict[str, pd.DataFrame]:
-    """Everything that a finished run stored, as text: rows of answers by study, with an index of their keys; tables of
-    items and verdicts by their place in the folder, with one that counts."""
-    found: dict[str, list[pd.DataFrame]] = {}
+    """All tables that a finished run stored, their values as text: rows of answers by study, indexed by their keys;
+    tables of items and verdicts by their path in the folder, indexed by number."""
+    parts_of_table: dict[str, list[pd.DataFrame]] = {}
     for file in sorted(folder.rglob("*.parquet")) + sorted(folder.rglob("*.csv")):
         if ".tmp" in str(file):
             continue
         frame = pd.read_csv(file) if file.suffix == ".csv" else pq.read_table(file).to_pandas()
-        of = f"{file.relative_to(folder)}"
+        name = f"{file.relative_to(folder)}"
         if {"key", "chapter", "name"} <= set(frame):
             frame = frame.set_index("key", drop=False)
-            of = "/".join(frame.iloc[0][["chapter", "name"]]) if len(frame) else of
-        found.setdefault(of, []).append(frame.astype(str).fillna(""))
-    return {of: pd.concat(frames) for of, frames in found.items()}
+            name = "/".join(frame.iloc[0][["chapter", "name"]]) if len(frame) else name
+        parts_of_table.setdefault(name, []).append(frame.astype(str).fillna(""))
+    return {name: pd.concat(frames) for name, frames in parts_of_table.items()}
 
 
 def differences(quiet: Mapping[str, pd.DataFrame], other: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """A row for each table and column in which two runs differ, `table, column, lost, doubled, different`: rows that
-    the other run lacks, that it has more often, and, with the column's name, those whose value is another."""
-    found = []
-    for of in sorted({*quiet, *other}):
-        a, b = (side.get(of, pd.DataFrame()) for side in (quiet, other))
+    """Where two runs differ, with columns `table, column, lost, doubled, different`: a row for each table of which the
+    other run lacks rows or has some more than once, and a row for each column in which values differ."""
+    rows = []
+    for name in sorted({*quiet, *other}):
+        a, b = (side.get(name, pd.DataFrame()) for side in (quiet, other))
         more = b.index.value_counts().sub(a.index.value_counts(), fill_value=0)
         lost, doubled = int(-more[more < 0].sum()), int(more[more > 0].sum())
         if lost or doubled:
-            found.append((of, "", lost, doubled, 0))
+            rows.append((name, "", lost, doubled, 0))
         a, b = (side[~side.index.duplicated()] for side in (a, b))
         both = a.index.intersection(b.index)
         for column in sorted({*a, *b} if len(both) else ()):
             sides = [side[column].loc[both] if column in side else pd.Series("", both) for side in (a, b)]
             if count := int((sides[0] != sides[1]).sum()):
-                found.append((of, column, 0, 0, count))
-    return pd.DataFrame(found, columns=["table", "column", "lost", "doubled", "different"])
+                rows.append((name, column, 0, 0, count))
+    return pd.DataFrame(rows, columns=["table", "column", "lost", "doubled", "different"])
 
 
 # ---- moments
@@ -178,10 +181,12 @@ class Quiet:
 
 
 def quiet_run(chapter: str, parameters: dict[str, Any], folder: Path) -> Quiet:
-    """Compute a chapter into `folder` and watch."""
-    run, curve, known = Run(chapter, parameters | {"results": str(folder)}, folder.with_suffix(".log")), [(0.0, 0)], {}
+    """Compute a chapter into `folder`, and watch how many rows are stored when."""
+    run = Run(chapter, parameters | {"results": str(folder)}, folder.with_suffix(".log"))
+    curve = [(0.0, 0)]
+    rows_of_file: dict[str, int] = {}
     while run.process.is_alive():
-        count, _ = stored(folder, known)
+        count, _ = stored(folder, rows_of_file)
         if count > curve[-1][1]:
             curve.append((run.seconds, count))
         time.sleep(0.01)
@@ -189,22 +194,22 @@ def quiet_run(chapter: str, parameters: dict[str, Any], folder: Path) -> Quiet:
     return Quiet(run.seconds, curve)
 
 
-def wait_for(run: Run, folder: Path, rows: int, more: float, writing: bool) -> bool:
-    """Wait until so many rows are stored and so many seconds have passed since; then, if asked, until a file is being
-    written. Whether the run was still alive then."""
-    known: dict[str, int] = {}
-    while run.process.is_alive() and stored(folder, known)[0] < rows:
+def wait_for(run: Run, folder: Path, rows: int, delay: float, writing: bool) -> bool:
+    """Wait until so many rows are stored and then `delay` seconds; if `writing`, also until a file is being written.
+    True if the run is still alive then."""
+    rows_of_file: dict[str, int] = {}
+    while run.process.is_alive() and stored(folder, rows_of_file)[0] < rows:
         time.sleep(POLL)
-    until = time.monotonic() + more
+    until = time.monotonic() + delay
     while run.process.is_alive() and time.monotonic() < until:
         time.sleep(POLL)
-    while writing and run.process.is_alive() and not stored(folder, known)[1]:
+    while writing and run.process.is_alive() and not stored(folder, rows_of_file)[1]:
         time.sleep(POLL)
     return run.process.is_alive()
 
 
 def end(processes: list[psutil.Process]) -> int:
-    """Wait until they have ended by themselves; how many had to be ended."""
+    """Wait `SETTLE` seconds for processes to end by themselves, and kill the others; how many these were."""
     _, left = psutil.wait_procs(processes, SETTLE)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -213,8 +218,8 @@ def end(processes: list[psutil.Process]) -> int:
 
 
 def ended(run: Run, family: list[psutil.Process]) -> int:
-    """Wait for the end of a run that lost its driver or its node; how many of its processes had to be ended. Raises
-    RuntimeError where it goes on and on."""
+    """Wait for the end of a run that lost its driver or its node; how many of its processes had to be killed. Raises
+    RuntimeError where it has not ended after `SECONDS`."""
     run.process.join(SECONDS)
     if run.process.is_alive():
         run.process.kill()
@@ -226,17 +231,17 @@ def ended(run: Run, family: list[psutil.Process]) -> int:
 def killed_run(
     chapter: str, parameters: dict[str, Any], folder: Path, quiet: Quiet, who: str, kills: int, seed: int
 ) -> dict[str, int]:
-    """Compute a chapter into `folder` while one of its processes is killed at that many moments of the quiet run's
-    length, every third time as the next file is written; resume after each. What was counted."""
-    dice, given = random.Random(f"{chapter} {who} {seed}"), parameters | {"results": str(folder)}
+    """Compute a chapter into `folder`, kill one of its processes at `kills` random moments, every third time while a
+    file is being written, and resume after each. The moments lie within the quiet run's length. Returns the counts."""
+    dice, run_parameters = random.Random(f"{chapter} {who} {seed}"), parameters | {"results": str(folder)}
     lengths = [quiet.seconds if k % 5 == 0 else quiet.curve[-1][0] for k in range(kills)]  # most before the analysis
     moments = sorted(dice.uniform(0, length) for length in lengths)
     total, log = quiet.curve[-1][1], folder.with_suffix(".log")
-    counted = dict.fromkeys(("kills", "while_computing", "while_writing", "processes_left"), 0)
-    run, misses = Run(chapter, given, log), 0
-    while counted["kills"] < kills and misses < kills:
-        rows, more = quiet.stored_at(moments[counted["kills"]])
-        alive = wait_for(run, folder, rows, more, writing=counted["kills"] % 3 == 2 and misses == 0)
+    counts = dict.fromkeys(("kills", "while_computing", "while_writing", "processes_left"), 0)
+    run, misses = Run(chapter, run_parameters, log), 0
+    while counts["kills"] < kills and misses < kills:
+        rows, delay = quiet.stored_at(moments[counts["kills"]])
+        alive = wait_for(run, folder, rows, delay, writing=counts["kills"] % 3 == 2 and misses == 0)
         while alive and not (victims := _victims(run, who)):
             time.sleep(POLL)
             alive = run.process.is_alive()
@@ -244,26 +249,26 @@ def killed_run(
             if who == "driver":
                 run.finish()
             misses += 1
-            moments[counted["kills"]] = dice.uniform(0, min(run.seconds, quiet.seconds))
+            moments[counts["kills"]] = dice.uniform(0, min(run.seconds, quiet.seconds))
         else:
             count, writing = stored(folder)
             family = run.family()
             dice.choice(sorted(victims, key=lambda process: process.pid)).kill()
-            counted["kills"] += 1
-            counted["while_computing"] += count < total
-            counted["while_writing"] += writing
+            counts["kills"] += 1
+            counts["while_computing"] += count < total
+            counts["while_writing"] += writing
             misses = 0
-            print(f"  kill {counted['kills']} after {run.seconds:.1f} s, {count} of {total} rows", flush=True)
+            print(f"  kill {counts['kills']} after {run.seconds:.1f} s, {count} of {total} rows", flush=True)
             if who != "worker":
-                counted["processes_left"] += ended(run, family)
+                counts["processes_left"] += ended(run, family)
         if not run.process.is_alive():
-            run = Run(chapter, given, log)
+            run = Run(chapter, run_parameters, log)
     run.finish()
-    return counted
+    return counts
 
 
 def campaign(chapter: str, parameters: dict[str, Any], base: Path, who: str, count: int, seed: int) -> dict[str, Any]:
-    """Run a chapter twice without a fault and once with kills, in folders of `base`: what was counted.
+    """Run a chapter twice without a fault and once with kills, in folders of `base`. Returns the counts.
 
     Columns in which the two quiet runs differ are measured times, and are not compared with the third.
     """
@@ -276,14 +281,13 @@ def campaign(chapter: str, parameters: dict[str, Any], base: Path, who: str, cou
     times = differences(first, again)
     if times.lost.any() or times.doubled.any():
         raise RuntimeError(f"two quiet runs of {chapter} differ:\n{times.to_string()}")
-    found = differences(first, last)
-    known = pd.MultiIndex.from_frame(times[["table", "column"]])
-    found = found[~pd.MultiIndex.from_frame(found[["table", "column"]]).isin(known)]
-    if len(found):
-        print(found.to_string())
-    rows = {"rows": sum(len(frame) for frame in first.values())} | found[
-        ["lost", "doubled", "different"]
-    ].sum().to_dict()
+    differing = differences(first, last)
+    measured_times = pd.MultiIndex.from_frame(times[["table", "column"]])
+    differing = differing[~pd.MultiIndex.from_frame(differing[["table", "column"]]).isin(measured_times)]
+    if len(differing):
+        print(differing.to_string())
+    rows = {"rows": sum(map(len, first.values()))}
+    rows |= differing[["lost", "doubled", "different"]].sum().to_dict()
     left = sum(1 for _ in (base / "killed").rglob("*.tmp"))
-    taken = {"files_left": left, "quiet_seconds": round(quiet.seconds), "seconds": round(time.monotonic() - began)}
-    return counted | rows | taken | {"times": " ".join(sorted(set(times.column)))}
+    run_facts = {"files_left": left, "quiet_seconds": round(quiet.seconds), "seconds": round(time.monotonic() - began)}
+    return counted | rows | run_facts | {"times": " ".join(sorted(set(times.column)))}

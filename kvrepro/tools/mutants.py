@@ -33,13 +33,13 @@ def outcomes(mutants: Path) -> pd.DataFrame:
     Raises InputError where mutmut has not run."""
     from mutmut.stats import status_by_exit_code
 
-    found = []
+    rows = []
     for file in sorted(mutants.rglob("*.py.meta")):
         module = str(file.relative_to(mutants)).removesuffix(".meta")
         for name, code in json.loads(file.read_text())["exit_code_by_key"].items():
             outcome = status_by_exit_code[code]
-            found.append((name, module, SURVIVED if outcome == "no tests" else outcome))
-    table = pd.DataFrame(found, columns=["name", "module", "outcome"])
+            rows.append((name, module, SURVIVED if outcome == "no tests" else outcome))
+    table = pd.DataFrame(rows, columns=["name", "module", "outcome"])
     if (table.outcome == NOT_TRIED).all():
         raise InputError(f"no mutant was tested in {mutants}: first mutmut run")
     return table.replace({"outcome": {"segfault": KILLED, "suspicious": KILLED}})
@@ -59,13 +59,13 @@ def changes(table: pd.DataFrame) -> Iterator[tuple[str, ...]]:
 def counted(table: pd.DataFrame, explained: pd.DataFrame) -> pd.DataFrame:
     """A row per module, and one for all: `COUNTS`, and the share of the tried that was killed, by a timeout too."""
     rows = []
-    for module, own in [*table.groupby("module"), ("all", table)]:
-        n = own.outcome.value_counts()
-        known = explained if module == "all" else explained[explained.module == module]
-        tried = len(own) - n.get(NOT_TRIED, 0)
-        row = {"module": module, "mutants": len(own), "tried": tried}
+    for module, mutants in [*table.groupby("module"), ("all", table)]:
+        n = mutants.outcome.value_counts()
+        survivors = explained if module == "all" else explained[explained.module == module]
+        tried = len(mutants) - n.get(NOT_TRIED, 0)
+        row = {"module": module, "mutants": len(mutants), "tried": tried}
         row |= {KILLED: n.get(KILLED, 0), "timeouts": n.get(TIMEOUT, 0)}
-        row |= {SURVIVED: n.get(SURVIVED, 0), "explained": int((known.reason != "").sum())}
+        row |= {SURVIVED: n.get(SURVIVED, 0), "explained": int((survivors.reason != "").sum())}
         rows.append(row | {"share": (row[KILLED] + row["timeouts"]) / max(1, tried)})
     return pd.DataFrame(rows).assign(date=f"{date.today()}", machine=provenance.machine())
 
@@ -79,9 +79,9 @@ def main(
     table, out = outcomes(mutants), out.resolve()
     with contextlib.chdir(mutants.resolve().parent):  # mutmut reads what it wrote from there
         survivors = pd.DataFrame(list(changes(table[table.outcome == SURVIVED])), columns=CHANGE)
-    known = pd.read_csv(out / "survivors.csv") if (out / "survivors.csv").is_file() else pd.DataFrame(columns=CHANGE)
-    known = known.reindex(columns=[*CHANGE, "reason"]).astype(object).drop_duplicates(CHANGE)
-    survivors = survivors.merge(known.fillna(""), how="left", on=CHANGE).fillna("")
+    old = pd.read_csv(out / "survivors.csv") if (out / "survivors.csv").is_file() else pd.DataFrame(columns=CHANGE)
+    old = old.reindex(columns=[*CHANGE, "reason"]).astype(object).drop_duplicates(CHANGE)
+    survivors = survivors.merge(old.fillna(""), how="left", on=CHANGE).fillna("")
     counts = counted(table, survivors)
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in (("mutants", counts), ("survivors", survivors)):

@@ -21,9 +21,9 @@ def main(
     force: Annotated[bool, typer.Option(help="replace notebooks that lie there, and what was changed in them")] = False,
 ) -> None:
     """Copy notebooks and print where they lie: open them in Jupyter, or run them with papermill."""
-    known = {file.stem: file for file in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-    ensure_known("notebook", name or (), known)
-    wanted = {to / f"{each}.ipynb": known[each] for each in name or known}
+    sources = {file.stem: file for file in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+    ensure_known("notebook", name or (), sources)
+    wanted = {to / f"{notebook}.ipynb": sources[notebook] for notebook in name or sources}
     if lying := [str(file) for file in wanted if file.exists() and not force]:
         raise InputError(f"{lying[0]} is there already: give another folder (--to), or replace it (--force)")
     for file, source in wanted.items():

@@ -197,17 +197,17 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
     """A row per pair and share: heads compared, those that keep the same set, those that differ by ties alone."""
     cells = [(pair, share) for pair in pairs for share in SHARES]
     conditions = [Condition(pair.policy, share, Prefill(), switches=pair.switches) for pair, share in cells]
-    found: list[list[tuple[float, bool]]] = [[] for _ in cells]
+    agreements: list[list[tuple[float, bool]]] = [[] for _ in cells]
     for text in texts:
         ours = generate(model, [text], conditions, max_new_tokens=1, stop_ids=frozenset(), kept_sets=True)[0]
-        known: Kept = {}
+        kept_by_press: Kept = {}
         for eager in {pair.eager for pair in pairs}:
-            some = [(pair, share) for pair, share in cells if pair.eager == eager]
-            presses = {f"{pair.label} {share}": pair.press(library, 1 - share) for pair, share in some}
-            known |= theirs(model, text, presses, eager)
-        for (pair, share), mine, heads in zip(cells, ours, found, strict=True):
+            cells_of_attention = [(pair, share) for pair, share in cells if pair.eager == eager]
+            presses = {f"{pair.label} {share}": pair.press(library, 1 - share) for pair, share in cells_of_attention}
+            kept_by_press |= theirs(model, text, presses, eager)
+        for (pair, share), answer, heads in zip(cells, ours, agreements, strict=True):
             joint = CATALOGUE[pair.policy].budget == "per head"
-            for a, (b, scores) in zip(mine.kept_sets, known[f"{pair.label} {share}"], strict=True):
+            for a, (b, scores) in zip(answer.kept_sets, kept_by_press[f"{pair.label} {share}"], strict=True):
                 common, tied = agreement(torch.as_tensor(a), b, scores, joint)
                 heads += zip(common.tolist(), tied.tolist(), strict=True)
     return pd.DataFrame(
@@ -217,7 +217,7 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
             "equal": sum(common == 1 for common, _ in heads), "differ_by_ties": sum(tied for _, tied in heads),
             "least_in_common": min(common for common, _ in heads), "note": pair.note,
         }
-        for (pair, share), heads in zip(cells, found, strict=True)
+        for (pair, share), heads in zip(cells, agreements, strict=True)
     )  # fmt: skip
 
 
@@ -235,8 +235,8 @@ def main(
     loaded = models.load()
     randoms, texts = prompts(loaded, max(1, n // 2))
     tables = [
-        compare(model, library, some, chosen).assign(prompts=len(some), model=name)
-        for name, model, some in (("random", random_model(), randoms), (loaded.name, loaded.model, texts))
+        compare(model, library, ids, chosen).assign(prompts=len(ids), model=name)
+        for name, model, ids in (("random", random_model(), randoms), (loaded.name, loaded.model, texts))
     ]
     table = pd.concat(tables)
     versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")}

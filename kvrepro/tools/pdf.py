@@ -22,11 +22,11 @@ html { font-size: 10.5px !important } .bd-article table { font-size: 0.8rem !imp
 def browser() -> str:
     """The program that prints: $CHROMIUM, or the first of `BROWSERS` that is installed. Raises InputError."""
     named = os.environ.get("CHROMIUM")
-    found = next((path for name in ([named] if named else BROWSERS) if (path := shutil.which(name))), None)
-    if found is None:
+    program = next((path for name in ([named] if named else BROWSERS) if (path := shutil.which(name))), None)
+    if program is None:
         names = named or ", ".join(BROWSERS)
         raise InputError(f"no browser to print with ({names}): install Chromium, or set $CHROMIUM")
-    return found
+    return program
 
 
 def one_page(folder: Path, root: Path = ROOT) -> Path:

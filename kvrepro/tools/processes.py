@@ -113,9 +113,9 @@ class Chapter:
             return
         text = f"{self.name:<16}{self.seconds:8.0f} s"
         with contextlib.suppress(OSError, ValueError):
-            told = json.loads(self.file.read_text())
-            left = chapter_left(self.name, told, self.seconds)
-            text += f"  {told['study'].partition('/')[2]}: {told['done']:,} of {told['total']:,}"
+            message = json.loads(self.file.read_text())
+            left = chapter_left(self.name, message, self.seconds)
+            text += f"  {message['study'].partition('/')[2]}: {message['done']:,} of {message['total']:,}"
             text += "" if left is None else f", about {progress.clock(left)} left"
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -151,8 +151,9 @@ def _ended(running: list[Chapter]) -> Iterator[Ended]:
 
 
 def _chapter(answer: Connection, work: Callable[[], bool]) -> None:
-    for one in ENDING:  # the parent hears them and ends this process; a function, because kernels would inherit SIG_IGN
-        signal.signal(one, lambda number, frame: None)
+    """Do the work and send (whether it ran, its error or "")."""
+    for ending_signal in ENDING:  # the parent handles them; a function does nothing, as kernels would inherit SIG_IGN
+        signal.signal(ending_signal, lambda number, frame: None)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         answer.send((work(), ""))
@@ -169,11 +170,11 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def chapter_left(name: str, told: dict[str, Any], seconds: float) -> float | None:
+def chapter_left(name: str, message: dict[str, Any], seconds: float) -> float | None:
     """Seconds until a chapter ends, by its part that took `seconds`; of an unknown study, until its own end."""
-    expected, study = SECONDS.get(name, {}), told["study"].partition("/")[2]
-    if told["left"] is None or study not in expected:
-        return told["left"]
+    expected, study = SECONDS.get(name, {}), message["study"].partition("/")[2]
+    if message["left"] is None or study not in expected:
+        return message["left"]
     before = list(expected.values())[: list(expected).index(study)]
-    done = sum(before) + expected[study] * told["done"] / told["total"]
-    return max(told["left"], seconds * (sum(expected.values()) / done - 1))
+    done = sum(before) + expected[study] * message["done"] / message["total"]
+    return max(message["left"], seconds * (sum(expected.values()) / done - 1))

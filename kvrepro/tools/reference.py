@@ -22,26 +22,28 @@ PAGES = {  # page: the folders and files that it shows, from the project's folde
 
 
 def page(places: tuple[str, ...], root: Path = ROOT) -> str:
-    """Markdown: every module below `places`, with its public classes and functions."""
+    """Markdown of every module below `places`, with its public classes and functions."""
     files = [root / place for place in places]
     modules = [module for file in files for module in ([file] if file.is_file() else sorted(file.rglob("*.py")))]
     return "\n".join(line for module in modules for line in _module(module, root))
 
 
 def settings() -> str:
-    """Markdown: a table of every settings class, field by field, with the comments that stand beside the fields."""
-    known = {field.name for field in fields(run.Settings)}
+    """Markdown: a table of every settings class, field by field, with the comments beside the fields. A chapter's table
+    leaves out the fields of all chapters."""
+    shared = {field.name for field in fields(run.Settings)}
     parts = [_settings("Of every chapter", run.Settings, set())]
     for name in sorted(path.parent.name for path in ROOT.glob("kvrepro/chapters/*/settings.py")):
         module = importlib.import_module(f"kvrepro.chapters.{name}.settings")
-        parts.append(_settings(name.replace("_", " ").capitalize(), module.Settings, known))
+        parts.append(_settings(name.replace("_", " ").capitalize(), module.Settings, shared))
     return "\n".join(parts)
 
 
-def _settings(title: str, found: type, known: set[str]) -> str:
-    sources = "\n".join(inspect.getsource(one) for one in found.__mro__ if one is not object)
+def _settings(title: str, settings_class: type, shared: set[str]) -> str:
+    """A section with one class's table. shared: names of fields to leave out."""
+    sources = "\n".join(inspect.getsource(base) for base in settings_class.__mro__ if base is not object)
     lines = [f"## {title}", "", "| setting | default | what it is |", "| --- | --- | --- |"]
-    for field in (field for field in fields(found) if field.name not in known):  # type: ignore[arg-type]
+    for field in (field for field in fields(settings_class) if field.name not in shared):  # type: ignore[arg-type]
         comment = re.search(rf"^    {field.name}: [^#]*#: (.*)", sources, re.M)
         lines.append(f"| `{field.name}` | `{field.default!r}` | {markdown(comment[1] if comment else '').strip()} |")
     return "\n".join(lines) + "\n"

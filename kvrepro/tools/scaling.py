@@ -46,25 +46,26 @@ def measure(model: str, device: str, engine: str, count: int, n_items: int, cell
     others = study.questions(loaded, study.ITEMS, 4 * count, replace(warm, seed=1))
     items = study.questions(loaded, study.ITEMS, n_items, timed)
     began = time.perf_counter()
-    with progress.heard(lambda told: None):
+    with progress.heard(lambda message: None):
         study.answers(loaded, others, cells, (), warm)
-    start, told = time.perf_counter() - began, list[float]()
+    start, moments = time.perf_counter() - began, list[float]()
     began = time.perf_counter()
-    with progress.heard(lambda of: told.append(time.perf_counter()) if "done" in of else None):
+    with progress.heard(lambda message: moments.append(time.perf_counter()) if "done" in message else None):
         rows = study.answers(loaded, items, cells, (), timed)
     wall = time.perf_counter() - began
-    return {"rows": len(rows), "start": start, "seconds": told[-1] - told[0], "wall": wall}
+    return {"rows": len(rows), "start": start, "seconds": moments[-1] - moments[0], "wall": wall}
 
 
 def apart(*given: Any) -> dict[str, Any]:
-    """`measure` in a process of its own, which sees as many GPUs as there are workers and is ended with these."""
+    """`measure` in a process of its own, which sees as many GPUs as there are workers. It and its workers are ended
+    when it has answered."""
     context = get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(there, *given))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, *given))
     process.start()
-    there.close()
+    sender.close()
     try:
-        return here.recv()
+        return receiver.recv()
     except EOFError:
         raise InputError("the measurement's process ended, see above: fewer items or workers may do") from None
     finally:
@@ -73,6 +74,7 @@ def apart(*given: Any) -> dict[str, Any]:
 
 
 def _answer(answer: Connection, model: str, device: str, engine: str, count: int, *given: Any) -> None:
+    """`measure` in this process; its result goes through `answer`."""
     if device == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
     answer.send(measure(model, device, engine, count, *given))
@@ -87,23 +89,23 @@ def table(folder: str, engine: str, count: int) -> pd.DataFrame:
 def measured(
     model: str, device: str, engines: Sequence[str], counts: Sequence[int], n_items: int, cells: int, folder: str
 ) -> pd.DataFrame:
-    """A row per engine and number of workers. `equal`: rows that are those of one worker in every column but times;
-    `same_text`: whose prediction is. `efficiency`: the time of one worker over the workers' together, once they are
-    warm; `efficiency_whole`: the same with start, estimate and all."""
+    """A row per engine and number of workers. `equal`: the share of rows that equal those of one worker in every column
+    but times; `same_text`: the share with the same prediction. `efficiency`: the seconds of one worker over the sum of
+    the workers' seconds, once they are warm; `efficiency_whole`: the same with start, checks and estimate."""
     rows: list[dict[str, Any]] = []
     for count in counts:
         for engine in engines if count > 1 else engines[:1]:
-            of = apart(model, device, engine, count, n_items, cells, folder)
+            row = apart(model, device, engine, count, n_items, cells, folder)
             first = table(folder, rows[0]["engine"] if rows else engine, counts[0])
-            mine = table(folder, engine, count).reindex_like(first)  # a row that is missing equals none
-            of |= {"equal": float((first == mine).all(axis=1).mean())}
-            of |= {"same_text": float((first.prediction == mine.prediction).mean())}
-            rows.append({"engine": engine, "workers": count, "items": n_items} | of)
+            rows_of_workers = table(folder, engine, count).reindex_like(first)  # a row that is missing equals none
+            row["equal"] = float((first == rows_of_workers).all(axis=1).mean())
+            row["same_text"] = float((first.prediction == rows_of_workers.prediction).mean())
+            rows.append({"engine": engine, "workers": count, "items": n_items} | row)
             print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
     frame = pd.DataFrame(rows)
-    one, work = frame.iloc[0], frame.workers / frame.workers[0]
-    whole = (one.start + one.wall) / (frame.start + frame.wall)
-    return frame.assign(efficiency=one.seconds / frame.seconds / work, efficiency_whole=whole / work)
+    single, work = frame.iloc[0], frame.workers / frame.workers[0]
+    whole = (single.start + single.wall) / (frame.start + frame.wall)
+    return frame.assign(efficiency=single.seconds / frame.seconds / work, efficiency_whole=whole / work)
 
 
 def main(
@@ -126,15 +128,15 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         model = models.DEFAULT
         if shape:
-            some = data.load_items(study.ITEMS, 12)
-            texts = [message["content"] for item in some for message in item.messages]
+            items = data.load_items(study.ITEMS, 12)
+            texts = [message["content"] for item in items for message in item.messages]
             dtype = "bfloat16" if device == "cuda" else "float32"
             model = str(trial.checkpoint(Path(folder) / shape, shape, texts, dtype=dtype))
             models.checkpoint_hash(Path(model))  # remembered, so that no worker reads the weights for it
         frame = measured(model, device, kinds, counts, n_items, cells, folder)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    told = {"model": Path(model).name, "device": where, "cells": cells}
-    frame = frame.assign(**told, **stamp())
+    conditions = {"model": Path(model).name, "device": where, "cells": cells}
+    frame = frame.assign(**conditions, **stamp())
     replace_rows(out, frame, KEY, digits=4)
     print(frame[["engine", "workers", "seconds", "efficiency", "efficiency_whole", "equal"]].to_string(index=False))
     print(f"the table: {out}")

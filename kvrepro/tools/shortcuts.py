@@ -86,8 +86,8 @@ class Onlooker:
 
         out = attend(query, at, [(key, value, at[:, None])], scaling, sliding, see)
         norms = {"value_norm": value[0], "key_norm": key[0]}
-        found = {name: x[:, : self.end].float().norm(dim=-1).cpu() for name, x in norms.items()} | sums
-        self.seen[layer] = {name: x.numpy() for name, x in found.items()}
+        signals = {name: x[:, : self.end].float().norm(dim=-1).cpu() for name, x in norms.items()} | sums
+        self.seen[layer] = {name: x.numpy() for name, x in signals.items()}
         return out
 
 
@@ -96,14 +96,14 @@ def groups(prompt: Prompt, words: list[str], answer: set[str]) -> Mapping[str, n
     question."""
     start, end = prompt.turns["user"] + 1, min(prompt.spans["question"])
     evidence = np.isin(np.arange(end), prompt.spans["evidence"])
-    sentences, filler = {tuple(one) for one in FILLER}, np.zeros(end, bool)
+    sentences, filler = {tuple(sentence) for sentence in FILLER}, np.zeros(end, bool)
     size = len(FILLER[0])
     for at in range(start, end - size + 1):
         if tuple(words[at : at + size]) in sentences:
             filler[at : at + size] = True
     other = ~evidence & ~filler & (np.arange(end) >= start)
-    told = evidence & np.array([word in answer for word in words[:end]])
-    return {"evidence": evidence, "answer words": told, "filler": filler & ~evidence, "other facts": other}
+    answer_words = evidence & np.array([word in answer for word in words[:end]])
+    return {"evidence": evidence, "answer words": answer_words, "filler": filler & ~evidence, "other facts": other}
 
 
 def _words(loaded: Loaded, item: Item) -> set[str]:
@@ -134,8 +134,8 @@ def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
 
 def table(loaded: Loaded, items: list[Item]) -> pd.DataFrame:
     """signal, contrast, layer, head, value, low, high, n: mean AUC over prompts with its interval."""
-    each = pd.concat([of_item(loaded, item) for item in items])
-    return stats.means(each, ["signal", "contrast", "layer", "head"], "auc")
+    aucs = pd.concat([of_item(loaded, item) for item in items])
+    return stats.means(aucs, ["signal", "contrast", "layer", "head"], "auc")
 
 
 def conditions() -> list[Condition]:
@@ -151,12 +151,12 @@ def kept(loaded: Loaded, item: Item) -> pd.DataFrame:
     mean over layers and heads."""
     prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
     where = groups(prompt, loaded.tokenizer.convert_ids_to_tokens(prompt.ids), _words(loaded, item))
-    asked = conditions()
-    [answers] = generate(loaded.model, [prompt], asked, max_new_tokens=1, stop_ids=(), kept_sets=True)
+    shares_of_policies = conditions()
+    [answers] = generate(loaded.model, [prompt], shares_of_policies, max_new_tokens=1, stop_ids=(), kept_sets=True)
     return pd.DataFrame(
         {"policy": c.policy, "share": c.budget}
         | {name: float(np.stack(answer.kept_sets)[..., at].mean()) for name, at in where.items() if at.any()}
-        for c, answer in zip(asked, answers, strict=True)
+        for c, answer in zip(shares_of_policies, answers, strict=True)
         if answer.kept_sets
     )
 
@@ -166,17 +166,17 @@ def lost(loaded: Loaded, items: list[Item], folder: Path) -> pd.DataFrame:
     study = Answers("shortcuts", "main", items, [Condition(), *conditions()], 32)
     rows = run(study, loaded, Settings(folder, progress=False))
     full = rows.policy == "full"
-    found = stats.contrasts(rows[~full], rows[full], ["policy", "share"], "token_f1", kind="loss")
+    losses = stats.contrasts(rows[~full], rows[full], ["policy", "share"], "token_f1", kind="loss")
     held = pd.concat([kept(loaded, item) for item in items]).groupby(["policy", "share"]).mean().reset_index()
-    return found.merge(held, on=["policy", "share"])
+    return losses.merge(held, on=["policy", "share"])
 
 
 def drawn(file: Path = DATA / "shortcuts.csv") -> Figure:
     """AUC by layer, of the KV head that tells most, a panel per contrast; from the stored table."""
-    found = pd.read_csv(file)
-    found = found[found.layer >= 0]
-    far = found.value.sub(0.5).abs().groupby([found.signal, found.contrast, found.layer]).transform("max")
-    best = found[found.value.sub(0.5).abs() == far]
+    aucs = pd.read_csv(file)
+    aucs = aucs[aucs.layer >= 0]
+    far = aucs.value.sub(0.5).abs().groupby([aucs.signal, aucs.contrast, aucs.layer]).transform("max")
+    best = aucs[aucs.value.sub(0.5).abs() == far]
     labels = {"value": "AUC: evidence above the others"} | SIGNALS
     shown = figure.estimates(
         best, "layer", "value", colour="signal", panel="contrast", line=True, labels=labels, height=3.6
@@ -196,11 +196,11 @@ def main(
     """Measure on the CPU in float32: shortcuts.csv, shortcuts_lost.csv, and the figure of the model's page."""
     loaded = models.load(model)
     drawn_items = data.load_items(items, n, seed, tokens)
-    found = table(loaded, drawn_items)
-    write_table(folder / "shortcuts.csv", found, "%.4f")
+    aucs = table(loaded, drawn_items)
+    write_table(folder / "shortcuts.csv", aucs, "%.4f")
     losses = lost(loaded, drawn_items, folder / "results")
     write_table(folder / "shortcuts_lost.csv", losses, "%.4f")
-    wide = found.pivot_table("value", ["contrast", "layer", "head"], "signal")
+    wide = aucs.pivot_table("value", ["contrast", "layer", "head"], "signal")
     typer.echo(wide.round(3).to_string())
     typer.echo(losses.round(3).to_string(index=False))
 

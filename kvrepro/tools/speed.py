@@ -91,7 +91,7 @@ def freed() -> None:
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """Of one call, with all that it set going on the device."""
+    """Seconds of one call, until all that it started on the device is done."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     function()
@@ -101,7 +101,7 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 @torch.inference_mode()
 def prefill(model: PreTrainedModel, tokens: int, methods: list[str], repeats: int) -> Iterator[dict]:
-    """Time to the first token's logits, batch 1, after one to warm up; peak memory with the weights."""
+    """Rows of the time to the first token's logits, batch 1, after one run to warm up; peak memory with the weights."""
     prompt = torch.randint(0, model.config.vocab_size, (tokens,)).tolist()
     ids = torch.tensor([prompt], device=model.device)
 
@@ -133,8 +133,8 @@ def first(model: PreTrainedModel, tokens: int, chosen: list[str], repeats: int) 
     readings = [f"{name}, {r.replace('_', ' ')}" for name in FIRST for r in CATALOGUE[name].readings]
     if tokens > 8192:
         readings.remove("key_diff, as described")  # block after block: minutes
-    for found in prefill(model, tokens, chosen or ["everything kept", *readings], repeats):
-        yield found | {"part": "first"}
+    for timing in prefill(model, tokens, chosen or ["everything kept", *readings], repeats):
+        yield timing | {"part": "first"}
 
 
 def regimes(model: PreTrainedModel, tokens: int, batch: int, steps: int) -> Iterator[dict]:
@@ -183,7 +183,7 @@ def steps_of(model: PreTrainedModel, batch: int, kept: int | None, seen: int, st
 
     with nullcontext() if kept is None else installed(model):
         at = [torch.full((batch, 1), seen + i, device=model.device) for i in range(steps + 5)]
-        return sorted([seconds_of(partial(step, one)) for one in at][5:])
+        return sorted([seconds_of(partial(step, position)) for position in at][5:])
 
 
 def largest(model: PreTrainedModel, kept: int, slack_gib: float = 12.0) -> int:
@@ -263,15 +263,15 @@ def row(
     part: str, method: str, share: float, tokens: int, seconds: list[float], unit: str, ratio: float, batch: int = 1,
     steps: int = 0, peak: float = 0.0, backend: str = "-", runs: int = 1,
 ) -> dict:  # fmt: skip
-    """A row of the table, but for the model; seconds are sorted. runs: so many timings of their own, of which the steps
-    of one run are one."""
-    found = dict(
+    """A row of the table, without the model. seconds: sorted; runs: the number of runs that were timed (the steps of
+    one run are one)."""
+    measurement = dict(
         part=part, method=method, share=share, tokens=tokens, batch=batch, steps=steps,
         seconds=round(median_high(seconds), 5), low=round(seconds[0], 5), high=round(seconds[-1], 5), unit=unit,
         ratio_to_plain=round(ratio, 4), peak_gib=round(peak, 2), backend=backend, runs=runs,
     )  # fmt: skip
-    print(found, flush=True)
-    return found
+    print(measurement, flush=True)
+    return measurement
 
 
 def page(root: Path = ROOT) -> str:
@@ -316,8 +316,9 @@ def first_page(root: Path = ROOT) -> str:
 
 
 def added(firsts: pd.DataFrame) -> list[dict[str, str]]:
-    """A row for each kind of policy: the least and the most that it adds in percent to everything kept, of KeyDiff only
-    what runs at once; the floor of those that need the values' projection; everything kept over the plain cache."""
+    """A row for each kind of policy: the least and the most percent that it adds to the time with everything kept. Then
+    the floor of those that need the values' projection, and everything kept over the plain cache. KeyDiff in the
+    authors' text, which runs block by block, is left out."""
     firsts = firsts[firsts.method != "key_diff, as described"]
     firsts = firsts.assign(policy=firsts.method.str.partition(", ")[0])
     kinds = (
@@ -326,11 +327,11 @@ def added(firsts: pd.DataFrame) -> list[dict[str, str]]:
         "everything kept, against Hugging Face's full cache",
     )
     rows = [{"policies": kind} for kind in kinds]
-    for (model, tokens), here in firsts.groupby(["model", "tokens"], sort=False):
+    for (model, tokens), timings in firsts.groupby(["model", "tokens"], sort=False):
         where = f"{model}, {tokens:,} tokens"
-        plain, kept = (here[here.method == name].seconds.iloc[-1] for name in (PLAIN, KEPT))
+        plain, kept = (timings[timings.method == name].seconds.iloc[-1] for name in (PLAIN, KEPT))
         for row, policies in zip(rows, OWN_PRODUCTS.values(), strict=False):
-            over = here[here.policy.isin(policies)].seconds / kept * 100 - 100
+            over = timings[timings.policy.isin(policies)].seconds / kept * 100 - 100
             row[where] = f"{' to '.join(dict.fromkeys(f'{end:.1f}' for end in (over.min(), over.max())))}%"
         rows[-2][where] = f"{projection(model, tokens) / kept:.1%}"
         rows[-1][where] = f"{kept / plain - 1:+.1%}"
@@ -338,17 +339,17 @@ def added(firsts: pd.DataFrame) -> list[dict[str, str]]:
 
 
 def projection(model: str, tokens: int) -> float:
-    """Seconds, at least, for the values of every query head behind the output projection."""
+    """The least seconds that the output projection of the values takes, for every query head."""
     config = SHAPES[model]
     return float(2 * config.num_hidden_layers * tokens * config.hidden_size**2 / SUSTAINED)
 
 
 def _printed(file: str, root: Path, r: Any, method: str, *tasks: str) -> list[str]:
-    """The numbers in print for row `r`, "-" where there is none; 32K and 32k are one length, as are Mistral's names."""
+    """The published numbers for row `r`, by task; "-" where there is none. Published names of models may be longer."""
     frame = pd.read_csv(root / f"data/published/{file}.csv", dtype=str)
-    mine = frame.model.str.startswith(r.model) & (frame.context.str.lower() == f"{r.tokens // 1024}k")
-    found = frame[mine & (frame.method == method)].fillna({"value": "out of memory"}).set_index("task").value
-    return [str(found.get(task, "-")) for task in tasks]
+    same_model = frame.model.str.startswith(r.model) & (frame.context.str.lower() == f"{r.tokens // 1024}k")
+    printed = frame[same_model & (frame.method == method)].fillna({"value": "out of memory"}).set_index("task").value
+    return [str(printed.get(task, "-")) for task in tasks]
 
 
 def _first(r: Any, root: Path) -> dict:
@@ -407,8 +408,8 @@ def main(
         return
     for name in model:
         ensure(tuple(SHAPES), model=name)
-    for one in part:
-        ensure(PARTS, part=one)
+    for name in part:
+        ensure(PARTS, part=name)
     if not torch.cuda.is_available():
         typer.echo("no CUDA device: these timings are of a GPU", err=True)
         raise typer.Exit(2)
@@ -417,17 +418,17 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in model or SHAPES:
         network = build(name)
-        for length, one in itertools.product(tokens, part):
-            found = {  # generators: only the one that is asked for begins
+        for length, name_of_part in itertools.product(tokens, part):
+            generators = {  # only the one that is chosen begins to measure
                 "prefill": prefill(network, length, method or list(METHODS), repeats),
                 "first": first(network, length, method, repeats),
                 "decode": decode(network, length, steps),
                 "captured": captured(network, length, steps, repeats),
                 "answer": answer(network, length, steps, batch),
                 "regimes": regimes(network, length, batch[-1], steps),
-            }[one]
-            table = pd.DataFrame(found).assign(model=name, **common)[list(COLUMNS)]
-            table.to_csv(out, mode="a", header=not out.exists(), index=False)
+            }
+            rows = pd.DataFrame(generators[name_of_part]).assign(model=name, **common)[list(COLUMNS)]
+            rows.to_csv(out, mode="a", header=not out.exists(), index=False)
         network = None  # before the next one is built
         freed()
 

@@ -28,33 +28,33 @@ COLUMNS = ["varied", "runs", "chapter", "verdicts", "changed", "turned", "share"
 
 
 def compared(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Verdicts of the claims and readings that every table has, a column for each table; of a table that holds several
-    models the first. What rests on stored timings cannot change and is left out."""
+    """Verdicts of the claims and readings that every table has, with a column for each table. Of a table with several
+    models the first counts. Verdicts that rest on stored timings cannot change and are left out."""
     parts = []
     for number, table in enumerate(tables):
-        own = claims.of_run(table)
-        own = own[own.model != claims.STORED]
-        parts.append(own.set_index(["claim", "reading"]).verdict.rename(number))
+        first_run = claims.of_run(table)
+        first_run = first_run[first_run.model != claims.STORED]
+        parts.append(first_run.set_index(["claim", "reading"]).verdict.rename(number))
     return pd.concat(parts, axis=1, join="inner")
 
 
-def row_of(found: pd.DataFrame) -> dict[str, object]:
-    """What changes among the columns of `compared`: counts, share, and which. A claim turns where it is reproduced in
-    one run and not reproduced in another. pair: the share that differs between two runs, mean over all pairs; more runs
-    make it no larger."""
-    differ = found[found.ne(found.iloc[:, 0], axis=0).any(axis=1)]
+def row_of(verdicts: pd.DataFrame) -> dict[str, object]:
+    """What changes among the columns of `compared`: counts, share, and which claims. A claim turns where it is
+    reproduced in one run and not reproduced in another. pair: the share that differs between two runs, the mean over
+    all pairs; unlike `share` it does not grow with the number of runs."""
+    differ = verdicts[verdicts.ne(verdicts.iloc[:, 0], axis=0).any(axis=1)]
     turned = differ.isin(["reproduced"]).any(axis=1) & differ.isin(["not reproduced"]).any(axis=1)
-    pairs = [found[a].ne(found[b]).mean() for a, b in itertools.combinations(found, 2)]
-    said = [f"{' '.join(name for name in key if name != 'any')}: {', '.join(row)}"
+    pairs = [verdicts[a].ne(verdicts[b]).mean() for a, b in itertools.combinations(verdicts, 2)]
+    texts = [f"{' '.join(name for name in key if name != 'any')}: {', '.join(row)}"
             for key, row in zip(differ.index, differ.to_numpy(), strict=True)]  # fmt: skip
     return {
-        "runs": found.shape[1], "verdicts": len(found), "changed": len(differ), "turned": int(turned.sum()),
-        "share": len(differ) / len(found), "pair": sum(pairs) / len(pairs), "which": "; ".join(said),
+        "runs": verdicts.shape[1], "verdicts": len(verdicts), "changed": len(differ), "turned": int(turned.sum()),
+        "share": len(differ) / len(verdicts), "pair": sum(pairs) / len(pairs), "which": "; ".join(texts),
     }  # fmt: skip
 
 
 def table(varied: str, folders: Sequence[Path]) -> pd.DataFrame:
-    """A row per chapter of which all folders hold verdicts of a claim in the same reading. Raises InputError for fewer
+    """A row for each chapter with verdicts of a common claim and reading in all folders. Raises InputError for fewer
     than two folders, or nothing in common."""
     if len(folders) < 2:
         raise InputError(f"{len(folders)} results folder: give two or more to compare")
@@ -63,9 +63,9 @@ def table(varied: str, folders: Sequence[Path]) -> pd.DataFrame:
         raise InputError(f"no chapter has verdicts in all of {', '.join(map(str, folders))}")
     rows = []
     for chapter in shared:
-        found = compared([claims.read(folder / chapter / "claims.csv") for folder in folders])
-        if len(found):
-            rows.append({"varied": varied, "chapter": chapter} | row_of(found))
+        verdicts = compared([claims.read(folder / chapter / "claims.csv") for folder in folders])
+        if len(verdicts):
+            rows.append({"varied": varied, "chapter": chapter} | row_of(verdicts))
     if not rows:
         raise InputError(f"no verdict of {', '.join(shared)} is of the same claim and reading in all folders")
     return pd.DataFrame(rows, columns=COLUMNS)
@@ -77,13 +77,13 @@ def main(
     out: Annotated[Path, typer.Option()] = TABLE,
 ) -> None:
     """Compare, print, and store the rows in the place of those of the same title and chapter."""
-    found = table(varied, folders)
-    for row in found.itertuples():
+    rows = table(varied, folders)
+    for row in rows.itertuples():
         typer.echo(f"{varied}, {row.chapter}: {row.changed} of {row.verdicts} verdicts change ({row.share:.0%}), "
                    f"{row.turned} of them turn over")  # fmt: skip
         if row.which:
             typer.echo("  " + row.which.replace("; ", "\n  "))
-    replace_rows(out, found, ["varied", "chapter"], digits=4)
+    replace_rows(out, rows, ["varied", "chapter"], digits=4)
 
 
 if __name__ == "__main__":

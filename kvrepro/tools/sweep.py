@@ -82,22 +82,22 @@ def read(file: Path) -> Sweep:
     loaded. Raises InputError."""
     try:
         with file.open(encoding="utf-8") as text:
-            said = yaml.load(text, Loader=Yaml)
+            content = yaml.load(text, Loader=Yaml)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"sweep file {file} cannot be read ({error}): give the path of a YAML file") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 13th month, a number or nesting without end
-        why = " ".join(str(error).split())[:500]
-        raise InputError(f"sweep file {file} is no YAML ({why}): book/cluster.md shows one") from None
+        reason = " ".join(str(error).split())[:500]
+        raise InputError(f"sweep file {file} is no YAML ({reason}): book/cluster.md shows one") from None
     keys = [f.name for f in fields(Sweep)]
-    if not isinstance(said, dict):
-        raise InputError(f"sweep file {file} holds {said!r}: give the keys {', '.join(keys)}")
-    ensure_known(f"key in sweep file {file}:", said, keys)
-    if missing := [key for key in ("models", "chapters") if key not in said]:
+    if not isinstance(content, dict):
+        raise InputError(f"sweep file {file} holds {content!r}: give the keys {', '.join(keys)}")
+    ensure_known(f"key in sweep file {file}:", content, keys)
+    if missing := [key for key in ("models", "chapters") if key not in content]:
         raise InputError(f"sweep file {file}: no {missing[0]}; name at least one of them")
-    sweep = Sweep(**said)
-    found = [models.resolve(model) for model in sweep.models]
-    if len({name for name, _ in found}) < len(found):
-        names = ", ".join(name for name, _ in found)
+    sweep = Sweep(**content)
+    resolved = [models.resolve(model) for model in sweep.models]
+    if len({name for name, _ in resolved}) < len(resolved):
+        names = ", ".join(name for name, _ in resolved)
         raise InputError(f"models are told apart by their folders' names, here {names}: rename one")
     for name, parameters in sweep.given(sweep.models[0]).items():
         book.check(name, parameters)
@@ -112,17 +112,17 @@ def price(sweep: Sweep) -> pd.DataFrame:
     workers, at most), MB, and note. Raises InputError for what a model or its items refuse."""
     rows = []
     for model, name, parameters in _parts(sweep):
-        told: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         note = ""
         dry_run = mock.patch.dict(os.environ, KVREPRO_DRY_RUN="1")
-        with progress.heard(told.append), dry_run, contextlib.redirect_stdout(io.StringIO()):
+        with progress.heard(messages.append), dry_run, contextlib.redirect_stdout(io.StringIO()):
             try:
                 _studies(name, parameters)
             except InputError as error:
                 raise InputError(f"{model}, {name}: {error}") from None
             except Exception as error:  # cells between studies, which read rows that are not there yet
                 note = f"at least: what follows needs rows ({type(error).__name__})"
-        studies = [study for study in told if "bytes" in study]
+        studies = [study for study in messages if "bytes" in study]
         rows.append({
             "model": model, "chapter": name, "results": sum(study["results"] for study in studies),
             "hours": sum(study["seconds"] / study["processes"] for study in studies) / 3600,
@@ -155,18 +155,18 @@ class Line:
     def __init__(self, model: str):
         self.model, self.study, self.began = model, "", time.monotonic()
 
-    def __call__(self, told: Mapping[str, Any]) -> None:
+    def __call__(self, message: Mapping[str, Any]) -> None:
         """Say how far a study is."""
-        if "done" not in told:
+        if "done" not in message:
             return
-        left = "" if told["left"] is None else f", {progress.clock(told['left'])} left of it"
+        left = "" if message["left"] is None else f", {progress.clock(message['left'])} left of it"
         since = progress.clock(time.monotonic() - self.began)
-        text = f"{self.model}  {since}  {told['study']}: {told['done']:,} of {told['total']:,}{left}"
+        text = f"{self.model}  {since}  {message['study']}: {message['done']:,} of {message['total']:,}{left}"
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-        elif told["study"] != self.study:
+        elif message["study"] != self.study:
             print(text, file=sys.stderr, flush=True)
-        self.study = told["study"]
+        self.study = message["study"]
 
     def end(self, text: str) -> None:
         """Put a line in its place that stays."""
@@ -199,11 +199,11 @@ def run(sweep: Sweep) -> list[str]:
             try:
                 with progress.heard(line), contextlib.redirect_stdout(log):
                     _studies(name, parameters)
-                said = "done"
+                outcome = "done"
             except Exception as error:  # whatever a cell raises costs its chapter
-                said = f"failed: {told(error)}"
+                outcome = f"failed: {told(error)}"
                 failed.append(f"{model}: {name}")
-            line.end(f"{name:<14}{progress.clock(time.monotonic() - began):>10}  {said}")
+            line.end(f"{name:<14}{progress.clock(time.monotonic() - began):>10}  {outcome}")
     return failed
 
 

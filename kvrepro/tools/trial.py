@@ -105,10 +105,10 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], counts: Sequenc
 
     seconds = in_studies = 0.0
     for number, count in enumerate(counts):
-        began, error, told_of, space = time.perf_counter(), "", list[dict[str, Any]](), dict[str, Any]()
+        began, error, messages, space = time.perf_counter(), "", list[dict[str, Any]](), dict[str, Any]()
         with (
-            log.open("a", buffering=1, encoding="utf-8") as said, contextlib.redirect_stdout(said),
-            progress.heard(told_of.append),
+            log.open("a", buffering=1, encoding="utf-8") as output, contextlib.redirect_stdout(output),
+            progress.heard(messages.append),
         ):  # fmt: skip
             try:
                 for _ in cells(name, parameters | {"n_items": count}, space=space):
@@ -116,10 +116,12 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], counts: Sequenc
             except Exception as raised:
                 traceback.print_exc()
                 error = told(raised)
-        studies = pd.DataFrame([told for told in told_of if "failed" in told], columns=["results", "failed", "seconds"])
-        more = float(studies.seconds.sum())
-        in_studies += more
-        seconds += more if number else time.perf_counter() - began
+        studies = pd.DataFrame(
+            [message for message in messages if "failed" in message], columns=["results", "failed", "seconds"]
+        )
+        new_seconds = float(studies.seconds.sum())
+        in_studies += new_seconds
+        seconds += new_seconds if number else time.perf_counter() - began
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
         answer.send({
             "chapter": name, "n_items": count,
@@ -140,16 +142,16 @@ def attempt(name: str, parameters: dict[str, Any], counts: Sequence[int], limit:
     those of the one before and of its own studies. What takes longer than `limit` seconds is stopped, and its row says
     so. Where one ends in an error, what it printed last is printed."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     log = Path(f"{parameters['results']}-{name}.log")
-    process = context.Process(target=_attempt, args=(there, name, parameters, counts, log))
+    process = context.Process(target=_attempt, args=(sender, name, parameters, counts, log))
     process.start()
-    there.close()
+    sender.close()
     for count in counts:
         row = {"chapter": name, "n_items": count, "seconds": limit, "error": f"not done after {limit:.0f} s"}
-        if here.poll(limit):
+        if receiver.poll(limit):
             try:
-                row = here.recv()
+                row = receiver.recv()
             except EOFError:
                 process.join()
                 row |= {"error": f"its process ended with exit code {process.exitcode}"}
@@ -195,24 +197,24 @@ def main(
     models.device_of(device)
     texts = [message["content"] for item in data.load_items(items, data.AtMost(8)) for message in item.messages]
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    told = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
-    told |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}
-    told["note"] = "alone" if together == 1 else f"{together} chapters side by side"
+    run_facts = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
+    run_facts |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}
+    run_facts["note"] = "alone" if together == 1 else f"{together} chapters side by side"
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
         models.checkpoint_hash(path)  # remembered, so that no chapter reads the weights for it
         print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
-        given = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
-        given |= {"items": items, "results": f"{folder}/results"}
+        parameters = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
+        parameters |= {"items": items, "results": f"{folder}/results"}
 
         lock = Lock()
 
         def tried(name: str) -> None:
-            for row in attempt(name, given, sorted(set(n_items)), limit):
+            for row in attempt(name, parameters, sorted(set(n_items)), limit):
                 with lock:
-                    rows.append(row | told)
+                    rows.append(row | run_facts)
                     print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
                     replace_rows(out, pd.DataFrame(rows), KEY)
 

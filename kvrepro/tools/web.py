@@ -56,8 +56,10 @@ def _configure(app: Sphinx, config: Any) -> None:
     address = os.environ.get(SITE_URL, "")
     config.ogp_site_url = address and address.rstrip("/") + "/"
     for listeners in app.events.listeners.values():  # Thebe's: it would fetch itself from another server
-        homes = [getattr(one.handler, "__module__", "") for one in listeners]
-        listeners[:] = [one for one, home in zip(listeners, homes, strict=True) if not home.startswith("sphinx_thebe")]
+        homes = [getattr(listener.handler, "__module__", "") for listener in listeners]
+        listeners[:] = [
+            listener for listener, home in zip(listeners, homes, strict=True) if not home.startswith("sphinx_thebe")
+        ]
 
 
 def _number(app: Sphinx, env: Any) -> None:
@@ -100,27 +102,27 @@ def _finish(app: Sphinx, error: Exception | None) -> None:
 
 
 def _points(svg: str) -> str:
-    """What a figure says of its points on hover, laid over its image: without a script, and beside its data as CSV."""
+    """HTML that shows the text of a figure's points on hover, without a script: small elements laid over its image."""
     box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
-    if not box or not (found := POINT.findall(svg)):
+    if not box or not (points := POINT.findall(svg)):
         return ""
     marks = (
         f'<i style="left:{100 * float(x) / float(box[1]):.1f}%;top:{100 * float(y) / float(box[2]):.1f}%" '
         f'data-tip="{text.replace(chr(34), "&quot;")}"></i>'
-        for x, y, text in found
+        for x, y, text in points
     )
     return f'<span class="points" aria-hidden="true">{"".join(marks)}</span>'
 
 
 def framed(text: str) -> str:
-    """A whole page with its frame mended, and a short style sheet of icons in the place of Font Awesome's files."""
+    """A whole page with its frame mended, and with a short style sheet of icons instead of Font Awesome's files."""
     for needed, unused in UNUSED.items():
         if needed is None or needed not in text:
             text = unused.sub("", text)
     text = text.replace(SIDEBAR, f'role="complementary" aria-label="Book" {SIDEBAR}')
-    if found := AWESOME.search(text):
-        link = f'\n  <link href="{found["root"]}_static/icons.css" rel="stylesheet" />'
-        text = AWESOME.sub("", text[: found.start()] + link + text[found.start() :])
+    if link_of_icons := AWESOME.search(text):
+        link = f'\n  <link href="{link_of_icons["root"]}_static/icons.css" rel="stylesheet" />'
+        text = AWESOME.sub("", text[: link_of_icons.start()] + link + text[link_of_icons.start() :])
     return text
 
 
@@ -131,8 +133,8 @@ def icons(static: Path, text: str) -> None:
     """
     [awesome] = (static / "vendor" / "fontawesome").iterdir()
     css = _spread((awesome / "css" / "all.min.css").read_text())
-    known = dict(re.findall(r"\.fa-([\w-]+):before\{content:\"\\(\w+)\"", css))
-    named = {name: known[name] for name in sorted(set(re.findall(r"\bfa-([\w-]+)", text))) if name in known}
+    code_points = dict(re.findall(r"\.fa-([\w-]+):before\{content:\"\\(\w+)\"", css))
+    named = {name: code_points[name] for name in sorted(set(re.findall(r"\bfa-([\w-]+)", text))) if name in code_points}
     styles = "".join(sheet.read_text(encoding="utf-8") for sheet in (static / "styles").glob("*.css"))
     points = {int(point, 16) for point in [*named.values(), *re.findall(r"[\"']\\(f[0-9a-f]{3})[\"']", styles)]}
     points |= {ord(sign) for sign in styles if 0xE000 <= ord(sign) < 0xF900}  # written out

@@ -113,12 +113,12 @@ def _example(item: Item) -> dict[str, str]:
     text = {name: [] for name in ("evidence", "directive", "defense", "question")}
     for span in item.spans:
         text[span.name].append(item.messages[span.message]["content"][span.start : span.end])
-    told = " ".join(text["evidence"][:2]) or " ".join(text["directive"])
-    told = told.removeprefix(world.pretty(world.PREAMBLE)).strip()
+    facts = " ".join(text["evidence"][:2]) or " ".join(text["directive"])
+    facts = facts.removeprefix(world.pretty(world.PREAMBLE)).strip()
     if text["defense"]:
-        told = f"{_short(told, 60)} + defense: {_short(text['defense'][0], 40)}"
-    asked = "".join(text["question"])
-    return {"task": f"`{item.task}`", "told": _short(told), "asked": asked, "answer": _short(item.answer, 70)}
+        facts = f"{_short(facts, 60)} + defense: {_short(text['defense'][0], 40)}"
+    question = "".join(text["question"])
+    return {"task": f"`{item.task}`", "told": _short(facts), "asked": question, "answer": _short(item.answer, 70)}
 
 
 def _with_ends(r: Any, name: str) -> str:
@@ -138,13 +138,13 @@ def lowest(evaluation: pd.DataFrame) -> str:
 
 def right_of(check: pd.DataFrame) -> str:
     """How many answers were right at each length, all tasks together."""
-    said = []
+    lengths = []
     for tokens, rows in check.groupby("tokens"):
-        right, asked = round((rows.exact_match * rows.n).sum()), rows.n.sum()
+        right, count = round((rows.exact_match * rows.n).sum()), rows.n.sum()
         missed = ", ".join(f"`{task}`" for task in rows.task[rows.exact_match < 1])
-        of = f"{right:,} of {asked:,} answers right at {tokens:,} tokens ({rows.n.iloc[0]} per task"
-        said.append(of + (f"; missed: {missed})" if missed else ")"))
-    return ", ".join(said)
+        text = f"{right:,} of {count:,} answers right at {tokens:,} tokens ({rows.n.iloc[0]} per task"
+        lengths.append(text + (f"; missed: {missed})" if missed else ")"))
+    return ", ".join(lengths)
 
 
 def sink_table(sinks: pd.DataFrame) -> str:
@@ -239,8 +239,8 @@ def card(folder: Path = EMBEDDED) -> str:
 
 def main(folder: Path | None = None) -> None:
     """Write the card of the model in `folder`; where none is given, of all that ship."""
-    for each in [folder] if folder else embedded().values():
-        (each / "README.md").write_text(card(each), encoding="utf-8")
+    for model_folder in [folder] if folder else embedded().values():
+        (model_folder / "README.md").write_text(card(model_folder), encoding="utf-8")
 
 
 if __name__ == "__main__":

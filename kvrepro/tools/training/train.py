@@ -144,13 +144,13 @@ def step(model, optimizers: list, losses, x, y, lr: float) -> tuple:
     weight = torch.where(y > 0, 1.0, CONTEXT_WEIGHT) * (x[:, 1:] != R.PAD)
     with torch.autocast("cuda", torch.bfloat16):
         hidden = model.model(x, use_cache=False).last_hidden_state
-        loss, correct, each = losses(hidden, model.model.embed_tokens.weight, x, weight)
+        loss, correct, per_token = losses(hidden, model.model.embed_tokens.weight, x, weight)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return loss, correct, each
+    return loss, correct, per_token
 
 
 def keep(path: Path, model, optimizers: list, **counts: Any) -> None:
@@ -199,20 +199,20 @@ def main(
         scale = min(1.0, (steps + 1) / 200) * min(1.0, max(0.02, (1 - progress) / 0.3))
         ids, turn, task = queue.get()
         x, y = ids.to(device, non_blocking=True).long(), turn.to(device, non_blocking=True)[:, 1:]
-        loss, correct, each = step(model, optimizers, losses, x, y, lr * scale)
+        loss, correct, per_token = step(model, optimizers, losses, x, y, lr * scale)
         steps, tokens_seen = steps + 1, tokens_seen + x.numel()
 
         if steps % 3 == 0:  # a task's share follows its error at this length
             a, b, t = *(z.cpu().numpy() for z in exact(correct, y, 12)), task.numpy()
-            here = error[LENGTHS.index(x.shape[1])]
+            error_of_task = error[LENGTHS.index(x.shape[1])]
             for k in np.unique(t[t >= 0]):
-                here[k] += 0.15 * ((1 - a[t == k].sum() / b[t == k].sum()) - here[k])
+                error_of_task[k] += 0.15 * ((1 - a[t == k].sum() / b[t == k].sum()) - error_of_task[k])
             shared[2:] = list(0.1 + error.ravel())
         if time.time() - last > 60:
             sets = sets or {key: job.get() for key, job in watched.items()}
             result = exact_match(model.eval(), sets, "cuda")
             model.train()
-            context_loss = float(each[(y == 0) & (x[:, 1:] != R.PAD)].mean())
+            context_loss = float(per_token[(y == 0) & (x[:, 1:] != R.PAD)].mean())
             watched_line(result, log, out, seconds=round(time.time() - start), steps=steps, tokens=tokens_seen,
                          loss=float(loss.detach()), context_loss=context_loss)  # fmt: skip
             last = time.time()

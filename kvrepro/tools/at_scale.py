@@ -39,8 +39,8 @@ ADDED = 4  # jobs whose rows are stored to time it
 
 
 def driver(folder: Path) -> dict[str, float]:
-    """Of a row on its way through the driver: bytes as a job, as a result and in the store; seconds to unpack and
-    store it, to open it again, and to fold it in."""
+    """What one row costs the driver: bytes as a job, as a result and in the store; seconds to unpack and store it, to
+    open it again, and to fold it in."""
     loaded = models.load()
     items = data.load_items("tinyworld:domains", 2, tokens=1900)
     study, settings = Answers("scale", "main", items, grid.protection()[:8], 4), Settings(folder, progress=False)
@@ -71,13 +71,13 @@ def driver(folder: Path) -> dict[str, float]:
 
 
 def _text(number: int) -> str:
-    """512 characters, which no other number has."""
+    """512 characters that differ for each number."""
     return "".join(hashlib.sha256(f"{number}-{part}".encode()).hexdigest() for part in range(8))
 
 
 def table(row: dict[str, float], seconds: float, efficiency: float) -> pd.DataFrame:
-    """What the sweep takes and needs, a column for each of `GPUS`. row: what `driver` found; seconds: of one row on one
-    GPU."""
+    """What the sweep takes and needs, with a column for each of `GPUS`. row: the result of `driver`; seconds: of one
+    row on one GPU; efficiency: of several GPUs, at most 1."""
     count = SWEEP["models"] * SWEEP["items"] * SWEEP["conditions"]
     lines: list[tuple[str, str, Any, str]] = [
         ("rows", "", lambda gpus: count, "models x items x conditions"),

@@ -111,9 +111,9 @@ def bars(path: Path = GPU / "real.csv") -> Figure:
     return picture
 
 
-def bars_said(path: Path = GPU / "real.csv") -> str:
+def bars_alt() -> str:
     """What `bars` shows, for those who do not see it."""
-    frame = pd.read_csv(path).dropna(subset="target")
+    frame = pd.read_csv(GPU / "real.csv").dropna(subset="target")
     ratio = frame.now / frame.target
     worst = frame.loc[ratio.idxmax()]
     floor = (frame.now / frame.floor).dropna()
@@ -159,7 +159,7 @@ def _theirs(rows: pd.DataFrame) -> pd.Series:
     return rows.variant.str.contains(r"\btorch\b|three kernels")
 
 
-def floors_shown(path: Path = GPU / "kernels.csv") -> str:
+def floors_alt(path: Path = GPU / "kernels.csv") -> str:
     """What `floors` shows, for those who do not see it."""
     last = _longest(path)
     lines = [
@@ -170,8 +170,8 @@ def floors_shown(path: Path = GPU / "kernels.csv") -> str:
     return f"Dots by the share of the floor that is reached, in rows for {kernels} kernels: {'; '.join(lines)}."
 
 
-def floors_said(path: Path = GPU / "kernels.csv") -> str:
-    """The figure in a sentence."""
+def floors_sentence(path: Path = GPU / "kernels.csv") -> str:
+    """The result of the figure of `floors` in a sentence, for inputs of at least 32,768 tokens."""
     frame = pd.read_csv(path).query("tokens >= 32768 and kernel != 'ceiling'")
     theirs = _theirs(frame) | (frame.kernel == "prefill_attention")
     best = frame[~theirs].groupby("kernel").fraction_of_floor.max().sort_values()

@@ -94,16 +94,18 @@ RESAMPLED: dict[str, Callable[[np.ndarray], float]] = {
 
 
 def _differences(f: pd.DataFrame) -> np.ndarray:
+    """Column a, minus column b if there is one."""
     a = f["a"].to_numpy()
     return a - f["b"].to_numpy() if "b" in f else a
 
 
 def _values(f: pd.DataFrame) -> pd.DataFrame:
-    """What is measured, without the prompts that items share."""
+    """The measured columns, without the prompts that items share."""
     return f.drop(columns="prompt", errors="ignore")
 
 
 def chosen(quantity: str, f: pd.DataFrame) -> Ends:
+    """The interval that `kvrepro.experiment.stats` gives."""
     if quantity in RESAMPLED:
         labels, limits = (f.prompt, (1.0, np.inf)) if "prompt" in f else (None, stats.ANY)
         e = stats.resampled(_values(f), RESAMPLED[quantity], labels, limits=limits)
@@ -115,12 +117,14 @@ def chosen(quantity: str, f: pd.DataFrame) -> Ends:
 
 
 def student(quantity: str, f: pd.DataFrame) -> Ends:
+    """Student's t on the mean."""
     x = _differences(f)
     half = scipy_stats.t.ppf(0.975, len(x) - 1) * scipy_stats.sem(x)
     return x.mean() - half, x.mean() + half
 
 
 def _resampled(quantity: str, f: pd.DataFrame, method: str) -> Ends:
+    """A bootstrap of the mean by scipy, by one of its methods."""
     x = _differences(f)
     if not np.ptp(x):
         return x[0], x[0]
@@ -129,6 +133,7 @@ def _resampled(quantity: str, f: pd.DataFrame, method: str) -> Ends:
 
 
 def studentised(quantity: str, f: pd.DataFrame) -> Ends:
+    """The bootstrap-t interval of the mean."""
     x, n = _differences(f), len(f)
     drawn = x[np.random.default_rng(1).integers(0, n, (500, n))]
     error = scipy_stats.sem(drawn, axis=1)
@@ -152,7 +157,7 @@ RULES: dict[str, Callable[[str, pd.DataFrame], Ends]] = {
 
 
 def truth(quantity: str, draw: Draw) -> float:
-    """The population's own value, from many items."""
+    """The population's value, from many items."""
     f = draw(np.random.default_rng(0), 200_000)
     if quantity in RESAMPLED:
         return RESAMPLED[quantity](_values(f).to_numpy())
@@ -160,13 +165,14 @@ def truth(quantity: str, draw: Draw) -> float:
 
 
 def cells(quantities: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, str, int]]:
+    """(quantity, population, n) of each simulation."""
     for quantity, n in itertools.product(quantities, sizes):
         for name in POPULATIONS[quantity]:
             yield quantity, name, n
 
 
 def cover(quantity: str, name: str, n: int, rules: Sequence[str], repeats: int) -> pd.DataFrame:
-    """Of one cell: the share of repeats whose interval covers the truth, and its mean width; a row per rule."""
+    """A row per rule for one cell: the share of repeats whose interval covers the truth, and the mean width."""
     draw, rng = POPULATIONS[quantity][name], np.random.default_rng([0, n])
     value = truth(quantity, draw)
     samples = [draw(rng, n) for _ in range(repeats)]
@@ -179,7 +185,8 @@ def cover(quantity: str, name: str, n: int, rules: Sequence[str], repeats: int) 
 
 
 def table(sizes: Sequence[int] = SIZES, repeats: int = 2000, peers: int = 300) -> pd.DataFrame:
-    """All cells. peers: repeats of the rules that resample, which are slow; `RESAMPLED` take a tenth of `repeats`."""
+    """The rows of all cells. peers: repeats of the rules that resample, which are slow. The quantities in `RESAMPLED`
+    take a tenth of `repeats`, and no more than 48 items."""
     parts = []
     for quantity, name, n in cells(list(POPULATIONS), sizes):
         slow = quantity in RESAMPLED
@@ -193,9 +200,9 @@ def table(sizes: Sequence[int] = SIZES, repeats: int = 2000, peers: int = 300) -
     return pd.concat(parts, ignore_index=True)
 
 
-def said(path: Path = DATA / "coverage.csv") -> list[dict[str, str]]:
-    """The stored table in short, for the page of claims: rows by quantity and rule. Lumpy data (few items, nearly all
-    zeros or ones) cannot be covered at exactly 95% by any interval."""
+def summary(path: Path = DATA / "coverage.csv") -> list[dict[str, str]]:
+    """The stored table in short, for the page of claims: a row per quantity and rule. No interval covers exactly 95%
+    of lumpy data (few items, nearly all zeros or ones)."""
     frame = pd.read_csv(path)
     rows = []
     for (quantity, rule), group in frame.groupby(["quantity", "rule"], sort=False):

@@ -183,9 +183,9 @@ def verdicts(chapters: Sequence[str], root: Path = ROOT) -> dict[str, pd.DataFra
     return {name: claims.of_run(frame) for name, frame in claims_page.stored(chapters, root).items()}
 
 
-def title(chapter: str, root: Path = ROOT) -> str:
+def title(chapter: str) -> str:
     """What a chapter is called: the heading of its notebook."""
-    return claims_page.title(root / "notebooks" / f"{chapter}.ipynb").replace("_", " ")
+    return claims_page.title(ROOT / "notebooks" / f"{chapter}.ipynb").replace("_", " ")
 
 
 def picture(root: Path = ROOT) -> str:

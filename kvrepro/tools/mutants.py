@@ -3,9 +3,9 @@
     mutmut run --max-children 8        # in a copy of the clone: change one operator, number or name at a time, and test
     python -m kvrepro.tools.mutants    # in the same folder: data/reliability/mutants.csv and survivors.csv
 
-Which modules are changed, and which tests are asked, is said in pyproject.toml. A mutant is killed when a test fails or
-takes many times as long as usual. In survivors.csv the column `reason` is written by hand: why no test can tell this
-change from the original. It stays with its mutant when the table is written again.
+pyproject.toml lists the modules that are changed and the tests that run. A mutant is killed when a test fails or takes
+many times as long as usual. In survivors.csv the column `reason` is written by hand: why no test can tell this change
+from the original. It stays with its mutant when the table is written again.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ COUNTS = ["mutants", "tried", KILLED, "timeouts", SURVIVED, "explained"]
 
 
 def outcomes(mutants: Path) -> pd.DataFrame:
-    """name, module and outcome of every mutant; where not all were tried, the others' is "not checked".
-    Raises InputError where mutmut has not run."""
+    """name, module and outcome of every mutant; the outcome is "not checked" for those that were not tried. Raises
+    InputError where mutmut has not run."""
     from mutmut.stats import status_by_exit_code
 
     rows = []
@@ -46,7 +46,8 @@ def outcomes(mutants: Path) -> pd.DataFrame:
 
 
 def changes(table: pd.DataFrame) -> Iterator[tuple[str, ...]]:
-    """`CHANGE` of each mutant: where it is, and its lines before and after. Read from the folder mutmut ran in."""
+    """`CHANGE` of each mutant: its module and function, and the lines before and after. Call it in the folder in which
+    mutmut ran."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
 
     for row in table.itertuples():
@@ -57,7 +58,7 @@ def changes(table: pd.DataFrame) -> Iterator[tuple[str, ...]]:
 
 
 def counted(table: pd.DataFrame, explained: pd.DataFrame) -> pd.DataFrame:
-    """A row per module, and one for all: `COUNTS`, and the share of the tried that was killed, by a timeout too."""
+    """A row per module, and one for all: `COUNTS`, and the share of the tried mutants that were killed or timed out."""
     rows = []
     for module, mutants in [*table.groupby("module"), ("all", table)]:
         n = mutants.outcome.value_counts()

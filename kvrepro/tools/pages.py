@@ -76,7 +76,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages["targets_figure"] = f"""```{{figure}} generated/targets.svg
 :name: fig-targets
 :class: dark-light kvrepro-figure
-:alt: {cost.bars_said()}
+:alt: {cost.bars_alt()}
 
 Each measurement of the table as a time over its target, on a logarithmic axis: one bar for *before*, one for *now*, and
 one for the *floor*, the time that moving the bytes takes at the least, where there is one. Left of the line at 1 the
@@ -85,15 +85,15 @@ target is met. A bar is one number of the table and has no interval.
     pages["floors_figure"] = f"""```{{figure}} generated/floors.svg
 :name: fig-floors
 :class: dark-light kvrepro-figure
-:alt: {cost.floors_shown()}
+:alt: {cost.floors_alt()}
 
 Share of its floor that each kernel reaches on its longest input, in the largest batch of that length, for every variant
 and shape; at the line nothing can be gained. Torch's dots beside *compaction* are its indexing, and copies of as many
 bytes, which need no search.
 ```"""
-    pages["floors"], pages["cost_failures"] = cost.floors_said(), cost.failures()
+    pages["floors"], pages["cost_failures"] = cost.floors_sentence(), cost.failures()
     pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
-    pages["coverage"] = table(coverage.said())
+    pages["coverage"] = table(coverage.summary())
     pages["error_rates"], pages["stability"] = table(claims_page.error_rates()), table(claims_page.stability())
     costs = {"cost": cost.overview(), "cost_all": cost.table(), "targets": cost.targets()}
     pages |= {name: table(rows.to_dict("records")) for name, rows in costs.items()}

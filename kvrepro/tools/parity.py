@@ -38,7 +38,7 @@ SHORTEST, LONGEST = 520, 800  # tokens; 25% of the shortest holds two windows of
 
 @dataclass(frozen=True)
 class PressPair:
-    """One of our policies, as run, and the press that should keep the same. `note`: why it may not."""
+    """One of our policies, as run, and the press that should keep the same tokens. note: why it may not."""
 
     policy: str
     press: Callable[[Any, float], Any]  # (kvpress, share that leaves) -> press
@@ -89,7 +89,8 @@ PAIRS = (
 
 
 def kvpress() -> Any:
-    """The library. Raises InputError without it. Importing it wraps every attention function; ours is put back."""
+    """The library kvpress. Importing it wraps every attention function; ours is put back. Raises InputError where it
+    is not installed."""
     try:
         import kvpress as library
     except ImportError as error:
@@ -124,8 +125,8 @@ def prompts(loaded: models.Loaded, n: int, seed: int = 0) -> tuple[list[list[int
 
 @torch.inference_mode()
 def theirs(model: PreTrainedModel, ids: list[int], presses: dict[str, Any], eager: bool) -> Kept:
-    """What each press keeps, bool [kv_heads, tokens], and its scores, per layer. Every layer is compressed as the press
-    does it, but the model goes on with the whole cache, so that one pass serves all presses."""
+    """By press and layer: the tokens that it keeps, bool [kv_heads, tokens], and its scores. Every layer is compressed
+    as the press does it, but the model goes on with the whole cache, so that one pass serves all presses."""
     kept: Kept = {name: [] for name in presses}
     cache = DynamicCache(config=model.config)
 
@@ -158,7 +159,7 @@ def theirs(model: PreTrainedModel, ids: list[int], presses: dict[str, Any], eage
 
 
 def _scores(press: Any, shown: tuple) -> Tensor | None:
-    """What the press ranks by, [kv_heads, tokens]; None where it does so in several rounds."""
+    """The scores that the press ranks by, [kv_heads, tokens]; None where it ranks in several rounds."""
     name = type(press).__name__
     if name == "BlockPress":
         return None

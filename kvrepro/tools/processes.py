@@ -50,8 +50,8 @@ def interruptible() -> Iterator[None]:
 
 
 def end_family(pid: int) -> None:
-    """Kill what a process started, and what that started: chapters, kernels, workers. Those above go first, so that
-    they start no others."""
+    """Kill all descendants of a process: chapters, kernels, workers. Parents are killed first, so that they start no
+    more."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -108,7 +108,7 @@ class Chapter:
                 print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def show(self) -> None:
-        """Its line: time so far, the study, how far it is, how long the chapter takes."""
+        """Print its live line: time so far, the study and how far it is, and the time left of the chapter."""
         if not sys.stderr.isatty():
             return
         text = f"{self.name:<16}{self.seconds:8.0f} s"
@@ -124,9 +124,10 @@ Ended = tuple[str, float, bool, str]  # a chapter, its seconds, whether it ran, 
 
 
 def in_turn(works: Iterable[tuple[str, Callable[[], bool]]], most: int = 2) -> Iterator[Ended]:
-    """Do chapters' works one after the other, with a live line of the newest; what became of each, as they end.
+    """Run chapters one after the other, with a live line of the newest. Yields what became of each, as it ends.
 
-    One begins when the studies of the one before have ended, which only draws its figures then; `most` are at work.
+    A chapter begins when the studies of the one before have ended, which then only draws its figures. At most `most`
+    chapters run at a time.
     """
     running: list[Chapter] = []
     try:
@@ -142,7 +143,7 @@ def in_turn(works: Iterable[tuple[str, Callable[[], bool]]], most: int = 2) -> I
 
 
 def _ended(running: list[Chapter]) -> Iterator[Ended]:
-    """After half a second at most, those that have come to their end, which leave the list."""
+    """Wait half a second at most, remove the chapters that have ended from the list, and yield what became of them."""
     multiprocessing.connection.wait([chapter.answer for chapter in running], 0.5)
     running[-1].show()
     for chapter in [chapter for chapter in running if not chapter.at_work]:
@@ -164,6 +165,7 @@ def _chapter(answer: Connection, work: Callable[[], bool]) -> None:
 
 
 def _end_with(parent: int) -> None:
+    """End this process and all that it started as soon as its parent has ended."""
     while os.getppid() == parent:
         time.sleep(0.5)
     end_family(os.getpid())
@@ -171,7 +173,8 @@ def _end_with(parent: int) -> None:
 
 
 def chapter_left(name: str, message: dict[str, Any], seconds: float) -> float | None:
-    """Seconds until a chapter ends, by its part that took `seconds`; of an unknown study, until its own end."""
+    """Estimated seconds until a chapter ends, of which the part so far took `seconds`. In a study that `SECONDS` does
+    not list, until the end of that study. message: as of `progress.heard`."""
     expected, study = SECONDS.get(name, {}), message["study"].partition("/")[2]
     if message["left"] is None or study not in expected:
         return message["left"]

@@ -170,7 +170,7 @@ def summary(tables_of: dict[str, pd.DataFrame]) -> list[dict[str, str]]:
     return rows
 
 
-def sections(tables_of: dict[str, pd.DataFrame], folder: Path = FOLDER) -> str:
+def sections(tables_of: dict[str, pd.DataFrame]) -> str:
     """A section per part: what its columns mean, when and where it was measured, and its table, folded."""
     parts = []
     for name, frame in tables_of.items():
@@ -178,7 +178,7 @@ def sections(tables_of: dict[str, pd.DataFrame], folder: Path = FOLDER) -> str:
         where = "; ".join(dict.fromkeys(f"{row.machine}, {row.date}" for row in frame.itertuples()))
         parts += [f"## {PARTS[name].title}", PARTS[name].means, f"Measured on {where}: `{PARTS[name].command}`."]
         parts.append(_folded("The table", table(_texts(shown))))
-        if name == "mutants" and (file := folder / "survivors.csv").is_file():
+        if name == "mutants" and (file := FOLDER / "survivors.csv").is_file():
             parts.append(_folded("The survivors", table(_texts(pd.read_csv(file), code=("before", "after")))))
     return "\n\n".join(parts)
 

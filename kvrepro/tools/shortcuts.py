@@ -1,8 +1,8 @@
 """Can the world's evidence be told without reading? `python -m kvrepro.tools.shortcuts` writes data/shortcuts.csv.
 
-A policy must guess which tokens a question will ask for. Where those differ from the rest in something plain, such as
-the length of their values, it need not guess. The measure is the AUC: how often a token of the evidence stands above
-one of the others; one half is chance, and below it the evidence stands below.
+A policy must guess which tokens a question will ask for. Where these differ from the rest in something simple, such as
+the length of their values, it need not guess. The measure is the AUC: how often a token of the evidence has a higher
+score than another token. One half is chance; below it the evidence has the lower scores.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def auc(scores: np.ndarray, positive: np.ndarray, negative: np.ndarray) -> float
 
 
 class Onlooker:
-    """Stands in each layer's attention during one pass and keeps what a policy could see: a row per KV head."""
+    """Attention that records, during one pass, what a policy could see in each layer: `seen`, by layer and signal,
+    [kv_heads, tokens before the question]."""
 
     def __init__(self, question: int, tokens: int):
         self.end, self.seen = question, {}
@@ -92,8 +93,8 @@ class Onlooker:
 
 
 def groups(prompt: Prompt, words: list[str], answer: set[str]) -> Mapping[str, np.ndarray]:
-    """Which tokens of the passage are evidence, words of the answer in it, filler, and other facts: bool, up to the
-    question."""
+    """By kind of token, bool [tokens before the question]: evidence, words of the answer in the evidence, filler, and
+    other facts. words: the prompt's tokens; answer: the words of the answer."""
     start, end = prompt.turns["user"] + 1, min(prompt.spans["question"])
     evidence = np.isin(np.arange(end), prompt.spans["evidence"])
     sentences, filler = {tuple(sentence) for sentence in FILLER}, np.zeros(end, bool)
@@ -112,7 +113,8 @@ def _words(loaded: Loaded, item: Item) -> set[str]:
 
 @torch.inference_mode()
 def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
-    """layer (-1: of none), head, signal, contrast (of `CONTRASTS`), auc: of one prompt."""
+    """The AUCs of one prompt, with columns layer (-1 for signals of no layer), head, signal, contrast (of `CONTRASTS`),
+    auc."""
     prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
     words = loaded.tokenizer.convert_ids_to_tokens(prompt.ids)
     where, end = groups(prompt, words, _words(loaded, item)), min(prompt.spans["question"])
@@ -133,7 +135,7 @@ def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
 
 
 def table(loaded: Loaded, items: list[Item]) -> pd.DataFrame:
-    """signal, contrast, layer, head, value, low, high, n: mean AUC over prompts with its interval."""
+    """The mean AUC over prompts with its interval, in columns signal, contrast, layer, head, value, low, high, n."""
     aucs = pd.concat([of_item(loaded, item) for item in items])
     return stats.means(aucs, ["signal", "contrast", "layer", "head"], "auc")
 
@@ -147,22 +149,23 @@ def conditions() -> list[Condition]:
 
 
 def kept(loaded: Loaded, item: Item) -> pd.DataFrame:
-    """Of one prompt and each of `conditions`: policy, share, and the share of each of `groups` that a head holds, the
-    mean over layers and heads."""
+    """A row for each of `conditions`, on one prompt: policy, share, and for each kind of token of `groups` the share
+    that a head keeps, mean over layers and heads."""
     prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
     where = groups(prompt, loaded.tokenizer.convert_ids_to_tokens(prompt.ids), _words(loaded, item))
-    shares_of_policies = conditions()
-    [answers] = generate(loaded.model, [prompt], shares_of_policies, max_new_tokens=1, stop_ids=(), kept_sets=True)
+    cells = conditions()
+    [answers] = generate(loaded.model, [prompt], cells, max_new_tokens=1, stop_ids=(), kept_sets=True)
     return pd.DataFrame(
         {"policy": c.policy, "share": c.budget}
         | {name: float(np.stack(answer.kept_sets)[..., at].mean()) for name, at in where.items() if at.any()}
-        for c, answer in zip(shares_of_policies, answers, strict=True)
+        for c, answer in zip(cells, answers, strict=True)
         if answer.kept_sets
     )
 
 
 def lost(loaded: Loaded, items: list[Item], folder: Path) -> pd.DataFrame:
-    """policy, share, value, low, high, n: share of the full cache's token F1 that is lost, and columns of `kept`."""
+    """The share of the full cache's token F1 that is lost, in columns policy, share, value, low, high, n, beside the
+    columns of `kept`."""
     study = Answers("shortcuts", "main", items, [Condition(), *conditions()], 32)
     rows = run(study, loaded, Settings(folder, progress=False))
     full = rows.policy == "full"
@@ -172,7 +175,8 @@ def lost(loaded: Loaded, items: list[Item], folder: Path) -> pd.DataFrame:
 
 
 def drawn(file: Path = DATA / "shortcuts.csv") -> Figure:
-    """AUC by layer, of the KV head that tells most, a panel per contrast; from the stored table."""
+    """The figure of the stored table: the AUC by layer of the KV head that is farthest from chance, a panel per
+    contrast."""
     aucs = pd.read_csv(file)
     aucs = aucs[aucs.layer >= 0]
     far = aucs.value.sub(0.5).abs().groupby([aucs.signal, aucs.contrast, aucs.layer]).transform("max")

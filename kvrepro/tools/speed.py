@@ -293,9 +293,9 @@ def page(root: Path = ROOT) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def first_page(root: Path = ROOT) -> str:
+def first_page() -> str:
     """What data/gpu/first_token.csv says, as markdown: time over the full cache of Hugging Face, and regimes."""
-    ours = pd.read_csv(root / "data/gpu/first_token.csv").assign(over=lambda f: f.ratio_to_plain.map("{:.3f}".format))
+    ours = pd.read_csv(ROOT / "data/gpu/first_token.csv").assign(over=lambda f: f.ratio_to_plain.map("{:.3f}".format))
     device = ", ".join(sorted(set(ours.device)))
     firsts = ours[(ours.part == "first") & (ours.method != PLAIN)]
     ratios = firsts.assign(where=firsts.model + ", " + firsts.tokens.astype(str)).pivot_table(

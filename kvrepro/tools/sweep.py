@@ -5,9 +5,9 @@
     profile: quick
     parameters: {items: longbench, device: cuda, leakage.ratios: [0.5]}
 
-`parameters` are those of `make book -p`. The file is checked and priced before anything is computed. What runs are the
-studies of the notebooks, as far as their analysis: `make book` reads the same rows and computes none of them.
-Models come one after the other, each on all workers: a worker holds one model, and to load another takes minutes.
+`parameters` are those of `make book -p`. The file is checked and priced before anything is computed. Then the studies
+of the notebooks run, without their analysis: `make book` reads the same rows and computes none of them again. Models
+come one after the other, each on all workers: a worker holds one model, and to load another takes minutes.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from kvrepro.experiment.sharing import LOG, make_folder, writing
 from kvrepro.paths import ROOT, WORK
 from kvrepro.tools import book, edition
 
-OWN = {"model": "the key models", "profile": "the key profile", "dry_run": "--dry-run"}  # what sets these instead
+SET_ELSEWHERE = {"model": "the key models", "profile": "the key profile", "dry_run": "--dry-run"}  # no `parameters`
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep file says. InputError for what no model or chapter can be."""
+    """The content of a sweep file. Raises InputError for values that no model or chapter can have."""
 
     models: list[str]
     chapters: list[str]
@@ -56,7 +56,7 @@ class Sweep:
         ensure_known("chapter with studies", self.chapters, studied())
         object.__setattr__(self, "parameters", book.flat(self.parameters))
         for name in self.parameters:
-            if (key := OWN.get(name.rpartition(".")[2])) is not None:
+            if (key := SET_ELSEWHERE.get(name.rpartition(".")[2])) is not None:
                 raise InputError(f"{name} stands among the parameters: set it by {key}")
             if name.endswith(".results"):
                 raise InputError(f"{name}: all chapters of a sweep write into one folder, set it by results")
@@ -78,8 +78,8 @@ def studied() -> list[str]:
 
 
 def read(file: Path) -> Sweep:
-    """A sweep file, checked: keys, models, chapters, and every parameter as far as that shows before a model is
-    loaded. Raises InputError."""
+    """Read and check a sweep file: keys, models, chapters, and every parameter as far as that is possible before a
+    model is loaded. Raises InputError."""
     try:
         with file.open(encoding="utf-8") as text:
             content = yaml.load(text, Loader=Yaml)
@@ -108,8 +108,8 @@ def read(file: Path) -> Sweep:
 
 
 def price(sweep: Sweep) -> pd.DataFrame:
-    """What is still to be computed, from a few tokens of each study: columns model, chapter, results, hours (by all
-    workers, at most), MB, and note. Raises InputError for what a model or its items refuse."""
+    """An estimate of what is still to be computed, from a few tokens of each study: columns model, chapter, results,
+    hours (of all workers together, at most), MB, and note. Raises InputError for what a model or its items refuse."""
     rows = []
     for model, name, parameters in _parts(sweep):
         messages: list[dict[str, Any]] = []
@@ -132,16 +132,17 @@ def price(sweep: Sweep) -> pd.DataFrame:
 
 
 def _parts(sweep: Sweep) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(model, chapter, its parameters), in the order in which they run."""
     for model in sweep.models:
         for name, parameters in sweep.given(model).items():
             yield model, name, parameters
 
 
 def _studies(name: str, parameters: Mapping[str, Any]) -> None:
-    """A notebook's cells as far as its studies go."""
+    """Run a notebook's cells up to the end of its studies."""
     for _ in book.cells(name, dict(parameters), until=book.STUDIES_END):
         pass
-    gc.collect()  # the model, before the next one is loaded
+    gc.collect()  # frees the model before the next one is loaded
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -156,7 +157,7 @@ class Line:
         self.model, self.study, self.began = model, "", time.monotonic()
 
     def __call__(self, message: Mapping[str, Any]) -> None:
-        """Say how far a study is."""
+        """Print how far a study is. message: as of `progress.heard`."""
         if "done" not in message:
             return
         left = "" if message["left"] is None else f", {progress.clock(message['left'])} left of it"
@@ -169,7 +170,7 @@ class Line:
         self.study = message["study"]
 
     def end(self, text: str) -> None:
-        """Put a line in its place that stays."""
+        """Replace the live line by one that stays."""
         clear = "\r\x1b[K" if sys.stderr.isatty() else ""
         print(clear, end="", file=sys.stderr, flush=True)
         print(f"{self.model}  {text}", flush=True)
@@ -177,8 +178,8 @@ class Line:
 
 @contextlib.contextmanager
 def _log(folder: Path) -> Iterator[TextIO]:
-    """The file for what chapters print. Raises InputError where it cannot be written; a disk that is full by the end
-    costs its last lines, and nothing else."""
+    """The file for what chapters print. Raises InputError where it cannot be written. If the disk is full when it is
+    closed, only its last lines are lost."""
     make_folder(folder)
     with writing(folder / LOG):
         log = (folder / LOG).open("a", buffering=1, encoding="utf-8")
@@ -190,8 +191,8 @@ def _log(folder: Path) -> Iterator[TextIO]:
 
 
 def run(sweep: Sweep) -> list[str]:
-    """Compute what is missing; the chapters that failed, as `model: chapter`. What the chapters print is in
-    `<results>/sweep.log`."""
+    """Compute what is missing, and return the chapters that failed, as `model: chapter`. What the chapters print goes
+    to `<results>/sweep.log`."""
     failed, lines = [], {model: Line(model) for model in sweep.models}
     with _log(sweep.results) as log:
         for model, name, parameters in _parts(sweep):

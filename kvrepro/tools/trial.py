@@ -61,7 +61,7 @@ TEMPLATE = (
 )
 CHAPTERS = ("protection", "fragility", "dropkv_bound", "leakage", "reclamation")
 DTYPES = get_args(models.Dtype)[1:]  # without "auto"
-KEY = ["shape", "device", "chapter"]  # whose rows a trial takes the place of, whatever the sizes
+KEY = ["shape", "device", "chapter"]  # a trial replaces the rows with equal values in these, whatever their sizes
 
 
 def tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> PreTrainedTokenizerFast:
@@ -83,7 +83,8 @@ def tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> PreTrainedTokeniz
 def checkpoint(
     folder: Path, shape: str, texts: Iterable[str], vocabulary: int = 4096, dtype: str = "float32", **changes: Any
 ) -> Path:
-    """Random weights in a shape of `SHAPES`, with the tokenizer, as the hub's files. The same weights each time."""
+    """Write random weights in a shape of `SHAPES`, and the tokenizer, into `folder`, as files of the hub. The weights
+    are the same each time. changes: of the configuration."""
     ensure(tuple(SHAPES), shape=shape)
     fast = tokenizer(texts, vocabulary)
     ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id, "bos_token_id": None}
@@ -99,8 +100,8 @@ def checkpoint(
 
 
 def _attempt(answer: Any, name: str, parameters: dict[str, Any], counts: Sequence[int], log: Path) -> None:
-    """One chapter in a process of its own, with so many items, then with more: of each its seconds, peak GiB, rows,
-    failed rows, its end. The chapter's words go to `log`."""
+    """Run a chapter in this process for each of `counts`, the number of items, and send a row for each: seconds, peak
+    GiB, rows, failed rows, and its error or "". What the chapter prints goes to `log`."""
     from kvrepro.tools.book import cells
 
     seconds = in_studies = 0.0
@@ -131,16 +132,16 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], counts: Sequenc
         } | _spent(Path(parameters["results"]) / name))  # fmt: skip
         if error:
             return
-        space.clear()  # the model, before it is loaded again: a policy that the notebook registered would hold it
+        space.clear()  # frees the model before it is loaded again: a policy that the notebook registered may hold it
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 def attempt(name: str, parameters: dict[str, Any], counts: Sequence[int], limit: float) -> Iterator[dict[str, Any]]:
-    """A chapter's row for each number of items, fewest first: a larger one computes what is new, and its seconds are
-    those of the one before and of its own studies. What takes longer than `limit` seconds is stopped, and its row says
-    so. Where one ends in an error, what it printed last is printed."""
+    """A chapter's row for each number of items, fewest first. A larger size computes the new items alone; its seconds
+    are those of the size before and of its own studies. A size that takes longer than `limit` seconds is stopped, and
+    its row says so. Where one ends in an error, its last output is printed."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     log = Path(f"{parameters['results']}-{name}.log")
@@ -168,7 +169,7 @@ def attempt(name: str, parameters: dict[str, Any], counts: Sequence[int], limit:
 
 
 def _spent(folder: Path) -> dict[str, Any]:
-    """Of a chapter's answers: how much of the time went into reading prompts, how much into decoding."""
+    """Seconds that a chapter's answers took for reading prompts, and for decoding; {} where it stored no answers."""
     files = [*folder.glob("*.rows/*.parquet"), *folder.glob("*.parquet")]
     frames = [pd.read_parquet(file) for file in files]
     parts = [frame for frame in frames if "decode_seconds" in frame]

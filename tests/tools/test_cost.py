@@ -72,7 +72,7 @@ def test_the_floors_are_told_of_the_longest_inputs_and_of_our_kernels_alone(tmp_
     ]  # fmt: skip
     table = pd.DataFrame(rows, columns=["kernel", "variant", "tokens", "fraction_of_floor"])
     table.assign(device="GPU 1", shape="s", batch=1).to_csv(file := tmp_path / "kernels.csv", index=False)
-    assert "reaches from 50% (`other`) to 80% (`ours`) of its floor (GPU 1)." in cost.floors_said(file)
+    assert "reaches from 50% (`other`) to 80% (`ours`) of its floor (GPU 1)." in cost.floors_sentence(file)
     [axes] = cost.floors(file).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["ours", "other"]
     assert sum(len(dots.get_offsets()) for dots in axes.collections) == 3  # the longest input of each variant
@@ -84,7 +84,7 @@ def test_the_dots_of_a_kernel_are_of_one_batch(tmp_path):
     table.assign(kernel="k", shape="s", tokens=32768).to_csv(file := tmp_path / "kernels.csv", index=False)
     [axes] = cost.floors(file).axes
     assert [x for dots in axes.collections for x, _ in dots.get_offsets()] == [0.8, 0.8]
-    assert cost.floors_shown(file) == (
+    assert cost.floors_alt(file) == (
         "Dots by the share of the floor that is reached, in rows for 1 kernels: 1 of this project's kernels, from 80% "
         "to 80%, median 80%; 1 of plain torch, or separate passes, from 80% to 80%, median 80%."
     )

@@ -49,7 +49,7 @@ def test_the_table_in_short_counts_what_is_inside(tmp_path):
     row = {"quantity": "share_of_ceiling", "rule": "chosen", "n": 6, "width": 0.1, "repeats": 10}
     rows = [row | {"population": f"p{i}", "coverage": c} for i, c in enumerate((0.92, 0.93, 0.95, 0.99))]
     pd.DataFrame(rows).to_csv(path, index=False)
-    [said] = coverage.said(path)
+    [said] = coverage.summary(path)
     assert [said[name] for name in ("covers 93 to 97%", "less", "more", "median")] == ["50%", "25%", "25%", "94.0%"]
     assert said["worst"] == "92.0% (p0, n = 6)"
     assert said["quantity"] == "share of ceiling"

@@ -109,7 +109,7 @@ def _short(text: str, most: int = 90) -> str:
 
 
 def _example(item: Item) -> dict[str, str]:
-    """task, what holds the answer, the request, the answer."""
+    """An item as a row: task, the text that holds the answer, the request, the answer."""
     text = {name: [] for name in ("evidence", "directive", "defense", "question")}
     for span in item.spans:
         text[span.name].append(item.messages[span.message]["content"][span.start : span.end])
@@ -148,7 +148,7 @@ def right_of(check: pd.DataFrame) -> str:
 
 
 def sink_table(sinks: pd.DataFrame) -> str:
-    """Mean over heads and the largest head of each layer."""
+    """A table with a row per layer: the mean over its heads, and its largest head."""
     rows = []
     for layer, of_layer in sinks.groupby("layer"):
         mean, heads = of_layer[of_layer["head"] == "mean"].iloc[0], of_layer[of_layer["head"] != "mean"]
@@ -158,7 +158,9 @@ def sink_table(sinks: pd.DataFrame) -> str:
     return table(rows)
 
 
-def sink_summary(sinks: pd.DataFrame, least: float = 0.1) -> str:
+def sink_summary(sinks: pd.DataFrame) -> str:
+    """Which heads give position 0 at least a tenth of their attention, in a sentence."""
+    least = 0.1
     heads = sinks[sinks["head"] != "mean"]
     strong = heads[heads.mass >= least]
     if strong.empty:
@@ -181,7 +183,7 @@ TOGETHER = (17.0, f"three of the family at once on each of two NVIDIA H200 with 
 
 
 def _millions(folder: Path) -> float:
-    """Stored weights, two bytes each."""
+    """Millions of stored weights, of two bytes each."""
     return (folder / "model.safetensors").stat().st_size / 2e6
 
 
@@ -202,7 +204,7 @@ def family() -> str:
 
 
 def _facts(folder: Path) -> dict[str, str]:
-    """What the card says of shape and training."""
+    """The card's fields on shape and training."""
     config, log = json.loads((folder / "config.json").read_text()), (folder / "training.jsonl").read_text().splitlines()
     kind, last, (minutes, where) = Kind.of(folder), json.loads(log[-1]), TRAINED.get(folder.name, TOGETHER)
     sliding = f"; layers 0, 2, 4 see the last {kind.window} tokens" if kind.window else ""
@@ -224,6 +226,7 @@ def _facts(folder: Path) -> dict[str, str]:
 
 
 def card(folder: Path = EMBEDDED) -> str:
+    """The card of a model's folder, as markdown."""
     evaluation, check = pd.read_csv(folder / "evaluation.csv"), folder / "evaluation_cpu.csv"
     sinks = pd.read_csv(folder / "sinks.csv", dtype={"head": str})
     items = [world.sample(task, 1, seed=0, tokens=300)[0] for task in world.ALL]

@@ -38,7 +38,8 @@ def length_shares(progress: float) -> dict[int, float]:
 
 
 def worker(seed: str, shared, queue) -> None:
-    """Make batches for ever. shared: progress, share of repeated sequences, then a share per length and task."""
+    """Put batches into the queue for ever. shared: progress, share of repeated sequences, then a share per length and
+    task."""
     rng = random.Random(seed)
     torch.set_num_threads(1)
     while True:
@@ -95,7 +96,7 @@ def optimizers_of(model, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def token_losses(hidden, embedding, x, weight):
-    """Weighted mean cross-entropy, correctness of each next token, and its loss."""
+    """Weighted mean cross-entropy, and of each next token whether it is right, and its loss."""
     logits = hidden[:, :-1] @ embedding.T
     flat = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), x[:, 1:].flatten(), reduction="none")
     loss = flat.view_as(weight)
@@ -103,7 +104,7 @@ def token_losses(hidden, embedding, x, weight):
 
 
 def watched_line(result: dict[tuple[str, int], float], log: list[dict], out: Path, **line: float) -> None:
-    """Print and log a line, with each length's exact match, and that of its tasks in the file."""
+    """Print a line with each length's exact match, and log it with the exact match of each task and length."""
     line |= {f"em{length}": float(np.mean([v for k, v in result.items() if k[1] == length])) for length in CHECKS}
     print(json.dumps(line), flush=True)
     log.append(line | {"tasks": {t: [result[t, length] for length in CHECKS] for t in R.TASK_NAMES}})
@@ -111,7 +112,8 @@ def watched_line(result: dict[tuple[str, int], float], log: list[dict], out: Pat
 
 
 def started(seed: str, workers: int) -> tuple[Any, Any, dict, dict]:
-    """What the workers of `worker` share, their queue, and the sets to watch and to end with, as they are made."""
+    """Start the workers. Returns what they share, their queue, and two evaluation sets, as results to wait for: one to
+    watch the training by and one for its end."""
     context = mp.get_context("fork")
     shared = context.Array("d", [0.0, 1.0] + [1.0] * (len(R.TASK_NAMES) * len(LENGTHS)), lock=False)
     queue = context.Queue(maxsize=48)
@@ -138,7 +140,8 @@ def fresh_model(name: str, device: torch.device):
 
 
 def step(model, optimizers: list, losses, x, y, lr: float) -> tuple:
-    """One step of all optimizers: loss, correctness and loss of each token, where answers have weight 1."""
+    """One step of all optimizers. Returns the loss, and of each token whether it is right, and its loss. Answers have
+    weight 1."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = lr
     weight = torch.where(y > 0, 1.0, CONTEXT_WEIGHT) * (x[:, 1:] != R.PAD)
@@ -160,7 +163,7 @@ def keep(path: Path, model, optimizers: list, **counts: Any) -> None:
 
 
 def resume(path: Path, *parts: Any) -> dict[str, Any]:
-    """What `keep` saved, empty where nothing was; the model and the optimizers in `parts` get their states."""
+    """What `keep` saved; {} without such a file. parts: the model and the optimizers, which get their states back."""
     saved = torch.load(path, map_location="cpu", weights_only=False) if path.exists() else {}  # our own file
     if saved and parts:
         for part, state in zip(parts, [saved["model"], *saved["optimizers"]], strict=True):

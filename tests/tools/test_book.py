@@ -117,15 +117,15 @@ def test_parameters_go_to_the_chapters_that_have_them(root):
     both = ["first", "second"]
     assert book.parse_parameters([], both, root) == {"first": {}, "second": {}}
     assert book.parse_parameters(["size=3"], both, root) == {"first": {"size": 3}, "second": {"size": 3}}
-    found = book.parse_parameters(["second.size=[1, 2]", "size=3"], both, root)
-    assert found == {"first": {"size": 3}, "second": {"size": [1, 2]}}
-    for wrong, said in (
+    chosen = book.parse_parameters(["second.size=[1, 2]", "size=3"], both, root)
+    assert chosen == {"first": {"size": 3}, "second": {"size": [1, 2]}}
+    for wrong, message in (
         ("sise=3", "no chapter has a parameter 'sise', did you mean 'size'?; there are: size"),
         ("second.colour=3", "chapter second has no parameter 'colour'; there are: size"),
         ("secnd.size=3", "no chapter 'secnd', did you mean 'second'?; there are: first, second"),
         ("size=[1", "'[1' is no YAML value"),
     ):
-        with pytest.raises(InputError, match=re.escape(said)):
+        with pytest.raises(InputError, match=re.escape(message)):
             book.parse_parameters([wrong], both, root)
     with pytest.raises(InputError, match="name=value"):
         book.parse_parameters(["size"], ["first"], root)
@@ -177,8 +177,8 @@ with processes.interruptible():
     time.sleep(0.2)
     kernel = int((root / "pid").read_text())
     build.send_signal(signal.SIGTERM)
-    _, said = build.communicate(timeout=10)
-    assert said.strip() == "interrupted: what is computed is stored, the next call goes on from there"
+    _, output = build.communicate(timeout=10)
+    assert output.strip() == "interrupted: what is computed is stored, the next call goes on from there"
     assert build.returncode == 128 + signal.SIGTERM
     assert not runs(kernel)
     assert not (root / "book" / "executed" / "first.ipynb").exists()
@@ -211,11 +211,11 @@ def test_the_next_notebook_in_a_process_may_get_its_workers_ready_again(root):
 
 @pytest.mark.parametrize("flag", [True, False], ids=["flag", "option"])
 def test_the_book_rehearses_when_it_is_asked_to(monkeypatch, flag):
-    said = []
+    rehearsed = []
     monkeypatch.setattr(book, "chapters", lambda: ["protection", "reanalysis"])
-    monkeypatch.setattr(book, "rehearse", lambda name, parameters: said.append(name))
+    monkeypatch.setattr(book, "rehearse", lambda name, parameters: rehearsed.append(name))
     book.main(parameter=[] if flag else ["dry_run=true"], force=False, workers=None, dry_run=flag)
-    assert said == ["protection", "reanalysis"]
+    assert rehearsed == ["protection", "reanalysis"]
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def steps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "beginning"),
     [
         ("leakage.policies=[snapkv, nosuch]", "leakage: unknown policy 'nosuch'"),
         ("leakage.policies=snapkv", "leakage: policies 'snapkv': give a list"),
@@ -245,18 +245,20 @@ def steps(monkeypatch):
         ("reclamation.capacity=-1", "reclamation: capacity -1"),
     ],
 )
-def test_a_value_that_any_chapter_refuses_ends_the_command_before_the_first_is_executed(steps, capsys, given, said):
+def test_a_value_that_any_chapter_refuses_ends_the_command_before_the_first_is_executed(
+    steps, capsys, given, beginning
+):
     with pytest.raises(SystemExit, match="2"):
         command.run(book.main, arguments=["-p", given, "-p", "protection.n_items=1"])
     error = capsys.readouterr().err
-    assert error.startswith(said)
+    assert error.startswith(beginning)
     assert error.count("\n") == 1
     assert steps == []
 
 
 def test_what_is_written_to_a_file_says_when_each_chapter_begins_and_ends(steps, capsys):
-    own = ["reclamation.policies=[sinks_recency, full]", "policies=[snapkv, tova]"]
-    book.main(parameter=own, force=False, workers=None, dry_run=False)
+    policies = ["reclamation.policies=[sinks_recency, full]", "policies=[snapkv, tova]"]
+    book.main(parameter=policies, force=False, workers=None, dry_run=False)
     assert steps == ["protection", "leakage", "reclamation"]
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     begun = [line[0] for line in lines if line[1:] == ["begins"]]
@@ -287,10 +289,10 @@ def test_what_a_chapters_own_code_raises_is_left_to_the_chapter(root, monkeypatc
 
 
 def test_a_rehearsal_goes_on_after_a_chapter_that_refuses(monkeypatch, capsys):
-    said = []
+    rehearsed = []
 
     def rehearse(name, parameters):
-        said.append(name)
+        rehearsed.append(name)
         if name != "leakage":
             raise InputError(f"{name} cannot")
 
@@ -298,7 +300,7 @@ def test_a_rehearsal_goes_on_after_a_chapter_that_refuses(monkeypatch, capsys):
     names = ["protection", "leakage", "reclamation"]
     with pytest.raises(typer.Exit) as end:
         book.rehearse_all(names, dict.fromkeys(names, {}))
-    assert (end.value.exit_code, said) == (2, names)
+    assert (end.value.exit_code, rehearsed) == (2, names)
     assert capsys.readouterr().err == "protection: protection cannot\nreclamation: reclamation cannot\n"
     book.rehearse_all(["leakage"], {"leakage": {}})
 
@@ -308,9 +310,9 @@ def test_whatever_a_page_would_fetch_is_found(tmp_path):
         '<a href="https://arxiv.org/abs/1">a link</a><link rel="stylesheet" href="_static/a.css">'
         '<script defer src="https://cdn.example/a.js"></script><img alt="x" src="//cdn.example/a.png">'
     )
-    found = book.outside(tmp_path)
-    assert len(found) == 2
-    assert all("cdn.example" in line for line in found)
+    lines = book.outside(tmp_path)
+    assert len(lines) == 2
+    assert all("cdn.example" in line for line in lines)
 
 
 def test_pages_name_every_policy_and_every_switch(tmp_path):

@@ -20,11 +20,11 @@ def test_a_checkpoints_statistics_lie_beside_it(tmp_path):
     app = typer.Typer()
     app.command()(calibrate.main)
     given = ["--model", str(folder), "--n", "2", "--tokens", "200"]
-    found = CliRunner().invoke(app, given)
-    assert found.exit_code == 0, found.output
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
     written = tmp_path / "small-qwen2-queries.json"
     assert json.loads(written.read_text())["layers"] == 2
-    assert str(written) in found.output.replace("\n", "")
-    found = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "own.json")])
-    assert (found.exit_code, (tmp_path / "own.json").read_bytes()) == (0, written.read_bytes())
+    assert str(written) in result.output.replace("\n", "")
+    result = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "own.json")])
+    assert (result.exit_code, (tmp_path / "own.json").read_bytes()) == (0, written.read_bytes())
     assert hashlib.sha256(ours.read_bytes()).hexdigest() == before

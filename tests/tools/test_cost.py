@@ -38,10 +38,10 @@ def test_a_chapter_that_failed_has_no_cost(tmp_path):
 
 
 def test_an_upper_bound_is_marked_and_a_line_through_two_sizes_is_not(tmp_path):
-    one = {"shape": "a", "device": "H", "n_items": 1, "seconds": 3700.0, "in_studies": 3600.0, "peak_gib": 3.5,
+    row = {"shape": "a", "device": "H", "n_items": 1, "seconds": 3700.0, "in_studies": 3600.0, "peak_gib": 3.5,
            "failed": 0, "error": None, "note": "alone", "date": "2026-11-26"}  # fmt: skip
-    rows = [one | {"chapter": "leakage", "date": "2026-11-22"}, one | {"chapter": "protection"},
-            one | {"chapter": "protection", "n_items": 2, "seconds": 3710.0, "peak_gib": 9.6}]  # fmt: skip
+    rows = [row | {"chapter": "leakage", "date": "2026-11-22"}, row | {"chapter": "protection"},
+            row | {"chapter": "protection", "n_items": 2, "seconds": 3710.0, "peak_gib": 9.6}]  # fmt: skip
     pd.DataFrame(rows).to_csv(path := tmp_path / "chapters.csv", index=False)
     [row] = cost.overview(path).to_dict("records")
     assert row["leakage"].startswith("≤ ")

@@ -24,24 +24,24 @@ def test_the_chosen_rule_covers(quantity, population, n):
 
 
 def test_six_items_are_covered_where_percentiles_are_not():
-    found = coverage.cover("mean", "90% zeros, 50% of the rest ones", 6, ["chosen", "percentile"], 200)
-    by = found.set_index("rule").coverage
-    assert by["chosen"] > 0.93 > 0.9 > by["percentile"]
+    cells = coverage.cover("mean", "90% zeros, 50% of the rest ones", 6, ["chosen", "percentile"], 200)
+    coverage_of = cells.set_index("rule").coverage
+    assert coverage_of["chosen"] > 0.93 > 0.9 > coverage_of["percentile"]
 
 
 @pytest.mark.parametrize("n", [6, 12, 48])
 def test_long_tails_are_covered_more_often_than_by_students_interval(n):
-    found = coverage.cover("mean without bounds", "log-normal, sigma 1", n, ["chosen", "Student's t"], 400)
-    by = found.set_index("rule").coverage
-    assert by["chosen"] > max(0.87, by["Student's t"] + 0.02)
+    cells = coverage.cover("mean without bounds", "log-normal, sigma 1", n, ["chosen", "Student's t"], 400)
+    coverage_of = cells.set_index("rule").coverage
+    assert coverage_of["chosen"] > max(0.87, coverage_of["Student's t"] + 0.02)
 
 
 def test_the_shipped_table_has_every_cell():
     shipped = pd.read_csv(DATA / "coverage.csv")
-    mine = shipped[shipped.rule == "chosen"]
+    rows = shipped[shipped.rule == "chosen"]
     cells = coverage.cells(list(coverage.POPULATIONS), coverage.SIZES)
     wanted = {cell for cell in cells if cell[2] <= 48 or cell[0] not in coverage.RESAMPLED}
-    assert wanted <= set(mine[["quantity", "population", "n"]].itertuples(index=False, name=None))
+    assert wanted <= set(rows[["quantity", "population", "n"]].itertuples(index=False, name=None))
 
 
 def test_the_table_in_short_counts_what_is_inside(tmp_path):
@@ -49,7 +49,7 @@ def test_the_table_in_short_counts_what_is_inside(tmp_path):
     row = {"quantity": "share_of_ceiling", "rule": "chosen", "n": 6, "width": 0.1, "repeats": 10}
     rows = [row | {"population": f"p{i}", "coverage": c} for i, c in enumerate((0.92, 0.93, 0.95, 0.99))]
     pd.DataFrame(rows).to_csv(path, index=False)
-    [said] = coverage.summary(path)
-    assert [said[name] for name in ("covers 93 to 97%", "less", "more", "median")] == ["50%", "25%", "25%", "94.0%"]
-    assert said["worst"] == "92.0% (p0, n = 6)"
-    assert said["quantity"] == "share of ceiling"
+    [row] = coverage.summary(path)
+    assert [row[name] for name in ("covers 93 to 97%", "less", "more", "median")] == ["50%", "25%", "25%", "94.0%"]
+    assert row["worst"] == "92.0% (p0, n = 6)"
+    assert row["quantity"] == "share of ceiling"

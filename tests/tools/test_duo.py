@@ -81,15 +81,15 @@ def test_query_statistics_are_those_of_the_projections(kind):
     for layer, block in enumerate(model.get_decoder().layers):
         projection = block.self_attn.q_proj if kind == "qwen2" else block.self_attn.qkv_proj
         hooks.append(projection.register_forward_hook(note(layer)))
-    found = calibrate.calibrate(model, prompts, "name")
+    statistics = calibrate.calibrate(model, prompts, "name")
     for hook in hooks:
         hook.remove()
-    assert found.mean.shape == (3, 6, 4)
+    assert statistics.mean.shape == (3, 6, 4)
     for layer in range(3):
         q = torch.cat(taken[layer]).double()
         pairs = torch.complex(q[..., :4], q[..., 4:])
-        torch.testing.assert_close(found.mean[layer].to(torch.complex128), pairs.mean(0), atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(found.length[layer].double(), pairs.abs().mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(statistics.mean[layer].to(torch.complex128), pairs.mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(statistics.length[layer].double(), pairs.abs().mean(0), atol=1e-5, rtol=1e-4)
 
 
 def test_statistics_survive_the_file(tmp_path):
@@ -131,20 +131,20 @@ def test_each_embedded_model_finds_the_files_that_were_made_from_it(name):
     outputs = [facts.outputs[n] for n in facts.evictable]
     layers, kv_heads, q_heads = len(outputs), config["num_key_value_heads"], config["num_attention_heads"]
     assert heads.learned(outputs) is not bool(facts.sliding)
-    known = queries.made_from(queries.EMBEDDED, lambda file: queries.load(file).sample, outputs, "")
-    files = [(known, "queries")]
+    queries_file = queries.made_from(queries.EMBEDDED, lambda file: queries.load(file).sample, outputs, "")
+    files = [(queries_file, "queries")]
     if not facts.sliding:
         gates = queries.made_from(heads.EMBEDDED, lambda file: heads._learned(file)[1], outputs, "")
         assert heads._learned(gates)[0].shape == (layers, kv_heads)
         files.append((gates, "gates"))
-    for file, what in files:
-        assert Path(file).name == f"{name}-{what}.json"
+    for file, kind in files:
+        assert Path(file).name == f"{name}-{kind}.json"
         assert json.loads(Path(file).read_text())["model"] == models.checkpoint_hash(folder)
-    found = queries.load(known)
-    assert found.mean.shape == (layers, q_heads, config["hidden_size"] // q_heads // 2)
-    assert bool((found.length >= found.mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
+    statistics = queries.load(queries_file)
+    assert statistics.mean.shape == (layers, q_heads, config["hidden_size"] // q_heads // 2)
+    assert bool((statistics.length >= statistics.mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
     o = observation(kv_heads=kv_heads, group=q_heads // kv_heads, dim=64, layer=2, layers=layers, output=None)
     o = replace(o, inverse_frequencies=10000.0 ** -(torch.arange(32) / 32))
-    assert torch.isfinite(keys.tri_attention(o, known)).all()
+    assert torch.isfinite(keys.tri_attention(o, queries_file)).all()
     with pytest.raises(InputError, match="was made from this model"):
         keys.tri_attention(replace(o, output=torch.zeros(q_heads, 64, 8)))

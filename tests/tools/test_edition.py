@@ -41,7 +41,7 @@ def markdown(text):
     return nbformat.v4.new_markdown_cell(text)
 
 
-def said(text):
+def printed(text):
     return nbformat.v4.new_output("display_data", data={"text/markdown": text})
 
 
@@ -104,12 +104,12 @@ def test_many_points_become_a_picture_between_vector_axes():
 
 
 def test_findings_come_first_and_what_led_to_them_is_folded_at_the_end(tmp_path):
-    box = code("found", [said(wording.findings("It holds.").data)], "hide-input")
-    last = code("provenance()", [said("- **Code**: here")], "remove-input")
+    box = code("found", [printed(wording.findings("It holds.").data)], "hide-input")
+    last = code("provenance()", [printed("- **Code**: here")], "remove-input")
     cells = edited(
         tmp_path, markdown("# Title"), code("import a"), markdown("## Policy"), code("def policy", [], "show-input"),
-        code("run()", [said("planned")], "hide-cell"), box,
-        markdown("## Data"), code("table", [said("rows")]), markdown(edition.LAST), last,
+        code("run()", [printed("planned")], "hide-cell"), box,
+        markdown("## Data"), code("table", [printed("rows")]), markdown(edition.LAST), last,
     )  # fmt: skip
     kinds = [(cell.cell_type, cell.source.splitlines()[0]) for cell in cells]
     assert kinds == [
@@ -128,7 +128,7 @@ def test_findings_come_first_and_what_led_to_them_is_folded_at_the_end(tmp_path)
 
 def test_code_in_a_row_is_folded_behind_one_button(tmp_path):
     cells = edited(
-        tmp_path, code("a", [said("1")]), code("b", [said("2")]), markdown("x"), code("c"), code("d", [], "hide-cell"),
+        tmp_path, code("a", [printed("1")]), code("b", [printed("2")]), markdown("x"), code("c"), code("d", [], "hide-cell"),
         code("e", [], "show-input"),
     )  # fmt: skip
     assert [cell.source for cell in cells] == ["a\n\nb", "x", "c", "d", "e"]
@@ -141,8 +141,10 @@ def test_code_in_a_row_is_folded_behind_one_button(tmp_path):
 def test_a_table_beside_a_figure_is_folded_and_a_reference_gets_its_label(tmp_path):
     table = nbformat.v4.new_output("display_data", data={"text/html": "<table><tr></tr><tr></tr><tr></tr></table>"})
     alone = nbformat.v4.new_output("display_data", data={"text/html": "<table><tr></tr></table>"})
-    told = [markdown("See [Figure](#fig-by-length)."), code("said", [said("In [Figure](#fig-by-length).")])]
-    cells = edited(tmp_path, code("a", [alone], "show-input"), code("b", [table]), code("c", shown("by-length")), *told)
+    references = [markdown("See [Figure](#fig-by-length)."), code("said", [printed("In [Figure](#fig-by-length).")])]
+    cells = edited(
+        tmp_path, code("a", [alone], "show-input"), code("b", [table]), code("c", shown("by-length")), *references
+    )
     assert cells[0].outputs[0].data["text/html"] == "<table><tr></tr></table>"
     folded = cells[1].outputs[0].data["text/html"]
     assert folded.startswith('<details class="numbers"><summary>The numbers: 2 rows</summary>')

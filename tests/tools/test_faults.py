@@ -13,18 +13,18 @@ from kvrepro.tools import faults, kills
 
 
 def frames(**tables):
-    made = {name: pd.DataFrame(rows, columns=["key", "value"]) for name, rows in tables.items()}
-    return {name: frame.set_index("key", drop=False) for name, frame in made.items()}
+    frame_of = {name: pd.DataFrame(rows, columns=["key", "value"]) for name, rows in tables.items()}
+    return {name: frame.set_index("key", drop=False) for name, frame in frame_of.items()}
 
 
 def test_what_is_lost_doubled_and_different_is_counted():
     quiet = frames(main=[("a", "1"), ("b", "2"), ("c", "3")], extra=[("d", "4")])
     other = frames(main=[("a", "1"), ("b", "9"), ("a", "1")])
     assert kills.differences(quiet, quiet).empty
-    found = kills.differences(quiet, other).set_index(["table", "column"])
-    assert found.loc[("main", "")].to_dict() == {"lost": 1, "doubled": 1, "different": 0}
-    assert found.loc[("main", "value"), "different"] == 1
-    assert found.loc[("extra", ""), "lost"] == 1
+    differences = kills.differences(quiet, other).set_index(["table", "column"])
+    assert differences.loc[("main", "")].to_dict() == {"lost": 1, "doubled": 1, "different": 0}
+    assert differences.loc[("main", "value"), "different"] == 1
+    assert differences.loc[("extra", ""), "lost"] == 1
 
 
 def test_a_moment_is_told_by_what_was_stored_then():

@@ -106,16 +106,16 @@ def test_a_dry_run_is_no_failure_to_papermill(tmp_path):
 
 def test_findings_come_first_and_are_computed(notebook):
     cells = code(notebook)
-    [found] = [i for i, cell in enumerate(cells) if "wording.findings(" in cell.source]
-    assert found <= 5
-    call = re.search(r"wording\.findings\((.*)\)", cells[found].source, re.S)[1]
+    [place] = [i for i, cell in enumerate(cells) if "wording.findings(" in cell.source]
+    assert place <= 5
+    call = re.search(r"wording\.findings\((.*)\)", cells[place].source, re.S)[1]
     assert 3 <= len(ast.parse(f"f({call})").body[0].value.args) <= 5
 
 
 def test_each_figure_has_a_name_of_its_own_a_caption_an_alternative_text_and_data(notebook):
     names, texts = [], []
     for call in calls(notebook, "show"):
-        given = call.args + [one.value for one in call.keywords]
+        given = call.args + [keyword.value for keyword in call.keywords]
         assert len(given) == 5, ast.unparse(call)
         names.append(ast.literal_eval(given[1]))
         texts.append(ast.unparse(given[3]))
@@ -153,8 +153,8 @@ def test_no_result_is_typed_into_the_prose(chapter, request):
     assert "glue:" not in "".join(cell.source for cell in chapter.cells)
     # what remains are settings and names: 10% at each end, 90% and 95% intervals, capacities, lengths, a table, bits
     numbers = set(re.findall(r"(?<![\w-])\d+(?!\w|-gram)", text))
-    known = {"0", "1", "2", "3", "4", "7", "8", "9", "10", "16", "90", "95", "256", "769", "1000"}
-    assert numbers <= known | SETTINGS.get(request.node.callspec.id, set())
+    allowed = {"0", "1", "2", "3", "4", "7", "8", "9", "10", "16", "90", "95", "256", "769", "1000"}
+    assert numbers <= allowed | SETTINGS.get(request.node.callspec.id, set())
 
 
 def test_the_book_says_code_and_text_of_the_authors(chapter):

@@ -23,11 +23,11 @@ def test_its_python_runs_and_evicts(tmp_path, monkeypatch, capsys):
     names: dict[str, object] = {}
     for code in blocks("python"):
         exec(compile(code, "own-code.md", "exec"), names)
-    said = capsys.readouterr().out
-    read, kept = map(int, re.search(r"(\d+) tokens read, at most (\d+) kept", said).groups())
+    output = capsys.readouterr().out
+    read, kept = map(int, re.search(r"(\d+) tokens read, at most (\d+) kept", output).groups())
     assert read > 800
     assert 256 <= kept < 256 + 8
-    document, left, written = re.search(r"(\d+) tokens read once, ([\d,]+) bytes kept: (.*)", said).groups()
+    document, left, written = re.search(r"(\d+) tokens read once, ([\d,]+) bytes kept: (.*)", output).groups()
     assert written == names["asked"][0].answer
     config = names["model"].config
     token = 2 * names["model"].dtype.itemsize * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -43,6 +43,6 @@ def test_its_commands_run(line, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*words, *more])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    said = capsys.readouterr()
-    assert not ended.value.code, said.err
-    assert said.out.count("\n") > 1 or "dry_run" in line
+    captured = capsys.readouterr()
+    assert not ended.value.code, captured.err
+    assert captured.out.count("\n") > 1 or "dry_run" in line

@@ -16,10 +16,10 @@ def test_without_kvpress_it_refuses_in_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "kvpress", None)
     with pytest.raises(SystemExit, match="2"):
         command.run(parity.main, arguments=[])
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "kvpress cannot be imported" in said
-    assert "kvrepro[parity]" in said
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "kvpress cannot be imported" in error
+    assert "kvrepro[parity]" in error
 
 
 def test_a_policy_without_a_press_is_refused_in_one_line(capsys):

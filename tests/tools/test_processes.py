@@ -24,13 +24,13 @@ def test_time_left_is_the_chapters(monkeypatch):
     assert processes.chapter_left("first", {"study": "first/a", "done": 0, "total": 3, "left": None}, 20.0) is None
 
 
-def first_and_second(folder, most, told=True):
+def first_and_second(folder, most, studies_end=True):
     """What `in_turn` makes of a chapter that waits for the next one after its studies, and of that next one."""
 
     def first():
-        if told:
+        if studies_end:
             progress.end_studies()
-        waited((folder / "second").exists, 30 if most == 2 and told else 1.5)
+        waited((folder / "second").exists, 30 if most == 2 and studies_end else 1.5)
         (folder / "first").touch()
         return (folder / "second").exists()
 
@@ -38,17 +38,17 @@ def first_and_second(folder, most, told=True):
         (folder / "second").touch()
         return (folder / "first").exists()
 
-    found = processes.in_turn([("a", first), ("b", second)], most)
-    return {name: (ran, error) for name, _, ran, error in found}
+    ended = processes.in_turn([("a", first), ("b", second)], most)
+    return {name: (ran, error) for name, _, ran, error in ended}
 
 
 def test_a_chapter_begins_when_the_studies_of_the_one_before_have_ended(tmp_path):
     assert first_and_second(tmp_path, most=2) == {"a": (True, ""), "b": (False, "")}
 
 
-@pytest.mark.parametrize(("most", "told"), [(1, True), (2, False)])
-def test_otherwise_it_waits_for_its_end(tmp_path, most, told):
-    assert first_and_second(tmp_path, most, told) == {"a": (False, ""), "b": (True, "")}
+@pytest.mark.parametrize(("most", "studies_end"), [(1, True), (2, False)])
+def test_otherwise_it_waits_for_its_end(tmp_path, most, studies_end):
+    assert first_and_second(tmp_path, most, studies_end) == {"a": (False, ""), "b": (True, "")}
 
 
 def test_what_fails_or_dies_leaves_the_others(tmp_path):
@@ -56,8 +56,8 @@ def test_what_fails_or_dies_leaves_the_others(tmp_path):
         raise ValueError("no such thing")
 
     works = [("a", fails), ("b", lambda: os.kill(os.getpid(), signal.SIGKILL)), ("c", lambda: True)]
-    found = {name: (ran, error) for name, _, ran, error in processes.in_turn(works)}
-    assert found == {"a": (True, "ValueError: no such thing"), "b": (False, processes.DIED), "c": (True, "")}
+    outcomes = {name: (ran, error) for name, _, ran, error in processes.in_turn(works)}
+    assert outcomes == {"a": (True, "ValueError: no such thing"), "b": (False, processes.DIED), "c": (True, "")}
 
 
 def test_an_interrupt_ends_whoever_is_at_work(tmp_path, monkeypatch):

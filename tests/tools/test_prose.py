@@ -25,12 +25,12 @@ TYPED = {  # measured on a GPU, from data/gpu, and still written by hand: no num
 def uncited(text: str) -> set[str]:
     """Decimals and percentages outside of code, links, tables and paragraphs with a citation."""
     text = re.sub(r"(?ms)^(`{3,})[^\n]*\n.*?^\1", "", text)
-    found: set[str] = set()
+    numbers: set[str] = set()
     for paragraph in re.split(r"\n\s*\n", text):
         if "{cite" not in paragraph:
             plain = re.sub(r"\{[\w:]+\}`[^`]*`|`[^`]*`|\]\([^)]*\)|<[^>]+>|^\|.*$", "", paragraph, flags=re.M)
-            found |= set(NUMBER.findall(plain))
-    return found
+            numbers |= set(NUMBER.findall(plain))
+    return numbers
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

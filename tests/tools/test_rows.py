@@ -12,4 +12,4 @@ def test_rows_replace_those_of_the_same_key(tmp_path):
     rows.replace_rows(file, new, ["a", "b"], digits=3)
     assert pd.read_csv(file).to_numpy().tolist() == [["y", 1, 2.0], ["x", 1, 3.0], ["x", 2, 4.0]]
     assert rows.replace_rows(file, new[:1], ["a"]).a.tolist() == ["y", "x"]  # all of that name
-    assert [one.name for one in tmp_path.iterdir()] == ["t.csv"]
+    assert [file.name for file in tmp_path.iterdir()] == ["t.csv"]

@@ -16,12 +16,12 @@ def test_efficiency_is_the_time_of_one_over_that_of_all_together(monkeypatch):
         return {"rows": 4, "start": start, "seconds": seconds, "wall": wall}
 
     monkeypatch.setattr(scaling, "apart", apart)
-    monkeypatch.setattr(scaling, "table", lambda folder, *of: pd.DataFrame({"prediction": list(texts[of])}))
-    found = scaling.measured("m", "cpu", ["local", "ray"], [1, 2], 4, 3, "folder")
-    assert list(zip(found.engine, found.workers, strict=True)) == list(times)
-    assert found.efficiency.tolist() == pytest.approx([1, 100 / 60 / 2, 1])
-    assert found.efficiency_whole.tolist() == pytest.approx([1, 114 / 86 / 2, 114 / 87 / 2])
-    assert found.equal.tolist() == found.same_text.tolist() == [1, 1, 0.75]
+    monkeypatch.setattr(scaling, "table", lambda folder, *run: pd.DataFrame({"prediction": list(texts[run])}))
+    table = scaling.measured("m", "cpu", ["local", "ray"], [1, 2], 4, 3, "folder")
+    assert list(zip(table.engine, table.workers, strict=True)) == list(times)
+    assert table.efficiency.tolist() == pytest.approx([1, 100 / 60 / 2, 1])
+    assert table.efficiency_whole.tolist() == pytest.approx([1, 114 / 86 / 2, 114 / 87 / 2])
+    assert table.equal.tolist() == table.same_text.tolist() == [1, 1, 0.75]
 
 
 @pytest.mark.parametrize("workers", ["2,4", "1,x", "", "1,0", "1,²"])
@@ -43,6 +43,6 @@ def test_unknown_words_are_refused(given, capsys):
 def test_two_workers_compute_the_rows_of_one(tmp_path):
     out = tmp_path / "scaling.csv"
     scaling.main("two-layer", "cpu", "1,2", "local,ray", 4, 8, out)
-    found = pd.read_csv(out)
-    assert found.equal.tolist() == [1, 1, 1]
-    assert (found.efficiency > 0).all()
+    table = pd.read_csv(out)
+    assert table.equal.tolist() == [1, 1, 1]
+    assert (table.efficiency > 0).all()

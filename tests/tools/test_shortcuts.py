@@ -34,20 +34,20 @@ def test_a_passage_is_evidence_filler_and_other_facts(tiny):
     start, end = prompt.turns["user"] + 1, min(prompt.spans["question"])
     assert passage[start:end].tolist() == [1] * (end - start)
     assert passage[:start].sum() == 0
-    said = " ".join(words[i] for i in np.flatnonzero(where["answer words"]))
-    assert said == item.answer
+    answer_words = " ".join(words[i] for i in np.flatnonzero(where["answer words"]))
+    assert answer_words == item.answer
     assert set(np.flatnonzero(where["evidence"])) == set(prompt.spans["evidence"])
     assert all(words[i] == "That" for i in np.flatnonzero(where["other facts"])[::12])  # facts of twelve tokens each
 
 
 def test_norms_and_attention_are_the_models_own(tiny):
     [item] = data.load_items("tinyworld:story", 1, seed=3, tokens=300)
-    found = shortcuts.of_item(tiny, item)
-    assert found.layer.nunique() == 7
-    assert found[found.layer >= 0].groupby("layer")["head"].nunique().tolist() == [2] * 6
-    assert found.auc.between(0, 1).all()
-    told = found[(found.signal == "rarity") & (found.contrast == "answer words, filler")]
-    assert told.auc.item() > 0.9
+    aucs = shortcuts.of_item(tiny, item)
+    assert aucs.layer.nunique() == 7
+    assert aucs[aucs.layer >= 0].groupby("layer")["head"].nunique().tolist() == [2] * 6
+    assert aucs.auc.between(0, 1).all()
+    rarity = aucs[(aucs.signal == "rarity") & (aucs.contrast == "answer words, filler")]
+    assert rarity.auc.item() > 0.9
 
 
 def test_the_shipped_tables_say_what_the_models_page_says():

@@ -7,9 +7,9 @@ from kvrepro.paths import ROOT
 from kvrepro.tools import command, speed
 
 
-@pytest.mark.parametrize(("file", "made"), [("models.md", speed.page), ("first_token.md", speed.first_page)])
-def test_pages_are_made_from_the_tables(file, made):
-    assert (ROOT / "data" / "gpu" / file).read_text(encoding="utf-8") == made()
+@pytest.mark.parametrize(("file", "page"), [("models.md", speed.page), ("first_token.md", speed.first_page)])
+def test_pages_are_made_from_the_tables(file, page):
+    assert (ROOT / "data" / "gpu" / file).read_text(encoding="utf-8") == page()
 
 
 def test_what_each_kind_of_policy_adds():

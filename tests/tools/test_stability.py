@@ -15,8 +15,8 @@ VERDICTS = {
 
 
 def stored(folder, number, chapter="c"):
-    rows = [{"claim": name, "verdict": said[number], "reading": "as_run", "model": "m", "profile": "quick"}
-            for name, said in VERDICTS.items()]  # fmt: skip
+    rows = [{"claim": name, "verdict": verdicts[number], "reading": "as_run", "model": "m", "profile": "quick"}
+            for name, verdicts in VERDICTS.items()]  # fmt: skip
     rows += [rows[0] | {"claim": "A4", "model": claims.STORED, "verdict": f"{number}"}]
     rows += [rows[0] | {"claim": f"only {number}"}]
     claims.write(pd.DataFrame(rows).reindex(columns=claims.COLUMNS), folder / chapter / "claims.csv")
@@ -40,22 +40,22 @@ def test_rows_of_the_same_title_are_replaced(tmp_path):
     app.command()(stability.main)
     folders = [str(stored(tmp_path / name, number)) for number, name in enumerate("ab")]
     for title in ("seed", "rounding", "seed"):
-        found = runner.invoke(app, [title, *folders, "--out", str(out)])
-        assert found.exit_code == 0
-        assert f"{title}, c: 2 of 3 verdicts change (67%), 1 of them turn over" in found.output
+        result = runner.invoke(app, [title, *folders, "--out", str(out)])
+        assert result.exit_code == 0
+        assert f"{title}, c: 2 of 3 verdicts change (67%), 1 of them turn over" in result.output
     assert pd.read_csv(out).varied.tolist() == ["rounding", "seed"]
 
 
 def test_what_cannot_be_compared_is_said(tmp_path):
-    one, other = stored(tmp_path / "a", 0), stored(tmp_path / "b", 1, "d")
+    first, other = stored(tmp_path / "a", 0), stored(tmp_path / "b", 1, "d")
     with pytest.raises(InputError, match="1 results folder: give two or more"):
-        stability.table("seed", [one])
+        stability.table("seed", [first])
     with pytest.raises(InputError, match="no chapter has verdicts in all"):
-        stability.table("seed", [one, other])
+        stability.table("seed", [first, other])
     read = stored(tmp_path / "read", 1) / "c" / "claims.csv"
     read.write_text(read.read_text().replace("as_run", "as_described"))
     with pytest.raises(InputError, match="no verdict of c is of the same claim and reading"):
-        stability.table("reading", [one, tmp_path / "read"])
+        stability.table("reading", [first, tmp_path / "read"])
 
 
 def test_the_shipped_table_adds_up():

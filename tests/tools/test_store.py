@@ -36,16 +36,16 @@ def filled(folder: Path, values: dict, item_tables: dict | None = None) -> Path:
 
 @pytest.fixture(scope="module")
 def nursery():
-    with Nursery() as found:
-        yield found
+    with Nursery() as kills:
+        yield kills
 
 
 def test_the_command_is_there(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["kvrepro", "store", "--help"])
     with pytest.raises(SystemExit, match="0"):
         cli.main()
-    said = capsys.readouterr().out
-    assert all(name in said for name in ("verify", "gc", "diff", "merge"))
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("verify", "gc", "diff", "merge"))
 
 
 def test_verify_names_each_fault(tmp_path):
@@ -99,8 +99,8 @@ def test_a_table_is_found_without_the_folder_beside_it_and_whatever_stands_in_it
 
 
 def test_folders_that_cannot_be_made_are_one_line(tmp_path):
-    made = filled(tmp_path / "made", {"a": 0.1})
-    for arguments in (("merge", made, "--into", "/proc/nowhere"), ("bench", "--folder", "/proc/nowhere/x")):
+    whole = filled(tmp_path / "made", {"a": 0.1})
+    for arguments in (("merge", whole, "--into", "/proc/nowhere"), ("bench", "--folder", "/proc/nowhere/x")):
         done = CliRunner().invoke(tool.app, [str(argument) for argument in arguments])
         assert isinstance(done.exception, InputError)
         assert "cannot be written" in str(done.exception)
@@ -151,8 +151,8 @@ def test_gc_leaves_what_other_programs_call_tmp(tmp_path):
     for path in (*theirs, *ours):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("half")
-        for one in (path, path.parent):
-            os.utime(one, (0, 0))
+        for entry in (path, path.parent):
+            os.utime(entry, (0, 0))
     assert called("gc", tmp_path, "--yes")[0] == 0
     assert [path.exists() for path in (*theirs, *ours)] == [True] * 3 + [False] * 2
 
@@ -303,6 +303,6 @@ def test_the_bench_measures_and_stores_its_rows(tmp_path):
     like = filled(tmp_path / "like", {str(i): i / 100 for i in range(70)}) / "c" / "n.parquet"
     code, _ = called("bench", "--rows", 500, "--like", like, "--out", tmp_path / "out" / "t.csv", "--folder", tmp_path)
     assert code == 0
-    [found] = pd.read_csv(tmp_path / "out" / "t.csv").to_dict("records")
-    assert found["rows"] == 500
-    assert all(0 < found[f"{name}_seconds"] < 60 for name in ("open", "study", "one_item", "add", "fold"))
+    [measured] = pd.read_csv(tmp_path / "out" / "t.csv").to_dict("records")
+    assert measured["rows"] == 500
+    assert all(0 < measured[f"{name}_seconds"] < 60 for name in ("open", "study", "one_item", "add", "fold"))

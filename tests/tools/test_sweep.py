@@ -20,9 +20,9 @@ GOOD = {"models": ["small-gqa"], "chapters": ["own_policy"]}
 PARAMETERS = "models: [small-gqa]\nchapters: [own_policy]\nparameters:"
 
 
-def written(folder, **said):
+def written(folder, **keys):
     file = folder / "sweep.yml"
-    file.write_text(yaml.safe_dump(GOOD | said, allow_unicode=True))
+    file.write_text(yaml.safe_dump(GOOD | keys, allow_unicode=True))
     return file
 
 
@@ -34,7 +34,7 @@ def environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("keys", "why"),
     [
         ({"modles": []}, "'modles', did you mean 'models'?"),
         ({"models": "small-gqa"}, "models 'small-gqa': give a list"),
@@ -64,9 +64,9 @@ def environment(monkeypatch):
         ({"parameters": {"own_policy.options": {"dry_run": True}}}, "dry_run stands among .*: set it by --dry-run"),
     ],
 )
-def test_what_no_sweep_can_be_is_refused_in_one_line(tmp_path, said, why):
+def test_what_no_sweep_can_be_is_refused_in_one_line(tmp_path, keys, why):
     with pytest.raises(InputError, match=why) as refused:
-        sweep.read(written(tmp_path, **said))
+        sweep.read(written(tmp_path, **keys))
     assert "\n" not in str(refused.value)
 
 
@@ -98,14 +98,16 @@ def test_a_file_that_is_no_sweep_is_refused_in_one_line(tmp_path, text, why):
 
 def test_values_reach_the_chapters_as_they_are_written(tmp_path):
     """A small number stays one, a folder's name keeps its letters, and settings among `options` take none away."""
-    said = {"share": 0.00001, "results": str(tmp_path / "\U0001f600"), "workers": 2, "options": {"seed": 1}}
-    given = sweep.read(written(tmp_path, parameters=said)).given("small-gqa")["own_policy"]
-    assert {name: given[name] for name in ("share", "results")} == {name: said[name] for name in ("share", "results")}
+    parameters = {"share": 0.00001, "results": str(tmp_path / "\U0001f600"), "workers": 2, "options": {"seed": 1}}
+    given = sweep.read(written(tmp_path, parameters=parameters)).given("small-gqa")["own_policy"]
+    assert {name: given[name] for name in ("share", "results")} == {
+        name: parameters[name] for name in ("share", "results")
+    }
     assert given["options"] == {"workers": 2, "seed": 1}
 
 
 def test_models_whose_rows_could_not_be_told_apart_are_refused(tmp_path):
-    folders = [checkpoint.save(tmp_path / one / "small", context=256) for one in "ab"]
+    folders = [checkpoint.save(tmp_path / name / "small", context=256) for name in "ab"]
     with pytest.raises(InputError, match="here small, small: rename one"):
         sweep.read(written(tmp_path, models=[str(folder) for folder in folders]))
 
@@ -117,11 +119,11 @@ def test_the_book_reads_the_rows_of_a_sweep_and_computes_none(tmp_path, capsys):
     model, results = str(checkpoint.save(tmp_path / "small", texts, 1500)), str(tmp_path / "results")
     file = written(tmp_path, models=[model], parameters={"n_items": 1, "results": results})
     sweep.main(file)
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     [before] = sweep_rows(results)
-    assert re.search(rf"small +own_policy +{len(before) + 1} ", said.out)
-    assert re.search(r"small  own_policy .* done", said.out)
-    assert re.search(r"own_policy/main: 0 of \d+", said.err)
+    assert re.search(rf"small +own_policy +{len(before) + 1} ", captured.out)
+    assert re.search(r"small  own_policy .* done", captured.out)
+    assert re.search(r"own_policy/main: 0 of \d+", captured.err)
     sweep.main(file, dry_run=True)
     assert "0 results, 0 s at most" in capsys.readouterr().out
     given = book.parse_parameters([f"model={model}", f"results={results}", "n_items=1"], ["own_policy"])["own_policy"]
@@ -145,16 +147,16 @@ def test_a_chapter_that_fails_costs_itself_and_the_exit_code_says_so(tmp_path, m
             raise RuntimeError("out of luck\nand more")
 
     monkeypatch.setattr(sweep, "_studies", studies)
-    monkeypatch.setattr(sweep, "price", lambda of: pd.DataFrame({"results": [1], "hours": [0.5], "MB": [2.0]}))
+    monkeypatch.setattr(sweep, "price", lambda _sweep: pd.DataFrame({"results": [1], "hours": [0.5], "MB": [2.0]}))
     file = written(tmp_path, models=["small-gqa", "small-mha"], chapters=["leakage", "own_policy"],
                    parameters={"results": str(tmp_path)})  # fmt: skip
     with pytest.raises(typer.Exit) as end:
         sweep.main(file)
     assert end.value.exit_code == 1
     assert ran == [(model, name) for model in ("small-gqa", "small-mha") for name in ("leakage", "own_policy")]
-    said = capsys.readouterr()
-    assert "failed: RuntimeError: out of luck\n" in said.out
-    assert said.err == "failed: small-gqa: leakage; the same command tries them again\n"
+    captured = capsys.readouterr()
+    assert "failed: RuntimeError: out of luck\n" in captured.out
+    assert captured.err == "failed: small-gqa: leakage; the same command tries them again\n"
 
 
 def test_a_terminal_shows_one_line_per_model(monkeypatch, capsys):
@@ -162,15 +164,15 @@ def test_a_terminal_shows_one_line_per_model(monkeypatch, capsys):
     line = sweep.Line("small")
     line({"study": "leakage/answers", "done": 3, "total": 1200, "left": 700.0})
     line.end("leakage done")
-    said = capsys.readouterr()
-    assert said.err == "\r\x1b[Ksmall  0 s  leakage/answers: 3 of 1,200, 12 min left of it\r\x1b[K"
-    assert said.out == "small  leakage done\n"
+    captured = capsys.readouterr()
+    assert captured.err == "\r\x1b[Ksmall  0 s  leakage/answers: 3 of 1,200, 12 min left of it\r\x1b[K"
+    assert captured.out == "small  leakage done\n"
 
 
 def test_the_command_hands_engine_and_workers_on_and_refuses_mixtures(tmp_path, monkeypatch, capsys):
-    asked, file = [], str(written(tmp_path))
-    monkeypatch.setattr(cluster, "connect", lambda *given: asked.append(given))
-    monkeypatch.setattr(sweep, "price", lambda of: pd.DataFrame({"results": [1], "hours": [0.5], "MB": [2.0]}))
+    connections, file = [], str(written(tmp_path))
+    monkeypatch.setattr(cluster, "connect", lambda *given: connections.append(given))
+    monkeypatch.setattr(sweep, "price", lambda _sweep: pd.DataFrame({"results": [1], "hours": [0.5], "MB": [2.0]}))
     for arguments, code in (
         (["--engine", "ray", "--address", "head:6379", "--workers", "2", "--dry-run"], 0),
         (["-p", "snapkv"], 2), (["--engine", "slurm"], 2), (["--address", "head:6379"], 2),
@@ -181,10 +183,10 @@ def test_the_command_hands_engine_and_workers_on_and_refuses_mixtures(tmp_path, 
         assert end.value.code == code, arguments
         for name in ("ENGINE", "RAY_ADDRESS", "WORKERS"):
             monkeypatch.setenv(f"KVREPRO_{name}", "")
-    assert asked == [("head:6379", 2)]
-    said = capsys.readouterr()
-    assert "1 results, 30 min at most" in said.out
-    lines = said.err.splitlines()
+    assert connections == [("head:6379", 2)]
+    captured = capsys.readouterr()
+    assert "1 results, 30 min at most" in captured.out
+    lines = captured.err.splitlines()
     assert lines[0].endswith("sweep.yml says what runs: leave out --policy, or the file")
     assert lines[1].startswith("engine 'slurm': local, or ray")
     assert lines[2] == "address 'head:6379' is of a Ray cluster, and the engine is local: set engine 'ray'"
@@ -194,8 +196,8 @@ def test_the_command_hands_engine_and_workers_on_and_refuses_mixtures(tmp_path, 
 def test_the_examples_are_sweeps(monkeypatch, name):
     monkeypatch.setattr(models, "resolve", lambda model: (model, Path(model)))  # nothing is fetched
     monkeypatch.setattr(models, "device_of", lambda device: device)  # and there may be no GPU
-    found = sweep.read(ROOT / "examples" / name)
-    assert found.given(found.models[0]).keys() == set(found.chapters)
+    example = sweep.read(ROOT / "examples" / name)
+    assert example.given(example.models[0]).keys() == set(example.chapters)
 
 
 def test_ray_takes_the_cluster_file_and_the_manifest_runs_the_command():

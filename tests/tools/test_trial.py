@@ -25,29 +25,29 @@ def longbench():
 
 @pytest.mark.parametrize(
     "chapter",
-    [pytest.param(one, marks=[pytest.mark.slow] * (one != "dropkv_bound")) for one in trial.CHAPTERS],
+    [pytest.param(chapter, marks=[pytest.mark.slow] * (chapter != "dropkv_bound")) for chapter in trial.CHAPTERS],
 )
 def test_a_chapter_runs_on_two_layers_and_real_items(chapter, longbench, tmp_path):
     items, _ = longbench
     out = tmp_path / "chapters.csv"
     trial.main("two-layer", "cpu", "float32", [chapter], str(items), n_items=[2, 1], limit=300, out=out)
-    one, two = pd.read_csv(out).to_dict("records")
-    assert (one["n_items"], two["n_items"]) == (1, 2)
-    assert 10 < one["results"] < two["results"]
-    assert one["failed"] == two["failed"] == 0
-    assert one["seconds"] > one["in_studies"]
-    assert two["seconds"] - one["seconds"] == pytest.approx(two["in_studies"] - one["in_studies"], abs=0.2)
+    small, large = pd.read_csv(out).to_dict("records")
+    assert (small["n_items"], large["n_items"]) == (1, 2)
+    assert 10 < small["results"] < large["results"]
+    assert small["failed"] == large["failed"] == 0
+    assert small["seconds"] > small["in_studies"]
+    assert large["seconds"] - small["seconds"] == pytest.approx(large["in_studies"] - small["in_studies"], abs=0.2)
 
 
 def test_a_larger_size_finds_the_smaller_ones_model_gone(tmp_path, monkeypatch):
     """A notebook's own policy, which stays, must not hold it."""
-    found, load, alive = [], models.load, []
+    earlier, load, alive = [], models.load, []
 
     def loaded(*given, **options):
-        alive.append(sum(model() is not None for model in found))
-        made = load(*given, **options)
-        found.append(weakref.ref(made.model))
-        return made
+        alive.append(sum(model() is not None for model in earlier))
+        loaded_model = load(*given, **options)
+        earlier.append(weakref.ref(loaded_model.model))
+        return loaded_model
 
     def cells(name, parameters, space):
         exec("def score(o): pass", space)
@@ -66,8 +66,8 @@ def test_a_larger_size_finds_the_smaller_ones_model_gone(tmp_path, monkeypatch):
 def test_a_chapter_that_cannot_run_fails_the_trial_and_keeps_other_rows(tmp_path):
     items, out = tmp_path / "own.jsonl", tmp_path / "chapters.csv"
     items.write_text('{"context": "The red door is open.", "question": "Which?", "answer": "red", "task": "a"}\n' * 8)
-    known = {"shape": ["other"], "device": ["CPU"], "chapter": ["protection"], "n_items": [2], "results": [7]}
-    pd.DataFrame(known).to_csv(out, index=False)
+    row = {"shape": ["other"], "device": ["CPU"], "chapter": ["protection"], "n_items": [2], "results": [7]}
+    pd.DataFrame(row).to_csv(out, index=False)
     with pytest.raises(typer.Exit) as end:  # such prompts are shorter than what is protected of them
         trial.main("two-layer", "cpu", "float32", ["protection"], str(items), n_items=[2], limit=300, out=out)
     assert end.value.exit_code == 1

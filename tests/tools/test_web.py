@@ -50,16 +50,16 @@ def test_several_names_of_one_icon_are_all_known():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "matches"),
     [
         ("Two guards and a sliding window.", ["guards", "sliding window"]),
         ("Policies differ; a safeguard does not.", ["Policies"]),
         ("TOST is a test, tost is none.", ["TOST"]),
     ],
 )
-def test_words_of_the_glossary_are_found_in_their_forms(text, found):
+def test_words_of_the_glossary_are_found_in_their_forms(text, matches):
     words = ["guard", "window", "sliding window", "policy", "TOST"]
-    assert [match[0] for match in glossary.pattern(words).finditer(text)] == found
+    assert [match[0] for match in glossary.pattern(words).finditer(text)] == matches
 
 
 def test_an_everyday_word_is_explained_only_where_it_has_that_sense():

@@ -66,8 +66,8 @@ def test_a_step_learns_and_leaves_the_output_bias_alone():
     losses = []
     for _ in range(3):
         hidden = model.model(x, use_cache=False).last_hidden_state
-        loss, correct, each = train.token_losses(hidden, model.model.embed_tokens.weight, x, weight)
-        assert correct.shape == each.shape == y.shape
+        loss, correct, loss_of_token = train.token_losses(hidden, model.model.embed_tokens.weight, x, weight)
+        assert correct.shape == loss_of_token.shape == y.shape
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -128,8 +128,8 @@ def test_findings_come_first_and_what_led_to_them_is_folded_at_the_end(tmp_path)
 
 def test_code_in_a_row_is_folded_behind_one_button(tmp_path):
     cells = edited(
-        tmp_path, code("a", [printed("1")]), code("b", [printed("2")]), markdown("x"), code("c"), code("d", [], "hide-cell"),
-        code("e", [], "show-input"),
+        tmp_path, code("a", [printed("1")]), code("b", [printed("2")]), markdown("x"), code("c"),
+        code("d", [], "hide-cell"), code("e", [], "show-input"),
     )  # fmt: skip
     assert [cell.source for cell in cells] == ["a\n\nb", "x", "c", "d", "e"]
     assert [output.data["text/markdown"] for output in cells[0].outputs] == ["1", "2"]

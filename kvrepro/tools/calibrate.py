@@ -60,7 +60,7 @@ def calibrate(model, texts: list[list[int]], name: str = "") -> Queries:
 
 
 def prompts(loaded: models.Loaded, items: str, n: int, seed: int, tokens: int) -> list[list[int]]:
-    """Token ids of so many items, as of `data.load_items`, each within the model's context."""
+    """Token ids of `n` items, as of `data.load_items`, each within the model's context."""
     drawn = data.load_items(items, n, seed, tokens)
     return [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
 

@@ -32,8 +32,8 @@ def code_of(chapter: str) -> Path:
 
 
 def write(chapters: list[str], books: Mapping[str, Mapping[str, Mapping[str, Any]]], folder: Path) -> None:
-    """Into `folder`: each printed table that a claim names, and per chapter its claims file and its members, as pages
-    whose lines have anchors. books: claims by id, by chapter."""
+    """Write into `folder` each printed table that a claim names, and per chapter its claims file and its members as
+    pages whose lines have anchors. books: by chapter, its claims by id."""
     folder.mkdir(parents=True, exist_ok=True)
     for chapter in chapters:
         for name in {name for claim in books[chapter].values() for name in printed_tables(claim["paper"])}:
@@ -48,7 +48,7 @@ def write(chapters: list[str], books: Mapping[str, Mapping[str, Mapping[str, Any
 
 
 def links(chapter: str, claim: Mapping[str, Any]) -> dict[str, str]:
-    """A claim's printed tables, its rule and its computation as links in HTML, by what they are."""
+    """Links in HTML to a claim's printed tables, and to its rule and its computation, by their heading."""
     rules = (DATA / "claims" / f"{chapter}.yml").read_text(encoding="utf-8").splitlines()
     code = code_of(chapter).read_text(encoding="utf-8").splitlines()
     at_rule = next(n for n, line in enumerate(rules, 1) if line.strip() == f"- id: {claim['id']}")

@@ -1,4 +1,4 @@
-"""How the programs of this folder meet their command line: bad values end in one line, before anything is computed."""
+"""The command line of the programs in this folder: a bad value ends them with one line, before anything is computed."""
 
 import functools
 import inspect
@@ -13,9 +13,9 @@ from kvrepro.errors import LONGEST, InputError, program
 from kvrepro.experiment.parameters import check_values
 from kvrepro.paths import WORK
 
-MOST = 10**9  # of what a program counts
-FROM_ZERO = ("seed", "sinks", "recent", "weight")  # may be 0
-NAMES = ("model", "items", "device")  # what `check_values` knows
+MOST = 10**9  # the largest number that a program takes
+FROM_ZERO = ("seed", "sinks", "recent", "weight")  # options that may be 0
+NAMES = ("model", "items", "device")  # options that `check_values` checks
 
 
 def with_checked_values(main: Callable[..., Any]) -> Callable[..., Any]:

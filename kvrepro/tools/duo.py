@@ -79,7 +79,7 @@ def learn(
 
 
 def draw(steps: int, tokens: int, length: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Batches of conversations with facts to find: ids and where the answers stand, [tokens // length, length]."""
+    """A batch of conversations for each step: token ids, and a mask of the answers, [tokens // length, length]."""
     rng = random.Random(seed)
     shares = np.asarray([float(name in TASKS) for name in rows.TASK_NAMES])
     drawn = [rows.batch(rng, shares, length, tokens, turns=8)[:2] for _ in range(steps)]

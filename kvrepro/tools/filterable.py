@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class TableCell(NamedTuple):
-    """HTML, and what it is sorted and filtered by; by its text if nothing is said."""
+    """HTML, and the key that it is sorted and filtered by; None for its text."""
 
     html: str
     key: object = None
@@ -29,7 +29,7 @@ def interactive(
 ) -> str:  # fmt: skip
     """Rows of equal keys, for markdown. Values are text, or a `TableCell`.
 
-    at: its id in the page. label: what it holds, said to those who do not see it. filters: columns with a menu of their
+    at: the table's id in the page. label: its content, for screen readers. filters: columns with a menu of their
     values. minor: columns that a narrow screen leaves out. wide: columns of sentences.
     """
     columns = list(rows[0])
@@ -37,11 +37,11 @@ def interactive(
     heads = "".join(f'<th scope="col"{mark}>{escape(name)}</th>' for name, mark in zip(columns, marks, strict=True))
     body = "\n".join("<tr>" + "".join(map(_cell, row.values())) + "</tr>" for row in rows)
 
-    def of(names: Collection[str]) -> str:
+    def selector(names: Collection[str]) -> str:
         return ",".join(f"#{at} :is(th,td):nth-child({columns.index(name) + 1})" for name in names if name in columns)
 
-    style = f"{of(wide)} {{ min-width: min(9rem, 35vw); overflow-wrap: anywhere }}\n" if wide else ""
-    style += f"@media (max-width: 720px) {{ {of(minor)} {{ display: none }} }}\n" if minor else ""
+    style = f"{selector(wide)} {{ min-width: min(9rem, 35vw); overflow-wrap: anywhere }}\n" if wide else ""
+    style += f"@media (max-width: 720px) {{ {selector(minor)} {{ display: none }} }}\n" if minor else ""
     return raw(
         f"<style>\n{style}</style>\n"
         f'<div class="filterable" id="{at}" role="region" aria-label="{escape(label)}" tabindex="0">\n<table>\n'
@@ -56,6 +56,7 @@ def raw(html: str) -> str:
 
 
 def _cell(value: object) -> str:
+    """A value as a cell of the table, in HTML."""
     if not isinstance(value, TableCell):
         return f"<td>{escape(str(value), quote=False)}</td>"
     key = "" if value.key is None else f' data-key="{escape(str(value.key))}"'

@@ -45,8 +45,8 @@ def one_page(folder: Path, root: Path = ROOT) -> Path:
 
 
 def linked(text: str) -> str:
-    """The page with links to other pages made links to where they stand in it. What it does not hold, files of data for
-    instance, is no link: it would lead to a folder that is gone when the book is read."""
+    """The page with links to other pages of the book turned into links within it. Links to anything that it does not
+    hold, such as files of data, are removed: they would lead to a folder that is deleted after printing."""
     places = set(re.findall(r'\bid="([^"]+)"', text))
 
     def inside(link: re.Match[str]) -> str:

@@ -353,6 +353,7 @@ def _printed(file: str, root: Path, r: Any, method: str, *tasks: str) -> list[st
 
 
 def _first(r: Any, root: Path) -> dict:
+    """A timing of the first token as a row of the page."""
     printed = {PLAIN: "61.5 GB", "DefensiveKV, plain PyTorch": "36 GB"}
     peak = printed.get(r.method, "-") if (r.model, r.tokens) == ("Llama-3.1-8B", 131072) else "-"
     [theirs] = _printed("dropkv_t10_ttft", root, r, "Dynamic" if r.method == PLAIN else r.method, "batch 1")
@@ -364,6 +365,7 @@ def _first(r: Any, root: Path) -> dict:
 
 
 def _step(r: Any, root: Path) -> dict:
+    """A timing of decoding at the largest batch as a row of the page."""
     method = {PLAIN: "Dynamic", "5% kept": "DropKV-Triton"}.get(r.method, "")
     tasks = ("max batch", "decode throughput at max batch", "ratio to dynamic")
     names = ("printed batch (DropKV, Table 9)", "printed tokens/s", "printed over plain")
@@ -374,6 +376,7 @@ def _step(r: Any, root: Path) -> dict:
 
 
 def _single(r: Any) -> dict:
+    """A timing of decoding one row as a row of the page."""
     printed = {PLAIN: "81", "20% kept": "28"}.get(r.method, "-") if r.model.startswith("Llama") else "-"
     return {
         "model": r.model, "method": r.method, "ms/token": f"{r.seconds * 1e3:.1f}", "peak GiB": f"{r.peak_gib:.1f}",
@@ -382,6 +385,7 @@ def _single(r: Any) -> dict:
 
 
 def _whole(r: Any, root: Path) -> dict:
+    """A timing of whole answers as a row of the page."""
     method = "Dynamic" if r.method == PLAIN else r.method
     return {
         "model": r.model, "batch": r.batch, "method": r.method, "s": f"{r.seconds:.1f}",

@@ -122,34 +122,34 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
 
 
 def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:
-    """`["n_items=8", "leakage.items=ifeval"]`, whose values are read as YAML, as `placed` has them. Of a name that is
-    given twice, the last one counts."""
+    """The parameters of each chapter from texts such as "n_items=8" or "leakage.items=ifeval", as `by_chapter`. Values
+    are read as YAML. Of a name that is given twice the last one counts."""
     values = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise InputError(f"parameter {text!r} is not of the form name=value")
         values[key] = read(value)
-    return placed(flat(values), names, root)
+    return by_chapter(flattened(values), names, root)
 
 
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same parameters, where those inside `options` or `chapter.options` stand under their own names. InputError
     for one that is given in both ways."""
-    flattened: dict[str, Any] = {}
+    values_by_name: dict[str, Any] = {}
     for key, value in values.items():
         chapter, dot, name = key.rpartition(".")
         entries = {key: value}
         if name == "options":
             ensure_options(value)
             entries = {f"{chapter}{dot}{option}": setting for option, setting in (value or {}).items()}
-        if twice := sorted(entries.keys() & flattened.keys()):
+        if twice := sorted(entries.keys() & values_by_name.keys()):
             raise InputError(f"{twice[0]} is given twice, once among the options: give it once")
-        flattened |= entries
-    return flattened
+        values_by_name |= entries
+    return values_by_name
 
 
-def placed(values: Mapping[str, Any], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:
+def by_chapter(values: Mapping[str, Any], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:
     """The parameters of each chapter, from for instance `{"n_items": 8, "leakage.items": "ifeval"}`: those for all
     chapters that it has, and those that name it. Settings that are no parameters of a chapter's notebook go into its
     `options`. Raises InputError for a name that no chapter has."""

@@ -126,10 +126,10 @@ def rates(
         row |= {"n": min(counts), "repeats": n_repeats}
     for kind in KINDS[:4]:
         row |= {f"{kind}_{name}": shares.get(kind, {}).get(name, math.nan) for name in SHORT.values()}
-    return row | summed(claim, shares, row["repeats"])
+    return row | summary(claim, shares, row["repeats"])
 
 
-def summed(claim: Mapping[str, Any], shares: Mapping[str, Mapping[str, float]], repeats: int) -> dict[str, Any]:
+def summary(claim: Mapping[str, Any], shares: Mapping[str, Mapping[str, float]], repeats: int) -> dict[str, Any]:
     """Summary of the rates of the kinds: the largest rate of each wrong verdict, whether it is above 5% by more than
     chance, how often a medium effect is decided, and whether the rule can hold and fail. shares: of verdicts, by kind
     and by name of the verdict."""

@@ -81,7 +81,7 @@ def counts(verdicts: pd.DataFrame, causes: pd.Series) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def apart(verdicts: pd.DataFrame, kind_of: Mapping[str, Kind]) -> pd.DataFrame:
+def differences_of_pairs(verdicts: pd.DataFrame, kind_of: Mapping[str, Kind]) -> pd.DataFrame:
     """A row for each property in which two models may differ: the number of such pairs, and the shares of a pair's
     verdicts that differ (mean, and from least to most) and that turn over."""
     parts = []
@@ -122,7 +122,7 @@ def members(table: pd.DataFrame, kind_of: Mapping[str, Kind]) -> pd.DataFrame:
 
 
 def summary(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> str:
-    """The page's result in sentences. causes: of each claim, as `depends_on` says; pairs: as of `apart`."""
+    """The page's result in sentences. causes: as of `depends_on`; pairs: as of `differences_of_pairs`."""
     [*_, total] = counts(verdicts, causes).to_dict("records")
     n, same = total["asked of two models or more"], total["the same for all"]
     seed, single = total["depends on seed"], total["differs, one seed asked"]
@@ -201,7 +201,7 @@ def page(table: Path = TABLE, judged: Path = JUDGED) -> dict[str, list[dict[str,
     frame = pd.read_csv(table)
     verdicts, kind_of = wide(frame), kinds()
     causes, verdicts_on_family = verdicts.apply(depends_on, axis=1, kind_of=kind_of), claims.read(judged)
-    pairs = apart(verdicts, kind_of)
+    pairs = differences_of_pairs(verdicts, kind_of)
     days, profiles = (sorted(frame[name].dropna().unique()) for name in ("date", "profile"))
     runs = f"Run from {days[0]} to {days[-1]}" if days[0] != days[-1] else f"Run on {days[0]}"
     not_run = [name for name in kind_of if name not in set(frame.model)]

@@ -33,7 +33,7 @@ from kvrepro.experiment.sealed import write
 from kvrepro.experiment.table import VERSION
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
-from kvrepro.tools.kills import SECONDS, WHO, campaign, differences, end, last_words, stored, tables
+from kvrepro.tools.kills import SECONDS, WHO, campaign, differences, end, last_words, stored_rows, tables
 from kvrepro.tools.rows import replace_rows, stamp
 
 OUT = DATA / "reliability"
@@ -167,7 +167,7 @@ def meet(name: str, base: Path) -> dict[str, Any]:
         )  # fmt: skip
         until, before, family = time.monotonic() + SECONDS, ROWS - fault.broken, list[psutil.Process]()
         if fault.signal:
-            while process.poll() is None and not (before := stored(results)[0]) and time.monotonic() < until:
+            while process.poll() is None and not (before := stored_rows(results)[0]) and time.monotonic() < until:
                 time.sleep(0.05)
             family = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(fault.signal)
@@ -175,7 +175,7 @@ def meet(name: str, base: Path) -> dict[str, Any]:
         code = process.wait(max(1.0, until - began))
     lines = [line for line in log.read_text(errors="replace").splitlines() if fault.says in line]
     good = [frame for frame in tables(results).values() if "error" in frame]
-    after = stored(results)[0] if fault.signal else sum(int((frame.error == "").sum()) for frame in good)
+    after = stored_rows(results)[0] if fault.signal else sum(int((frame.error == "").sum()) for frame in good)
     taken = round(time.monotonic() - began, 1) if fault.signal else None
     left = end(family) if fault.signal else 0
     return {"fault": name, "made": fault.how, "seen": lines[0].replace(str(base), "...") if lines else "",

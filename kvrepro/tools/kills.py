@@ -111,7 +111,7 @@ def _is_worker(process: psutil.Process) -> bool:
 # ---- what is stored
 
 
-def stored(folder: Path, rows_of_file: dict[str, int] | None = None) -> tuple[int, bool]:
+def stored_rows(folder: Path, rows_of_file: dict[str, int] | None = None) -> tuple[int, bool]:
     """(rows stored so far, whether a file is being written). rows_of_file: the rows of files counted before, to which
     those of new files are added."""
     rows_of_file = {} if rows_of_file is None else rows_of_file
@@ -186,7 +186,7 @@ def quiet_run(chapter: str, parameters: dict[str, Any], folder: Path) -> Quiet:
     curve = [(0.0, 0)]
     rows_of_file: dict[str, int] = {}
     while run.process.is_alive():
-        count, _ = stored(folder, rows_of_file)
+        count, _ = stored_rows(folder, rows_of_file)
         if count > curve[-1][1]:
             curve.append((run.seconds, count))
         time.sleep(0.01)
@@ -198,12 +198,12 @@ def wait_for(run: Run, folder: Path, rows: int, delay: float, writing: bool) -> 
     """Wait until so many rows are stored and then `delay` seconds; if `writing`, also until a file is being written.
     True if the run is still alive then."""
     rows_of_file: dict[str, int] = {}
-    while run.process.is_alive() and stored(folder, rows_of_file)[0] < rows:
+    while run.process.is_alive() and stored_rows(folder, rows_of_file)[0] < rows:
         time.sleep(POLL)
     until = time.monotonic() + delay
     while run.process.is_alive() and time.monotonic() < until:
         time.sleep(POLL)
-    while writing and run.process.is_alive() and not stored(folder, rows_of_file)[1]:
+    while writing and run.process.is_alive() and not stored_rows(folder, rows_of_file)[1]:
         time.sleep(POLL)
     return run.process.is_alive()
 
@@ -251,7 +251,7 @@ def killed_run(
             misses += 1
             moments[counts["kills"]] = dice.uniform(0, min(run.seconds, quiet.seconds))
         else:
-            count, writing = stored(folder)
+            count, writing = stored_rows(folder)
             family = run.family()
             dice.choice(sorted(victims, key=lambda process: process.pid)).kill()
             counts["kills"] += 1

@@ -123,7 +123,7 @@ def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd
     return table.assign(machine=provenance.machine(), torch=version, date=f"{date.today()}")
 
 
-def stored(table: pd.DataFrame, out: Path) -> None:
+def print_and_store(table: pd.DataFrame, out: Path) -> None:
     """Print the sums, and store the rows in the place of those of the same variant and chapter."""
     for row in table[table.chapter == EVERY].itertuples():
         typer.echo(f"{row.varied}: of {row.rows} rows {row.text} have another text, {row.kept} other kept tokens, "
@@ -146,7 +146,7 @@ def folders(
     table = shares(varied, first, other, family.CHAPTERS)
     if table.empty:
         raise InputError(f"{first} and {other} have no row in common: give folders that hold a folder per chapter")
-    stored(table, out)
+    print_and_store(table, out)
 
 
 @app.command()
@@ -182,7 +182,7 @@ def run(
     for name in wanted[1:]:
         variant = VARIANTS[name]
         table = shares(name, folder_of(results, variant.compared_with, model), folder_of(results, name, model), names)
-        stored(table, out)
+        print_and_store(table, out)
         failed |= variant.expected_equal and bool(table[["text", "kept", "score", "changed"]].to_numpy().any())
     raise typer.Exit(int(failed))
 

@@ -56,7 +56,7 @@ def measure(model: str, device: str, engine: str, count: int, n_items: int, cell
     return {"rows": len(rows), "start": start, "seconds": moments[-1] - moments[0], "wall": wall}
 
 
-def apart(*given: Any) -> dict[str, Any]:
+def measured_apart(*given: Any) -> dict[str, Any]:
     """`measure` in a process of its own, which sees as many GPUs as there are workers. It and its workers are ended
     when it has answered."""
     context = get_context("spawn")
@@ -95,7 +95,7 @@ def measured(
     rows: list[dict[str, Any]] = []
     for count in counts:
         for engine in engines if count > 1 else engines[:1]:
-            row = apart(model, device, engine, count, n_items, cells, folder)
+            row = measured_apart(model, device, engine, count, n_items, cells, folder)
             first = table(folder, rows[0]["engine"] if rows else engine, counts[0])
             rows_of_workers = table(folder, engine, count).reindex_like(first)  # a row that is missing equals none
             row["equal"] = float((first == rows_of_workers).all(axis=1).mean())

@@ -54,7 +54,7 @@ class Sweep:
             raise InputError(f"parameters {self.parameters!r}: give names with values, such as n_items: 8")
         ensure_once_each(models=self.models, chapters=self.chapters)
         ensure_known("chapter with studies", self.chapters, studied())
-        object.__setattr__(self, "parameters", book.flat(self.parameters))
+        object.__setattr__(self, "parameters", book.flattened(self.parameters))
         for name in self.parameters:
             if (key := SET_ELSEWHERE.get(name.rpartition(".")[2])) is not None:
                 raise InputError(f"{name} stands among the parameters: set it by {key}")
@@ -68,7 +68,7 @@ class Sweep:
 
     def given(self, model: str) -> dict[str, dict[str, Any]]:
         """Each chapter's parameters for a model. Raises InputError for a name that no chapter has."""
-        return book.placed(self.parameters | {"model": model, "profile": self.profile}, self.chapters)
+        return book.by_chapter(self.parameters | {"model": model, "profile": self.profile}, self.chapters)
 
 
 def studied() -> list[str]:

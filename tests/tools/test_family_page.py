@@ -41,7 +41,7 @@ def test_counts_and_pairs_add_up(table):
     assert (every["asked of two models or more"], every["the same for all"], every["turn over"]) == (6, 2, 4)
     assert [every[f"depends on {cause}"] for cause in family_page.CAUSES] == [1, 1, 1, 1]
     assert every["differs, one seed asked"] == 1
-    pairs = family_page.apart(verdicts, kinds()).set_index("the models differ in")
+    pairs = family_page.differences_of_pairs(verdicts, kinds()).set_index("the models differ in")
     assert pairs.differ["seed"] == "20% (20% to 20%)"  # P2 of P1, P2, P4, P5, P6
     assert pairs.pairs.sum() == 15
 

@@ -11,11 +11,11 @@ def test_efficiency_is_the_time_of_one_over_that_of_all_together(monkeypatch):
     times = {("local", 1): (10, 100, 104), ("local", 2): (20, 60, 66), ("ray", 2): (30, 50, 57)}
     texts = {("local", 1): "abcd", ("local", 2): "abcd", ("ray", 2): "abxd"}
 
-    def apart(model, device, engine, count, *rest):
+    def measured_apart(model, device, engine, count, *rest):
         start, seconds, wall = times[engine, count]
         return {"rows": 4, "start": start, "seconds": seconds, "wall": wall}
 
-    monkeypatch.setattr(scaling, "apart", apart)
+    monkeypatch.setattr(scaling, "measured_apart", measured_apart)
     monkeypatch.setattr(scaling, "table", lambda folder, *run: pd.DataFrame({"prediction": list(texts[run])}))
     table = scaling.measured("m", "cpu", ["local", "ray"], [1, 2], 4, 3, "folder")
     assert list(zip(table.engine, table.workers, strict=True)) == list(times)

@@ -1,0 +1,73 @@
+"""How code is written: names that explain themselves, short functions."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+VAGUE = {"found", "one", "here", "asked", "told", "said", "mine", "made", "known"}
+LONGEST, LONGEST_SCORER = 50, 25  # lines, without the docstring
+
+MODULES = sorted(file for folder in ("kvrepro", "kernels", "examples") for file in (ROOT / folder).rglob("*.py"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def source(file):
+    """A module's code, or that of a notebook's cells."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".py":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    return "\n".join("".join(cell["source"]) for cell in cells)
+
+
+def lines(function):
+    doc = function.body[0] if ast.get_docstring(function) else None
+    return function.end_lineno - function.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)
+
+
+def too_long(code, most):
+    """Functions with more lines than `most`, unless their docstring, or a comment beside it, says why they are long."""
+    rows = code.splitlines()
+    sizes = {f: lines(f) for f in ast.walk(ast.parse(code)) if isinstance(f, ast.FunctionDef)}
+    heads = {f: "\n".join(rows[f.lineno - 1 : f.body[0].end_lineno]) for f in sizes}
+    return {f.name: size for f, size in sizes.items() if size > most and not re.search(r"\blong\b", heads[f].lower())}
+
+
+def vague(code):
+    """Variables, parameters and fields with names that do not say what they hold, with their lines."""
+    names = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append((node.id, node.lineno))
+        elif isinstance(node, ast.arg):
+            names.append((node.arg, node.lineno))
+    return [f"line {line}: {name}" for name, line in names if name in VAGUE]
+
+
+def test_vague_names_are_seen():
+    code = (
+        "for one in rows:\n    pass\ndef f(asked, *, told=1):\n    found: int = 0\n"
+        "x = [here for here in rows]\nlambda said: said"
+    )
+    assert [line.split(": ")[1] for line in sorted(vague(code))] == ["one", "asked", "told", "found", "here", "said"]
+
+
+@pytest.mark.parametrize("file", [*MODULES, *NOTEBOOKS], ids=lambda file: str(file.relative_to(ROOT)))
+def test_names_say_what_they_hold(file):
+    assert vague(source(file)) == []
+
+
+def test_long_functions_are_seen():
+    body = "    x = 1\n" * 3
+    assert too_long(f"def f():\n    'A sum.'\n{body}", 3) == {"f": 4}
+    assert too_long(f"def f():\n    'A sum, long since it counts.'\n{body}", 3) == {}
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_functions_are_short(file):
+    if not file.stem.endswith("_kernel"):  # a kernel is one function
+        assert too_long(source(file), LONGEST_SCORER if file.parent.name == "score" else LONGEST) == {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from kvrepro.errors import InputError, meant, one_line_errors, program
+from kvrepro.errors import InputError, one_line_errors, program, suggestion
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -158,7 +158,7 @@ def policies(name: Annotated[str, Argument(help="one of them, or my_policy.py:MI
     readings = {reading: p.reading(reading) for reading in p.readings}
     for key in {**p.parameters, **p.as_run}:
         texts = [f"{reading} {values[key]}" for reading, values in readings.items() if key in values]
-        print(f"    {key}: {', '.join(texts)} ({allowed.said(p.kind(key))})")
+        print(f"    {key}: {', '.join(texts)} ({allowed.in_words(p.kind(key))})")
 
 
 @app.command()
@@ -227,7 +227,7 @@ def _check_table(measure: str, out: Path | None) -> None:
 
     numbers = [column.name for column in SCHEMA if column.type in (REAL, WHOLE)]
     if measure not in numbers:
-        raise InputError(f"no number {measure!r} in the rows{meant(measure, numbers)}")
+        raise InputError(f"no number {measure!r} in the rows{suggestion(measure, numbers)}")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise InputError(f"--out {out}: {'that is a folder' if out.is_dir() else f'no folder {out.parent}'}")
 

@@ -104,7 +104,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
 
 
-def told(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """`ValueError: its message`, the first line, even of an exception whose own `__str__` fails."""
     try:
         message = str(error)
@@ -113,7 +113,7 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}".splitlines()[0]
 
 
-def meant(name: object, choices: Iterable[str]) -> str:
+def suggestion(name: object, choices: Iterable[str]) -> str:
     """`, did you mean 'seed'?` for a name that is nearly one of the choices, else an empty text."""
     close = difflib.get_close_matches(str(name), list(choices), 1)
     return f", did you mean {close[0]!r}?" if close else ""
@@ -125,4 +125,5 @@ def ensure_known(kind: str, names: Iterable[str], choices: Collection[str], also
     for name in names:
         if name not in choices:
             every = [*also, *choices]
-            raise InputError(f"unknown {kind} {str(name)[:200]!r}{meant(name, every)}; there are: {', '.join(every)}")
+            there_are = f"there are: {', '.join(every)}"
+            raise InputError(f"unknown {kind} {str(name)[:200]!r}{suggestion(name, every)}; {there_are}")

@@ -68,7 +68,7 @@ def ensure(kind: object, whose: str = "", **named: object) -> None:
     """Raise InputError for a value that is not of that kind; the message says its name, whose it is, what it may be."""
     for name, value in named.items():
         if not holds(kind, value):
-            raise InputError(f"{name} {value!r}{f' for {whose}' if whose else ''}: {said(kind)}")
+            raise InputError(f"{name} {value!r}{f' for {whose}' if whose else ''}: {in_words(kind)}")
 
 
 def ensure_once_each(**named: object) -> None:
@@ -109,17 +109,17 @@ def _choices(hint: object) -> object:
     return hint
 
 
-def said(kind: object) -> str:
+def in_words(kind: object) -> str:
     """What `kind` allows, in words for a message."""
     kind = _plain(kind)
     if _words(kind):
         return f"choose {' or '.join(kind)}" if len(kind) < 3 else f"choose one of {', '.join(kind)}"  # type: ignore[arg-type]
     if isinstance(kind, tuple):
-        return ", or ".join(said(option) for option in kind)
+        return ", or ".join(in_words(option) for option in kind)
     return str({bool: "True or False", str: "a text"}.get(kind, kind))  # type: ignore[call-overload]
 
 
-def of(functions: list[Callable[..., Any]], name: str) -> object:
+def annotation_of(functions: list[Callable[..., Any]], name: str) -> object:
     """The annotation of the parameter `name` in the first of `functions` that has one; else `object`, any value."""
     every = [parameters_of(function) for function in functions]
     hints = [parameters[name].annotation for parameters in every if name in parameters]

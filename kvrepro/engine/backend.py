@@ -23,14 +23,14 @@ from transformers import PreTrainedModel
 
 from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import EvictionJob, Prompts, judged
+from kvrepro.engine.evict import EvictionJob, Prompts, score_and_protect
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import REPEATED, call, find
 from kvrepro.engine.prefill import SUMS_BY_KERNELS, attend_by_kernels, mass_by_kernels
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import KeyValue, Mask, Query, Scores
-from kvrepro.errors import told
+from kvrepro.errors import error_line
 
 BACKENDS = ("torch", "triton", "auto")
 PROBE = 512  # tokens of a prompt on which "auto" compares the two backends
@@ -118,7 +118,7 @@ class Probe:
             if not error < CLOSE.get(query.dtype, 2e-2):
                 self.failed = f"attention by kernels is {error:.1e} off in layer {layer}"
         except Exception as raised:  # whatever a compiler raises on a device of its own
-            self.failed = told(raised)
+            self.failed = error_line(raised)
         if self.failed is None and layer in self.facts["torch"].evictable:
             self.layers[layer] = query, key, value, scaling
             self.by_kernels[layer] = log_sums, out, mass
@@ -135,7 +135,7 @@ class Probe:
         try:
             share = float(torch.tensor([self._agreement(job, layers) for layers in layers_by_kind.values()]).amin())
         except Exception as raised:  # a scorer may be a reader's own
-            return told(raised)
+            return error_line(raised)
         return None if share >= AGREE else f"kernels and plain PyTorch agree on {share:.1%} < {AGREE:.0%} of a probe"
 
     def _agreement(self, job: EvictionJob, layers: Sequence[int]) -> float:
@@ -168,7 +168,7 @@ class Probe:
 
 def _best_half(job: EvictionJob, o: Observation) -> Mask:
     """Half of each head's tokens, by the policy's scores alone."""
-    scores, none = judged(job, o)[0], o.places.nothing
+    scores, none = score_and_protect(job, o)[0], o.places.nothing
     counts = o.alive.sum(-1) // 2
     if job.policy.refine is None:
         return select(scores, none, counts)

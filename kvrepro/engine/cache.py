@@ -441,7 +441,7 @@ def seen_by(layers: Sequence[RaggedLayer], device: torch.device) -> Tensor:
     return torch.cat([layer.seen().to(device) for layer in layers], 1)
 
 
-def together(caches: list[EngineCache]) -> EngineCache:
+def joined_caches(caches: list[EngineCache]) -> EngineCache:
     """The rows of several caches as one batch, which takes their layers one by one to save memory."""
     whole = copy.copy(caches[0])
     whole.ragged = {n: concatenated([cache.ragged.pop(n) for cache in caches]) for n in list(caches[0].ragged)}

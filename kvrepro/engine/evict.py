@@ -1,11 +1,11 @@
 """Which tokens stay: the same steps for every regime.
 
-scores, protected = judged(job, o)                          # [batch, kv_heads, tokens] each
+scores, protected = score_and_protect(job, o)               # [batch, kv_heads, tokens] each
 counts            = allocate(scores, protected, budget)     # [batch, kv_heads]
 kept              = select(scores, protected, counts)
 
-`kept` takes these steps for one layer, `across` for policies that must see every layer before they choose. In the
-regime `SharedCap` one observation, made of `signals`, stands for all layers.
+`select_tokens` takes these steps for one layer, `across` for policies that must see every layer before they choose. In
+the regime `SharedCap` one observation, made of `signals`, stands for all layers.
 """
 
 import hashlib
@@ -322,7 +322,7 @@ def prepare(job: EvictionJob, o: Observation) -> None:
     protected_by(job, o)
 
 
-def judged(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
+def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself."""
     policy, shape = job.policy, o.positions.shape
     budget, (guarded, protected) = job.budget_in(o), protected_by(job, o)
@@ -398,9 +398,9 @@ def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, p
     return shared.trim_union(heads, scores, firm, o, budget, tie_break)
 
 
-def kept(job: EvictionJob, o: Observation, default: Mask | None = None) -> Mask:
+def select_tokens(job: EvictionJob, o: Observation, default: Mask | None = None) -> Mask:
     """The tokens that stay in the layers that `o` shows."""
-    scores, protected = judged(job, o)
+    scores, protected = score_and_protect(job, o)
     return selected(job, o, scores, protected, allocated(job, o, scores, protected), default)
 
 
@@ -429,7 +429,7 @@ def postpone(job: EvictionJob, seen: Mapping[int, Observation], o: Observation) 
 def judge_pending(job: EvictionJob, layers: Sequence[int], o: Observation) -> None:
     """Score waiting layers, which are together observed as `o`."""
     n = len(layers)
-    scores, protected = judged(job, o)
+    scores, protected = score_and_protect(job, o)
     summary = None if job.policy.summary is None else call(job.policy.summary, o, parameters=job.parameters)
     summaries = [None] * n if summary is None else summary.chunk(n)
     for layer, *result in zip(layers, scores.chunk(n), protected.chunk(n), summaries, strict=True):
@@ -473,7 +473,7 @@ def evict_shared(job: EvictionJob, signals: Signals, step: int) -> Signals:
     if not bool(over.any()):
         return signals
     o, place = signals.observe(step)
-    stays = kept(job, o)
+    stays = select_tokens(job, o)
     heads = stays.shape[1]
     where = place[:, None].expand(-1, heads, -1)
     held = torch.zeros_like(signals.held).scatter(2, where, stays)

@@ -187,7 +187,7 @@ def _alike(rows: Rows, backend: str) -> dict[tuple[Any, ...], list[int]]:
     return numbers
 
 
-def each_prompts(conditions: Conditions, prompts: int) -> list[list[Condition]]:
+def conditions_by_prompt(conditions: Conditions, prompts: int) -> list[list[Condition]]:
     """The conditions of each prompt. Raises InputError for another number of lists than prompts."""
     given: list[Any] = list(conditions)
     if all(isinstance(c, Condition) for c in given):
@@ -209,7 +209,7 @@ def new_tokens(given: int | Sequence[int], prompts: int) -> list[int]:
 
 def _columns(conditions: Conditions, prompts: int) -> tuple[list[Condition], list[list[int]]]:
     """(all conditions, each once; the numbers of those that each prompt has)."""
-    by_prompt = each_prompts(conditions, prompts)
+    by_prompt = conditions_by_prompt(conditions, prompts)
     if by_prompt and all(prompt_conditions is by_prompt[0] for prompt_conditions in by_prompt):
         return by_prompt[0], [list(range(len(by_prompt[0])))] * prompts
     columns = {c: j for j, c in enumerate(dict.fromkeys(itertools.chain.from_iterable(by_prompt)))}
@@ -225,7 +225,7 @@ def _rows(
     tokens = math.inf if prompt_rows else PASS_TOKENS
     lengths = [len(text.ids) for text in call.texts]
     for block in blocks(range(len(wanted)), lengths, together, tokens):
-        for sharing, shared_columns in asked_together(block, wanted):
+        for sharing, shared_columns in groups_sharing_conditions(block, wanted):
             for columns in groups(call, sharing, shared_columns):
                 for members, part in fitting(call, sharing, columns, room / 2):
                     rows_read: list[Rows] = []
@@ -234,7 +234,9 @@ def _rows(
                     yield from rows_read
 
 
-def asked_together(members: Sequence[int], wanted: Sequence[Sequence[int]]) -> list[tuple[list[int], list[int]]]:
+def groups_sharing_conditions(
+    members: Sequence[int], wanted: Sequence[Sequence[int]]
+) -> list[tuple[list[int], list[int]]]:
     """Groups of prompts that share conditions, and those conditions; each pair of prompt and condition occurs once."""
     askers: dict[int, list[int]] = {}
     for i in members:
@@ -267,7 +269,7 @@ def check_conditions(
     facts: ModelFacts | None = None,
 ) -> None:  # fmt: skip
     """Raise InputError for a condition that one of its prompts cannot meet. facts: this model's, if known."""
-    facts, by_prompt = facts or ModelFacts.of(model), each_prompts(conditions, len(texts))
+    facts, by_prompt = facts or ModelFacts.of(model), conditions_by_prompt(conditions, len(texts))
     readings = {c: checked(c) for c in dict.fromkeys(itertools.chain.from_iterable(by_prompt))}
     if any(reading is not None and reading[0].shared for reading in readings.values()):
         check_shared(model)

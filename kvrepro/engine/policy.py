@@ -20,7 +20,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.regime import REGIMES, Chunked, SharedCap
 from kvrepro.engine.shapes import Scores
 from kvrepro.engine.shared import SLW_SINKS, SWITCHES
-from kvrepro.errors import InputError, ensure_known, told
+from kvrepro.errors import InputError, ensure_known, error_line
 from kvrepro.paths import ROOT
 
 READINGS = ("as_run", "as_described")
@@ -166,7 +166,7 @@ class Policy:
         """The values that a parameter may have (`allowed.holds`); any, if no function of a reader's own policy says."""
         if self.shared and parameter in SWITCHES:
             return SWITCHES[parameter].allowed
-        return ENGINES.get(parameter) or allowed.of(self.functions, parameter)
+        return ENGINES.get(parameter) or allowed.annotation_of(self.functions, parameter)
 
 
 def first_sentence(function: Callable[..., Any]) -> str:
@@ -257,7 +257,7 @@ def find(name: str) -> Policy:
     try:
         policy = _defined(file).get(attribute)
     except (Exception, SystemExit) as error:  # whatever a reader's file raises
-        raise InputError(f"policy {name!r}: {file.name} raises {told(error)}") from error
+        raise InputError(f"policy {name!r}: {file.name} raises {error_line(error)}") from error
     if not isinstance(policy, Policy):
         raise InputError(f"policy {name!r}: {file.name} has no Policy called {attribute}")
     _ensure_own(name, policy)

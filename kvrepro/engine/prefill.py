@@ -14,7 +14,17 @@ from torch.nn.utils.rnn import pad_sequence
 from kvrepro.engine import evict, quota
 from kvrepro.engine.attention import Watch, attend, attend_prompt, per_token
 from kvrepro.engine.cache import RaggedLayer
-from kvrepro.engine.evict import EvictionJob, Prompts, across, attempt, evict_shared, judged, kept, postpone, prepare
+from kvrepro.engine.evict import (
+    EvictionJob,
+    Prompts,
+    across,
+    attempt,
+    evict_shared,
+    postpone,
+    prepare,
+    score_and_protect,
+    select_tokens,
+)
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
@@ -264,11 +274,11 @@ class PrefillState:
     ) -> None:
         heads, tokens = o.keys.shape[1:3]
         if not self.padded and (count := job.same_count(tokens)) is not None:
-            place = best(*judged(job, o), count)
+            place = best(*score_and_protect(job, o), count)
             whole = RaggedLayer.at(o.keys, o.values, o.positions, place, _carried(job, o))
         else:
             total = job.total(heads, self._held(tokens))
-            stays = kept(job, o, None if plain is None else kept(job, plain))
+            stays = select_tokens(job, o, None if plain is None else select_tokens(job, plain))
             if total is None:
                 for (layer, observation), layer_stays in zip(seen.items(), stays.chunk(o.count), strict=True):
                     self._store(job, layer, observation, layer_stays)

@@ -12,9 +12,9 @@ from torch import Tensor
 from kvrepro.engine import evict
 from kvrepro.engine import signals as table
 from kvrepro.engine.attention import Softmax
-from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown, together
+from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown, joined_caches
 from kvrepro.engine.condition import Condition, Prompt
-from kvrepro.engine.evict import EvictionJob, across, attempt, evict_shared, kept, postpone
+from kvrepro.engine.evict import EvictionJob, across, attempt, evict_shared, postpone, select_tokens
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import RowInts
@@ -77,7 +77,7 @@ def joined(blocks: list[Rows]) -> Rows:
     cat = torch.cat
     return Rows(
         [t for b in blocks for t in b.tags], [j for b in blocks for j in b.jobs], [t for b in blocks for t in b.texts],
-        together([b.cache for b in blocks]), cat([b.logits for b in blocks]), cat([b.seen for b in blocks]),
+        joined_caches([b.cache for b in blocks]), cat([b.logits for b in blocks]), cat([b.seen for b in blocks]),
         cat([b.calls for b in blocks]),
         None if blocks[0].signals is None else table.joined([b.shared for b in blocks]),
     )  # fmt: skip
@@ -154,7 +154,7 @@ def evict_rows(
                     if part.waits:
                         postpone(part, seen, o)
                         continue
-                    for n, part_stays in zip(layers, kept(part, o).chunk(len(layers)), strict=True):
+                    for n, part_stays in zip(layers, select_tokens(part, o).chunk(len(layers)), strict=True):
                         held[n][1][index] = part_stays
     for part, members in parts:
         with attempt(part, isolate):

@@ -21,7 +21,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import Conditions
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
-from kvrepro.errors import InputError, told
+from kvrepro.errors import InputError, error_line
 from kvrepro.experiment import cluster, data, fingerprint, measure, models, store, workers
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
@@ -66,7 +66,7 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     items, conditions = study.items, study.conditions
     if not items or not conditions:
         raise InputError(f"{len(items)} items x {len(conditions)} conditions: give at least one of each")
-    conditions_by_item = engine.each_prompts(conditions, len(items))
+    conditions_by_item = engine.conditions_by_prompt(conditions, len(items))
     limits = {item.id: limit_of(study, loaded, item) for item in items}
     if (ids := len({item.id for item in items})) < len(items):
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
@@ -149,7 +149,7 @@ def policy_of(condition: Condition) -> Any:
     values = own_policy.reading(condition.reading, condition.switches).values()
     files: list[Path] = []
     for name in (value for value in values if isinstance(value, str)):
-        files += sorted(ROOT.glob(name)) if "*" in name else filter(None, [data.found(name)])
+        files += sorted(ROOT.glob(name)) if "*" in name else filter(None, [data.find_file(name)])
     parameters = {f.name: getattr(own_policy, f.name) for f in fields(own_policy)}  # the engine's code reads them
     return [fingerprint.describe(parameters), [fingerprint.describe(file.read_bytes()) for file in files]]
 
@@ -222,7 +222,7 @@ def _tried(
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # whatever a condition raises becomes its row's error
-        failure = error if isinstance(error, Exception) else RuntimeError(f"a policy raised {told(error)}")
+        failure = error if isinstance(error, Exception) else RuntimeError(f"a policy raised {error_line(error)}")
         let_go(error)  # frees the caches of this attempt, so that the next one has their room
         return dict.fromkeys(pairs, failure), list(pairs)
     outcomes: Outcomes = {}
@@ -240,7 +240,7 @@ def answer_row(
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     row = head | {"torch": torch.__version__, "transformers": transformers.__version__, "date": date}
     if isinstance(answer, Exception):
-        return row | {"error": told(answer)}
+        return row | {"error": error_line(answer)}
     text = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True)
     prediction = text.strip()
     if note is not None and (more := note(item, prompt, answer)):
@@ -271,7 +271,7 @@ class AnswersPlan(Plan):
         self.study, self.loaded, self.settings = study, loaded, settings
         self.title = f"{study.chapter}/{study.name}"
         self.prompts = check(study, loaded)
-        conditions_by_item = engine.each_prompts(study.conditions, len(self.prompts))
+        conditions_by_item = engine.conditions_by_prompt(study.conditions, len(self.prompts))
         number = {c: j for j, c in enumerate(dict.fromkeys(itertools.chain.from_iterable(conditions_by_item)))}
         self.conditions = list(number)
         self.columns = [[number[c] for c in dict.fromkeys(conditions)] for conditions in conditions_by_item]

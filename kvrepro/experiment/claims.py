@@ -114,7 +114,8 @@ def write(frame: pd.DataFrame, path: Path | str) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = read(path) if path.is_file() else frame
-    parts = {run: of_run(table, run) for table in (stored, frame) for run in runs(table)}  # new ones replace old ones
+    # New verdicts replace old ones.
+    parts = {run: verdicts_of_run(table, run) for table in (stored, frame) for run in runs(table)}
     first, *others = [*parts.values()] or [frame]
     if len(timed := frame[frame.model == STORED]):  # the newest ones, whichever model ran
         order = list(dict.fromkeys([*first.claim, *timed.claim]))
@@ -138,7 +139,7 @@ def runs(frame: pd.DataFrame) -> list[tuple[str, str]]:
     return list(dict.fromkeys(zip(from_runs.model, from_runs.profile, strict=True)))
 
 
-def of_run(frame: pd.DataFrame, run: tuple[str, str] | None = None) -> pd.DataFrame:
+def verdicts_of_run(frame: pd.DataFrame, run: tuple[str, str] | None = None) -> pd.DataFrame:
     """The verdicts of one run, of the first if none is named, and those that rest on stored timings."""
     model, profile = run or runs(frame)[0]
     return frame[((frame.model == model) & (frame.profile == profile)) | (frame.model == STORED)]
@@ -170,7 +171,7 @@ def timed(frame: pd.DataFrame, tests: Mapping[str, str]) -> pd.DataFrame:
     return frame.assign(test=test, model=frame.model.mask(stored_test.notna(), STORED))
 
 
-def of_own(claims: Iterable[dict[str, Any]], policies: Iterable[str]) -> list[dict[str, Any]]:
+def claims_on_own(claims: Iterable[dict[str, Any]], policies: Iterable[str]) -> list[dict[str, Any]]:
     """The general claims, those over one of their book's `sets` of policies, put to each of the reader's own policies.
 
     A new claim's id is the old one with the policy's title: `P4 Mine`. Claims that name their policies are left out.

@@ -24,7 +24,7 @@ import yaml
 from kvrepro.chat import rendered
 from kvrepro.engine.allowed import Count, Number, Size, ensure
 from kvrepro.engine.condition import Prompt
-from kvrepro.errors import InputError, ensure_known, first_line, meant, one_line_errors
+from kvrepro.errors import InputError, ensure_known, first_line, one_line_errors, suggestion
 from kvrepro.experiment import longbench, measure
 from kvrepro.item import Item, Span, plain
 from kvrepro.paths import CACHE, DATA, ROOT, replaced
@@ -147,7 +147,7 @@ def _own_file(items: str) -> Path:
     """The path of a reader's own file."""
     try:
         path = Path(items).expanduser()
-        return found(path) or path
+        return find_file(path) or path
     except (OSError, RuntimeError, ValueError) as error:  # no home of that user, a name too long or with a NUL
         raise InputError(f"items {items[:200]!r} is no path ({error}): give that of a .jsonl file") from None
 
@@ -219,7 +219,7 @@ def suited(chapter: str, items: str, instead: Mapping[str, str]) -> str:
     return instead[items]
 
 
-def found(path: str | Path) -> Path | None:
+def find_file(path: str | Path) -> Path | None:
     """The file of that name in the working folder, or else in the project, because notebooks run in a folder of their
     own; None if there is none."""
     return next((place / path for place in (Path(), ROOT) if str(path) and (place / path).is_file()), None)
@@ -311,7 +311,7 @@ def by_line(path: Path, build: Callable[[dict[str, Any], int], Any], needed: str
 def _item(row: dict[str, Any], identity: str) -> Item:
     """The item of a .jsonl file's row; its id is `identity` where the row has none."""
     if unknown := next((key for key in row if key not in FIELDS), None):
-        raise ValueError(f"unknown field {unknown!r}{meant(unknown, FIELDS)}; anything else goes into meta")
+        raise ValueError(f"unknown field {unknown!r}{suggestion(unknown, FIELDS)}; anything else goes into meta")
     json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair can be stored nowhere: a ValueError
     meta, answers = row.get("meta") or {}, _answers(row)
     if not isinstance(meta, dict):

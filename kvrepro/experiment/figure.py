@@ -182,11 +182,11 @@ def estimates(
                 state = [labels.get(str(filled), f"{'' if filled else 'not '}{fill}")] if fill else []
                 form = ".0%" if percent else ".3g"
                 texts = [
-                    said(point, [shown[who].name, *state, look(point[along]).name], form)
+                    hover_text(point, [shown[who].name, *state, look(point[along]).name], form)
                     for point in points.to_dict("records")
                 ]
                 across, up = (at, points.value) if upright else (points.value, at)
-                tell(axes, across, up, texts)
+                add_hover_texts(axes, across, up, texts)
             facet = {row: grid.row_names[i]} if row else {}
             facet |= {panel: grid.col_names[j]} if panel else {}
             _reference(axes, reference, facet, upright)
@@ -244,7 +244,7 @@ def _points(
             bars.set_alpha(0.5 if line else 1)
 
 
-def said(estimate: Mapping[Any, Any], names: Iterable[str], form: str) -> str:
+def hover_text(estimate: Mapping[Any, Any], names: Iterable[str], form: str) -> str:
     """An estimate in words: `LRU, 256: 0.19 [0.11, 0.27], n = 24`."""
     numbers = {name: estimate.get(name, np.nan) for name in ("low", "high", "n")}
     interval = "" if pd.isna(numbers["low"]) else f" [{numbers['low']:{form}}, {numbers['high']:{form}}]"
@@ -252,7 +252,7 @@ def said(estimate: Mapping[Any, Any], names: Iterable[str], form: str) -> str:
     return f"{', '.join(dict.fromkeys(filter(None, names)))}: {estimate['value']:{form}}{interval}{n}"
 
 
-def tell(axes: Axes, x: Iterable[float], y: Iterable[float], texts: Iterable[str]) -> None:
+def add_hover_texts(axes: Axes, x: Iterable[float], y: Iterable[float], texts: Iterable[str]) -> None:
     """Set the texts that a reader sees on pointing at places of a panel, given in its own coordinates."""
     HOVER_TEXTS.setdefault(axes, []).extend(zip(x, y, texts, strict=True))
 
@@ -400,9 +400,9 @@ def heat(
             columns = [name for name in ("value", "low", "high", "n") if name in part]
             means = part.dropna(subset="value").groupby([y, x], sort=False, observed=True)[columns].mean()
             cells = means.reset_index().to_dict("records")
-            tell(
+            add_hover_texts(
                 axes, [across.index(cell[x]) + 0.5 for cell in cells], [down.index(cell[y]) + 0.5 for cell in cells],
-                [said(cell, [named(y, cell[y]), named(x, cell[x])], form) for cell in cells],
+                [hover_text(cell, [named(y, cell[y]), named(x, cell[x])], form) for cell in cells],
             )  # fmt: skip
     return done(figure)
 

@@ -13,7 +13,7 @@ import yaml
 
 from kvrepro.engine.allowed import Count, Positive, PositiveShare, ProperShare, Size, ensure, ensure_all
 from kvrepro.engine.policy import ensure_titles
-from kvrepro.errors import LONGEST, InputError, meant
+from kvrepro.errors import LONGEST, InputError, suggestion
 from kvrepro.experiment import data, models
 from kvrepro.experiment.settings import ensure_folder, ensure_options
 from kvrepro.paths import WORK
@@ -43,7 +43,7 @@ def check_parameters(**choices: Sequence[str]) -> None:
         if source.startswith(INJECTED):
             for name in sorted(names - set_before):
                 way_out = "see its cell tagged parameters"
-                raise InputError(f"this notebook has no parameter {name!r}{meant(name, set_before)}: {way_out}")
+                raise InputError(f"this notebook has no parameter {name!r}{suggestion(name, set_before)}: {way_out}")
             _refuse_lists_as_text(source)
         set_before |= names
 

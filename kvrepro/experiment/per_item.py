@@ -12,7 +12,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.regime import REGIMES
-from kvrepro.errors import InputError, told
+from kvrepro.errors import InputError, error_line
 from kvrepro.experiment import fingerprint, store
 from kvrepro.experiment.answers import of_others, policy_of
 from kvrepro.experiment.limit import time_limit
@@ -38,7 +38,7 @@ def item_tables(
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # a SystemExit too, which would end the run without an explanation
-        return told(error)
+        return error_line(error)
     return tables
 
 

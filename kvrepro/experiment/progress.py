@@ -20,7 +20,7 @@ _listeners: list[Callable[[dict[str, Any]], None]] = []
 
 
 @contextlib.contextmanager
-def heard(listener: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+def listening(listener: Callable[[dict[str, Any]], None]) -> Iterator[None]:
     """A context in which `listener` gets the messages of this process's studies, and no bar is shown: the progress of
     one (study, done, total, left), what it took (study, results, failed, seconds), and what a dry run expects (study,
     results, seconds, bytes, processes)."""
@@ -31,7 +31,7 @@ def heard(listener: Callable[[dict[str, Any]], None]) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def tell(**message: Any) -> None:
+def send(**message: Any) -> None:
     """Send a message to the listeners."""
     for listener in _listeners:
         listener(message)
@@ -98,7 +98,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     def _report(self) -> None:
         self.reported = time.monotonic()
         message = {"study": self.title, "done": self.done, "total": self.total, "left": self.left}
-        tell(**message)
+        send(**message)
         if self.file:
             with replaced(Path(self.file)) as aside:
                 aside.write_text(json.dumps(message))

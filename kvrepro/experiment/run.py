@@ -20,7 +20,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.parameters import ensure_name
 from kvrepro.experiment.per_item import PerItem, Result
 from kvrepro.experiment.plan import Plan
-from kvrepro.experiment.progress import Progress, clock, tell
+from kvrepro.experiment.progress import Progress, clock, send
 from kvrepro.experiment.settings import Settings
 
 __all__ = ["Answers", "PerItem", "Settings", "StudyFailed", "run"]
@@ -55,14 +55,14 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
             expected, processes = plan.forecast(), _processes(plan, settings, float("inf"))
             at_once = _at_once(plan, settings, processes)
             print(expected.line(processes, at_once))
-            tell(study=plan.title, results=expected.results, seconds=expected.seconds, bytes=expected.stored,
+            send(study=plan.title, results=expected.results, seconds=expected.seconds, bytes=expected.stored,
                  processes=at_once)  # fmt: skip
             return plan.rehearsal()
         computed = _compute(plan, settings)
         results = plan.results()
     failed = plan.failures()
     taken = time.perf_counter() - started
-    tell(study=plan.title, results=plan.total, failed=len(failed), seconds=taken)
+    send(study=plan.title, results=plan.total, failed=len(failed), seconds=taken)
     text = f"{plan.title}: {plan.total} {plan.unit}s, {computed} computed now, {len(failed)} failed"
     print(f"{text}, {clock(taken)}", *plan.remarks(), sep="\n")
     if len(failed) > MOST_FAILED * plan.total:

@@ -430,7 +430,7 @@ def _table(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.D
     return pd.DataFrame(records, columns=[*names, "value", "low", "high", "n"])
 
 
-def told(table: pd.DataFrame, unit: str = "", *, digits: int | None = None, **where: Any) -> str:
+def as_text(table: pd.DataFrame, unit: str = "", *, digits: int | None = None, **where: Any) -> str:
     """One row of a table with columns value, low, high, as text for the prose: `0.281 [0.243, 0.320]`, in a unit.
 
     unit: "%" for shares as percent. digits: after the point; None: three, or one for percent. where: column=value of

@@ -36,7 +36,7 @@ from kvrepro.experiment.table import (
     parts,
     rows_of,
     steadily,
-    with_asked,
+    with_identity,
 )
 
 MANY = 64  # files that arrived, from which a running store folds them
@@ -66,7 +66,7 @@ def read(
 def identities_of(rows: Collection[Mapping[str, Any]]) -> list[int]:
     """The value of `asked` that each of these rows has or will have."""
     schema = pa.schema([SCHEMA.field(name) for name in IDENTITY])
-    identities: list[int] = with_asked(pa.Table.from_pylist(list(rows), schema=schema))["asked"].to_pylist()
+    identities: list[int] = with_identity(pa.Table.from_pylist(list(rows), schema=schema))["asked"].to_pylist()
     return identities
 
 
@@ -97,7 +97,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         if unknown:
             raise InputError(f"unknown column {sorted(unknown)[0]}: a results row has {', '.join(COLUMNS)}")
         if rows:
-            self.write(with_asked(pa.Table.from_pylist(list(rows), schema=SCHEMA)))
+            self.write(with_identity(pa.Table.from_pylist(list(rows), schema=SCHEMA)))
         if len(parts(self.table)) > MANY:
             self.fold(newest=MANY, wait=0)
 

@@ -110,7 +110,7 @@ class RowsFile(File):
         return np.concatenate(numbers)
 
 
-def with_asked(table: pa.Table) -> pa.Table:
+def with_identity(table: pa.Table) -> pa.Table:
     """The table with the column `asked`. Null values do not count, so that new columns can be added to IDENTITY."""
     columns = [table.column(name).to_pylist() for name in IDENTITY]
     texts = (
@@ -130,7 +130,7 @@ def _with(table: pa.Table, columns: Collection[str]) -> pa.Table:
 
 def _from_1(table: pa.Table) -> pa.Table:
     """Version 1 had neither checksums nor the column `asked`."""
-    return with_asked(_with(table, IDENTITY))
+    return with_identity(_with(table, IDENTITY))
 
 
 MIGRATIONS = {1: _from_1}  # version -> a function that turns its rows into those of the next version

@@ -108,7 +108,7 @@ def main(out: Annotated[Path, typer.Option(help="the table")] = OUT) -> None:
     measured = pd.read_csv(scaling) if scaling.is_file() else pd.DataFrame({"device": [], "workers": [], "rows": []})
     two = measured[(measured.device != "CPU") & (measured.workers == 2)]
     efficiency = float(two.sort_values("rows").efficiency.iloc[-1]) if len(two) else 1.0  # of the largest study
-    with tempfile.TemporaryDirectory() as folder, progress.heard(lambda _: None):
+    with tempfile.TemporaryDirectory() as folder, progress.listening(lambda _: None):
         sweep = table(driver(Path(folder)), real.now[RATE] / CONDITIONS, efficiency)
     if not len(two):
         sweep["how"] = sweep.how.str.replace(r"at the efficiency measured.*", "not measured: taken as 1", regex=True)

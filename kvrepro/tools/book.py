@@ -31,7 +31,7 @@ from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 
 from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.policy import find
-from kvrepro.errors import InputError, Stopped, meant, told
+from kvrepro.errors import InputError, Stopped, error_line, suggestion
 from kvrepro.experiment import models, run, workers
 from kvrepro.experiment.parameters import read
 from kvrepro.experiment.settings import ensure_options
@@ -160,14 +160,14 @@ def by_chapter(values: Mapping[str, Any], names: Iterable[str], root: Path = ROO
         prefix, dot, name = key.rpartition(".")
         if dot and prefix not in parameters_of:
             raise InputError(
-                f"no chapter {prefix!r}{meant(prefix, parameters_of)}; there are: {', '.join(parameters_of)}"
+                f"no chapter {prefix!r}{suggestion(prefix, parameters_of)}; there are: {', '.join(parameters_of)}"
             )
         wanted = [prefix] if dot else list(parameters_of)
         possible = set().union(*(parameters_of[chapter] | options[chapter] for chapter in wanted))
         if name not in possible:
             who = f"chapter {prefix} has no" if dot else "no chapter has a"
             raise InputError(
-                f"{who} parameter {name!r}{meant(name, possible)}; there are: {', '.join(sorted(possible))}"
+                f"{who} parameter {name!r}{suggestion(name, possible)}; there are: {', '.join(sorted(possible))}"
             )
         for chapter in wanted:
             if name in parameters_of[chapter]:
@@ -326,7 +326,7 @@ def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
     except InputError:
         raise
     except Exception as error:
-        print(f"{name}: what follows needs their rows ({told(error)})")
+        print(f"{name}: what follows needs their rows ({error_line(error)})")
 
 
 def cells(

@@ -86,7 +86,7 @@ def picture(frames: Mapping[str, pd.DataFrame], titles: Mapping[str, str]) -> st
     block_ids, y, parts = places(frames), 0.0, [_symbols()]
     for name, frame in frames.items():
         parts.append(f'<text x="0" y="{y + 8:g}" font-weight="bold">{escape(titles[name])}</text>')
-        first_run, y = claims.of_run(frame), y + 11
+        first_run, y = claims.verdicts_of_run(frame), y + 11
         tall = 20 if set(first_run.reading) - {"any"} else 10
         for place, (claim, rows) in enumerate(first_run.groupby("claim", sort=False)):
             top = y + (tall + 3) * (place // ACROSS)
@@ -131,7 +131,7 @@ def _column(rows: pd.DataFrame, block_id: str, x: int, y: float, tall: int) -> s
 
 def counts_sentence(frames: Mapping[str, pd.DataFrame]) -> str:
     """The verdicts counted, in a sentence."""
-    verdicts = pd.concat([claims.of_run(frame) for frame in frames.values()])
+    verdicts = pd.concat([claims.verdicts_of_run(frame) for frame in frames.values()])
     counts = [f"{(verdicts.verdict == verdict).sum()} {claims.label(verdict)}" for verdict in claims.VERDICTS]
     return f"{len(verdicts)} verdicts on {verdicts.claim.nunique()} claims: {', '.join(counts)}."
 
@@ -269,7 +269,7 @@ def blocks(chapter: str, frames: Mapping[str, pd.DataFrame], root: Path = ROOT) 
 
 def _summary(claim: str, rows: pd.DataFrame, entry: Mapping[str, Any]) -> str:
     """The line of a folded block: the claim, its statement, and its verdicts."""
-    first = claims.of_run(rows)
+    first = claims.verdicts_of_run(rows)
     short = {"as_run": "code:", "as_described": "text:"}
     pills = " ".join(f"{short.get(row.reading, '')} {pill(row.verdict)}" for row in first.itertuples())
     return f"<b>{escape(claim)}</b> {escape(entry.get('statement', first.statement.iloc[0]), quote=False)} {pills}"

@@ -40,7 +40,7 @@ DEAF = "not while it follows"  # where nothing is told because nothing of the pr
 def parts(root: Path = ROOT) -> dict[str, str]:
     """The page's computed parts by name: `advice`, sentences; `short` and `all`, tables in HTML."""
     try:
-        rows = stored.of_one_model(stored.rows(results_of("synthesis", root)))
+        rows = stored.rows_of_main_model(stored.rows(results_of("synthesis", root)))
     except InputError:
         text = "The chapter on synthesis has no results yet, so there is nothing to advise from."
         return dict.fromkeys(("advice", "short", "all"), text)

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from kvrepro.errors import InputError, ensure_known, program, told
+from kvrepro.errors import InputError, ensure_known, error_line, program
 from kvrepro.experiment import claims, models
 from kvrepro.paths import DATA, ROOT, write_table
 from kvrepro.tools import book, command, error_rates, family_claims
@@ -111,7 +111,7 @@ def run(
             try:
                 outcome = "done" if run_chapter(chapter, folder, parameters_of[chapter]) else "was done"
             except Exception as error:  # whatever a cell raises, one model's refusal too
-                reason, failed = told(error), True
+                reason, failed = error_line(error), True
                 outcome = f"failed: {reason}"
                 (folder / chapter).mkdir(parents=True, exist_ok=True)
                 (folder / chapter / FAILED).write_text(reason)

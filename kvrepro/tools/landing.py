@@ -135,7 +135,7 @@ def _leakage(root: Path) -> str:
     return (
         f"If the directive comes first, {sooner['directive first']}; if the defense does, {sooner['defense first']}. "
         f"With {dropped:.0%} of the system prompt dropped and the defense first, the model tells "
-        f"{stats.told(most, unit='%', digits=0)} of its secret rules under {figure.look(most.policy.iloc[0]).name}, "
+        f"{stats.as_text(most, unit='%', digits=0)} of its secret rules under {figure.look(most.policy.iloc[0]).name}, "
         f"where it tells most, and less than a tenth under {(half.value < 0.1).sum()} of {len(half)} policies."
     )
 
@@ -162,7 +162,7 @@ def _reanalysis(root: Path) -> str:
 def _synthesis(root: Path) -> str:
     """The part of a method that explains the largest share of the variance."""
     try:
-        rows = stored.of_one_model(stored.rows(results_of("synthesis", root)))
+        rows = stored.rows_of_main_model(stored.rows(results_of("synthesis", root)))
     except InputError:
         return "This chapter has no results yet."
     cells = rows[rows.kind == "grid"]
@@ -180,7 +180,7 @@ def _synthesis(root: Path) -> str:
 
 def verdicts(chapters: Sequence[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
     """The verdicts of the run, by chapter; chapters without any are left out."""
-    return {name: claims.of_run(frame) for name, frame in claims_page.stored(chapters, root).items()}
+    return {name: claims.verdicts_of_run(frame) for name, frame in claims_page.stored(chapters, root).items()}
 
 
 def title(chapter: str) -> str:

@@ -202,7 +202,7 @@ def controlled() -> str:
 def _parameter(name: str, p: policy.Policy, key: str) -> dict[str, str]:
     """A policy's parameter as a row: its value in both readings, and the values that it may have."""
     as_run = str(p.as_run.get(key, "the same")) if p.as_run else "-"
-    allows = allowed.said(p.kind(key)) + (", or window" if key == "recent" else "")
+    allows = allowed.in_words(p.kind(key)) + (", or window" if key == "recent" else "")
     described = str(p.parameters.get(key, "-"))
     return {"policy": name, "parameter": key, "authors' text": described, "authors' code": as_run, "may be": allows}
 

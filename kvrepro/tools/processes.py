@@ -174,7 +174,7 @@ def _end_with(parent: int) -> None:
 
 def chapter_left(name: str, message: dict[str, Any], seconds: float) -> float | None:
     """Estimated seconds until a chapter ends, of which the part so far took `seconds`. In a study that `SECONDS` does
-    not list, until the end of that study. message: as of `progress.heard`."""
+    not list, until the end of that study. message: as of `progress.listening`."""
     expected, study = SECONDS.get(name, {}), message["study"].partition("/")[2]
     if message["left"] is None or study not in expected:
         return message["left"]

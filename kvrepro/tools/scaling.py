@@ -46,11 +46,11 @@ def measure(model: str, device: str, engine: str, count: int, n_items: int, cell
     others = study.questions(loaded, study.ITEMS, 4 * count, replace(warm, seed=1))
     items = study.questions(loaded, study.ITEMS, n_items, timed)
     began = time.perf_counter()
-    with progress.heard(lambda message: None):
+    with progress.listening(lambda message: None):
         study.answers(loaded, others, cells, (), warm)
     start, moments = time.perf_counter() - began, list[float]()
     began = time.perf_counter()
-    with progress.heard(lambda message: moments.append(time.perf_counter()) if "done" in message else None):
+    with progress.listening(lambda message: moments.append(time.perf_counter()) if "done" in message else None):
         rows = study.answers(loaded, items, cells, (), timed)
     wall = time.perf_counter() - began
     return {"rows": len(rows), "start": start, "seconds": moments[-1] - moments[0], "wall": wall}

@@ -32,7 +32,7 @@ def compared(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     models the first counts. Verdicts that rest on stored timings cannot change and are left out."""
     parts = []
     for number, table in enumerate(tables):
-        first_run = claims.of_run(table)
+        first_run = claims.verdicts_of_run(table)
         first_run = first_run[first_run.model != claims.STORED]
         parts.append(first_run.set_index(["claim", "reading"]).verdict.rename(number))
     return pd.concat(parts, axis=1, join="inner")

@@ -45,7 +45,7 @@ from kvrepro.experiment.table import (
     rows_of,
     steadily,
     unmoved,
-    with_asked,
+    with_identity,
 )
 from kvrepro.paths import DATA, WORK
 from kvrepro.tools.rows import replace_rows
@@ -243,7 +243,7 @@ def latest_rows(table: Path, ignored: Sequence[str] = ()) -> pd.DataFrame:
         for name in ignored:
             place = latest.schema.get_field_index(name)
             latest = latest.set_column(place, SCHEMA.field(name), pa.nulls(len(latest), SCHEMA.field(name).type))
-        latest = with_asked(latest.drop_columns("asked"))
+        latest = with_identity(latest.drop_columns("asked"))
     rows = latest.to_pandas().set_index("asked")
     rows["kept"] = rows.kept.map(lambda kept: None if kept is None else tuple(kept))
     return rows[~rows.index.duplicated(keep="last")]

@@ -28,7 +28,7 @@ import typer
 import yaml
 
 from kvrepro.engine.allowed import ensure_fields, ensure_once_each
-from kvrepro.errors import InputError, ensure_known, told
+from kvrepro.errors import InputError, ensure_known, error_line
 from kvrepro.experiment import cluster, models, progress
 from kvrepro.experiment.parameters import Yaml
 from kvrepro.experiment.run import Settings
@@ -115,7 +115,7 @@ def price(sweep: Sweep) -> pd.DataFrame:
         messages: list[dict[str, Any]] = []
         note = ""
         dry_run = mock.patch.dict(os.environ, KVREPRO_DRY_RUN="1")
-        with progress.heard(messages.append), dry_run, contextlib.redirect_stdout(io.StringIO()):
+        with progress.listening(messages.append), dry_run, contextlib.redirect_stdout(io.StringIO()):
             try:
                 _studies(name, parameters)
             except InputError as error:
@@ -157,7 +157,7 @@ class Line:
         self.model, self.study, self.began = model, "", time.monotonic()
 
     def __call__(self, message: Mapping[str, Any]) -> None:
-        """Print how far a study is. message: as of `progress.heard`."""
+        """Print how far a study is. message: as of `progress.listening`."""
         if "done" not in message:
             return
         left = "" if message["left"] is None else f", {progress.clock(message['left'])} left of it"
@@ -198,11 +198,11 @@ def run(sweep: Sweep) -> list[str]:
         for model, name, parameters in _parts(sweep):
             began, line = time.monotonic(), lines[model]
             try:
-                with progress.heard(line), contextlib.redirect_stdout(log):
+                with progress.listening(line), contextlib.redirect_stdout(log):
                     _studies(name, parameters)
                 outcome = "done"
             except Exception as error:  # whatever a cell raises costs its chapter
-                outcome = f"failed: {told(error)}"
+                outcome = f"failed: {error_line(error)}"
                 failed.append(f"{model}: {name}")
             line.end(f"{name:<14}{progress.clock(time.monotonic() - began):>10}  {outcome}")
     return failed

@@ -27,7 +27,7 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import told
+from kvrepro.errors import error_line
 from kvrepro.experiment import data, models, progress
 from kvrepro.paths import GPU
 from kvrepro.tools import command
@@ -109,14 +109,14 @@ def _attempt(answer: Any, name: str, parameters: dict[str, Any], counts: Sequenc
         began, error, messages, space = time.perf_counter(), "", list[dict[str, Any]](), dict[str, Any]()
         with (
             log.open("a", buffering=1, encoding="utf-8") as output, contextlib.redirect_stdout(output),
-            progress.heard(messages.append),
+            progress.listening(messages.append),
         ):  # fmt: skip
             try:
                 for _ in cells(name, parameters | {"n_items": count}, space=space):
                     pass
             except Exception as raised:
                 traceback.print_exc()
-                error = told(raised)
+                error = error_line(raised)
         studies = pd.DataFrame(
             [message for message in messages if "failed" in message], columns=["results", "failed", "seconds"]
         )

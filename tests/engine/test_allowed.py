@@ -16,13 +16,13 @@ from kvrepro.engine.allowed import (
     Share,
     Size,
     Weight,
+    annotation_of,
     ensure,
     ensure_all,
     ensure_fields,
     ensure_once_each,
     holds,
-    of,
-    said,
+    in_words,
 )
 from kvrepro.errors import InputError
 
@@ -69,11 +69,11 @@ def test_a_refusal_names_value_and_way_out():
         ensure(Word, "us", x="d")
     with pytest.raises(InputError, match=r"^n 0: a whole number, at least 1, or None$"):
         ensure((Size, None), n=0)
-    assert said(Share) == "a number, at least 0, at most 1"
-    assert said(Odd) == "an odd number, at least 1"
-    assert said(("a", "b")) == "choose a or b"
-    assert said((4, None)) == "4, or None"
-    assert said(bool) == "True or False"
+    assert in_words(Share) == "a number, at least 0, at most 1"
+    assert in_words(Odd) == "an odd number, at least 1"
+    assert in_words(("a", "b")) == "choose a or b"
+    assert in_words((4, None)) == "4, or None"
+    assert in_words(bool) == "True or False"
 
 
 def test_the_first_function_that_says_what_a_parameter_is_counts():
@@ -86,8 +86,8 @@ def test_the_first_function_that_says_what_a_parameter_is_counts():
     def second(o, x: Count = 1):
         return o
 
-    assert of([plain, first, second], "x") == Share
-    assert of([plain, first], "y") is of([], "x") is object
+    assert annotation_of([plain, first, second], "x") == Share
+    assert annotation_of([plain, first], "y") is annotation_of([], "x") is object
 
 
 def test_a_range_says_only_the_ends_it_has():
@@ -202,7 +202,7 @@ def test_every_field_of_a_record_is_held_to_its_hint():
     ],
 )
 def test_kinds_in_words(kind, text):
-    assert said(kind) == text
+    assert in_words(kind) == text
 
 
 @pytest.mark.parametrize("wrong", [(), [1, 1], 128, "lru"])

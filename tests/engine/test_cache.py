@@ -15,7 +15,7 @@ from watched import watched_ends
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import attend
-from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, together
+from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, joined_caches
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.quantise import Packed
@@ -486,7 +486,7 @@ def test_a_cache_is_its_layers():
     rows = cache.rows(torch.tensor([1]))
     assert (list(rows.ragged), rows.ragged[3].shape, cache.ragged[3].shape) == ([0, 3], (1, HEADS), (2, HEADS))
     assert torch.equal(rows.ragged[3].keys, cache.ragged[3].keys[8:])
-    both = together([cache, other])
+    both = joined_caches([cache, other])
     assert (list(both.ragged), both.ragged[0].shape) == ([0, 3], (3, HEADS))
     assert cache.ragged == other.ragged == {}  # no layer is held twice
     assert len(both.layers) == len(rows.layers) == len(cache.layers)
@@ -508,14 +508,14 @@ def test_states_follow_their_rows_whatever_holds_them():
     assert rows.layers[0].conv.tolist() == [[-2, -3]]
     assert (rows.layers[0].recurrent_states["known"], rows.layers[0].size) == (True, 4)
     assert rows.layers[1].keys.tolist() == [0, 1]
-    both = together(caches)
+    both = joined_caches(caches)
     assert both.layers[0].recurrent_states[0].tolist() == [[0, 1], [2, 3], [10, 11], [12, 13]]
     assert both.layers[0].conv.tolist() == [[0, -1], [-2, -3], [-10, -11], [-12, -13]]
     assert both.layers[1].keys.tolist() == [0, 1]
     assert caches[0].layers[0].conv.tolist() == [[0, -1], [-2, -3]]
     caches[1].layers = caches[1].layers[:1]
     with pytest.raises(ValueError, match="zip"):
-        together(caches)
+        joined_caches(caches)
 
 
 def test_many_remembered_queries_stay_in_their_order():
@@ -631,7 +631,7 @@ def test_recurrent_states_are_copied_with_their_rows(name):
     assert copied.has_previous_state == {0: True}
     copied.update_recurrent_state(torch.zeros(1, 3, 8, 8))
     assert torch.equal(states[0].recurrent_states[0], recurrent)
-    both = together([cache.rows(torch.tensor([1])), cache])
+    both = joined_caches([cache.rows(torch.tensor([1])), cache])
     joined = next(layer for layer in both.layers if hasattr(layer, "recurrent_states"))
     assert torch.equal(joined.recurrent_states[0], recurrent[[1, 0, 1]])
     assert torch.equal(joined.conv_states[0], conv[[1, 0, 1]])

@@ -8,7 +8,7 @@ import pytest
 
 from kvrepro.engine import evict
 from kvrepro.engine import policy as policies
-from kvrepro.engine.allowed import holds, said
+from kvrepro.engine.allowed import holds, in_words
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import SUMS, call, check, find, first_sentence, table
@@ -43,7 +43,7 @@ def test_every_parameter_says_what_it_may_be(name):
     policy = CATALOGUE[name]
     for key in {**policy.parameters, **policy.as_run}:
         kind = policy.kind(key)
-        assert said(kind)
+        assert in_words(kind)
         assert not any(holds(kind, value) for value in (float("nan"), None, -7, ()))
 
 

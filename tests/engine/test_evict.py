@@ -9,7 +9,7 @@ from observations import observation
 from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import EvictionJob, Prompts, allocated, guards, judged, kept, selected
+from kvrepro.engine.evict import EvictionJob, Prompts, allocated, guards, score_and_protect, select_tokens, selected
 from kvrepro.engine.evicting import EvictedCache
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import DecodeCap, PerStep, Prefill
@@ -28,7 +28,7 @@ def job(policy: Policy, parameters: dict, *budgets: int, tokens: int = 20, **set
 @pytest.mark.parametrize("score", [lambda o: o.positions.numpy(), lambda o: 1.0, lambda o: None])
 def test_scores_that_are_no_tensor_are_refused_by_what_they_are(score):
     with pytest.raises(InputError, match=r"scorer returned (ndarray|float|NoneType), not \[batch, kv_heads, tokens\]"):
-        judged(job(Policy("Mine", "me", score), {}, 10), observation(tokens=20))
+        score_and_protect(job(Policy("Mine", "me", score), {}, 10), observation(tokens=20))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_scores_that_are_no_tensor_are_refused_by_what_they_are(score):
 )
 def test_what_a_policys_functions_return_wrongly_is_said_by_the_function(function, message):
     with pytest.raises(InputError, match=f"Mine's {message}"):
-        kept(job(Policy("Mine", "me", lambda o: o.positions, **function), {}, 10), observation(tokens=20))
+        select_tokens(job(Policy("Mine", "me", lambda o: o.positions, **function), {}, 10), observation(tokens=20))
 
 
 def test_what_is_the_same_for_all_heads_may_be_said_once():
@@ -54,7 +54,7 @@ def test_what_is_the_same_for_all_heads_may_be_said_once():
         refine=lambda o, scores, counts: (-scores[:, :1], o.alive[:, :1] & False),
     )  # fmt: skip
     o = observation(tokens=20, kv_heads=2)
-    assert torch.equal(kept(job(once, {}, 10), o), o.positions < 10)
+    assert torch.equal(select_tokens(job(once, {}, 10), o), o.positions < 10)
 
 
 def test_a_policys_functions_get_what_they_name():
@@ -82,7 +82,7 @@ def test_a_policys_functions_get_what_they_name():
     parameters = {"weight": 3.0, "width": 2, "extra": 1, "unused": None, "recent": 1}
     policy = Policy("P", "s", score, parameters, allocate=allocate, shield=shield, refine=refine)
     rows = job(policy, parameters, 6, 7)
-    scores, protected = judged(rows, o)
+    scores, protected = score_and_protect(rows, o)
     assert scores.dtype == torch.float32
     assert (scores[~o.alive] == -torch.inf).all()
     assert not protected[~o.alive].any()
@@ -93,7 +93,7 @@ def test_a_policys_functions_get_what_they_name():
     }  # fmt: skip
     assert stays.sum(-1).tolist() == [[7, 5], [8, 6]]
     assert stays[:, :, -2:].all()
-    assert torch.equal(stays, kept(rows, o))
+    assert torch.equal(stays, select_tokens(rows, o))
     first = o.alive.int().argmax(-1)
     assert stays.gather(2, first[..., None]).all()  # refined scores reverse the order
 
@@ -106,7 +106,7 @@ def test_guards_and_whitelist_are_protected_before_any_score():
     rows = job(NEWEST, {}, 10, 10, prefix=0.4, suffix=0.4, whitelist=("a",))
     assert guards(rows, o)[0, 0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
     rows = job(NEWEST, {}, 10, 10, prefix=0.1, whitelist=("a",))
-    assert kept(rows, o)[1, 1].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 14, 15, 16, 17, 18, 19]
+    assert select_tokens(rows, o)[1, 1].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 14, 15, 16, 17, 18, 19]
 
 
 def test_rows_of_other_budgets_have_guards_of_their_own():
@@ -125,7 +125,7 @@ def test_a_static_suffix_stays_at_the_prompts_end_unless_told_to_follow():
 def test_scores_that_a_policy_does_not_ask_for_are_named():
     policy = Policy("Forgetful", "me", lambda o: o.sums["mass"])
     with pytest.raises(InputError, match=r"Forgetful reads sums\['mass'\], which its `needs` do not name"):
-        judged(job(policy, {}, 10, 10), observation(tokens=20))
+        score_and_protect(job(policy, {}, 10, 10), observation(tokens=20))
 
 
 def test_a_job_of_rows_gives_back_its_rows():

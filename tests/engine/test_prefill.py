@@ -390,14 +390,16 @@ ALIKE = [(name, reading) for name, policy in CATALOGUE.items() if policy.togethe
 @pytest.mark.parametrize(("name", "reading"), ALIKE)
 @pytest.mark.parametrize("lengths", [[120], [120, 97]])
 def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, lengths, monkeypatch):
-    model, prompts, judge = architecture("llama"), tiny_prompts(*lengths), evict.judged
+    model, prompts, judge = architecture("llama"), tiny_prompts(*lengths), evict.score_and_protect
     conditions = [Condition(name, 70, Prefill(), reading=reading)]
     rows, together = {}, {}
     for layers in (0, 2, 100):
         monkeypatch.setitem(evict.TOGETHER, "torch", layers * 2 * len(lengths) * 2 * 120 * 8 * 4)
         counts = together[layers] = []
         for module in (prefill, evict):
-            monkeypatch.setattr(module, "judged", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
+            monkeypatch.setattr(
+                module, "score_and_protect", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o)
+            )
         rows[layers] = sum(see(model, prompts, *conditions, max_new_tokens=4, prompt_rows=2), [])
     assert [max(counts) for counts in together.values()] == [0, 2, 3]  # of three layers
     for others in (rows[2], rows[100]):
@@ -413,7 +415,8 @@ AGAIN = [DecodeCap(interval=3), PerStep(), Chunked(40, "every_chunk")]
 @pytest.mark.parametrize(("name", "reading"), ALIKE)
 @pytest.mark.parametrize("regime", AGAIN, ids=lambda regime: type(regime).__name__)
 def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, reading, regime, monkeypatch):
-    model, prompts, judge, evicts = architecture("llama"), tiny_prompts(130, 107), evict.judged, RaggedLayer.evict
+    model, prompts = architecture("llama"), tiny_prompts(130, 107)
+    judge, evicts = evict.score_and_protect, RaggedLayer.evict
     named = [list(range(20, 24)), list(range(40, 44))]
     texts = [Prompt(ids, {"named": at, "question": [100]}) for ids, at in zip(prompts, named, strict=True)]
     candidates = [
@@ -428,7 +431,7 @@ def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, rea
     for most in (0, 2**27):
         monkeypatch.setitem(evict.TOGETHER, "torch", most)
         counts, left = results[most] = [], []
-        monkeypatch.setattr(evict, "judged", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
+        monkeypatch.setattr(evict, "score_and_protect", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
 
         def noted(layer, keep, index, masked=False, left=left):
             evicts(layer, keep, index, masked)
@@ -448,8 +451,8 @@ def test_layers_with_sinks_of_their_own_are_evicted_from_alone(most, monkeypatch
     texts, conditions = [families.prompt(60), families.prompt(41, 6)], [Condition("tova", 30, PerStep())]
     expected = see(model, texts, *conditions, max_new_tokens=4)
     monkeypatch.setitem(evict.TOGETHER, "torch", most)
-    counts, judge = [], evict.judged
-    monkeypatch.setattr(evict, "judged", lambda job, o: counts.append(o.count) or judge(job, o))
+    counts, judge = [], evict.score_and_protect
+    monkeypatch.setattr(evict, "score_and_protect", lambda job, o: counts.append(o.count) or judge(job, o))
     for [answer], [same] in zip(see(model, texts, *conditions, max_new_tokens=4), expected, strict=True):
         assert (answer.tokens, answer.kept_positions_hash) == (same.tokens, same.kept_positions_hash)
     assert set(counts) == {1}

@@ -85,11 +85,11 @@ def test_another_model_leaves_the_verdicts_of_the_first(tmp_path):
     claims.write(pd.concat([timed, other]), path)
     both = claims.read(path)
     assert claims.runs(both) == [("first", "quick"), ("other", "quick")]
-    assert claims.of_run(both).verdict.tolist() == [*timed.verdict, *first.verdict]
-    assert claims.of_run(both, ("other", "quick")).claim.tolist().count("T1") == 1
+    assert claims.verdicts_of_run(both).verdict.tolist() == [*timed.verdict, *first.verdict]
+    assert claims.verdicts_of_run(both, ("other", "quick")).claim.tolist().count("T1") == 1
     claims.write(pd.concat([timed.assign(verdict="partly"), other]), path)  # with newer timings
     assert claims.read(path).claim.tolist() == both.claim.tolist()
-    assert claims.of_run(claims.read(path)).verdict.tolist() == ["partly", *first.verdict]
+    assert claims.verdicts_of_run(claims.read(path)).verdict.tolist() == ["partly", *first.verdict]
     claims.write(pd.concat([timed, first.assign(verdict="inconclusive")]), path)  # the first again: at its place
     both = claims.read(path)
     assert claims.runs(both) == [("first", "quick"), ("other", "quick")]

@@ -227,6 +227,6 @@ def test_curves_points_and_bars_say_where_they_stand_though_nobody_told():
     points.set_xlim(0, 0.5)
     assert 0 < len(said(points)) < figure.EACH  # the others are not seen
     quiet = sns.ecdfplot(data, x="score", hue="policy", ax=plt.figure().gca())
-    figure.tell(quiet, [0.5], [0.5], ["half"])
+    figure.add_hover_texts(quiet, [0.5], [0.5], ["half"])
     assert said(quiet) == ["half"]
     plt.close("all")

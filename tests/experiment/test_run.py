@@ -610,7 +610,7 @@ def test_a_clock_says_what_one_needs(seconds, text):
 
 def test_who_listens_hears_what_a_study_took(tmp_path):
     messages, study = [], PerItem("mine", "few", {"a": 1, "b": 2}, lambda _, n: pd.DataFrame({"n": [n]}))
-    with progress.heard(messages.append):
+    with progress.listening(messages.append):
         run.run(study, None, Settings(results=tmp_path))
     assert messages[-2]["done"] == messages[-2]["total"] == 2
     assert messages[-1].keys() == {"study", "results", "failed", "seconds"}

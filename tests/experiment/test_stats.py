@@ -275,10 +275,10 @@ def test_holm_closed_form():
 
 def test_a_row_is_told_with_as_many_digits_as_asked_for():
     rows = pd.DataFrame({"who": ["a", "b"], "value": [0.6333, 0.5], "low": [0.5449, np.nan], "high": [0.7182, np.nan]})
-    assert stats.told(rows, who="a") == "0.633 [0.545, 0.718]"
-    assert stats.told(rows, "%", who="a") == "63.3% [54.5%, 71.8%]"
-    assert stats.told(rows, "%", digits=0, who="a") == "63% [54%, 72%]"
-    assert stats.told(rows, digits=2, who="b") == "0.50"
+    assert stats.as_text(rows, who="a") == "0.633 [0.545, 0.718]"
+    assert stats.as_text(rows, "%", who="a") == "63.3% [54.5%, 71.8%]"
+    assert stats.as_text(rows, "%", digits=0, who="a") == "63% [54%, 72%]"
+    assert stats.as_text(rows, digits=2, who="b") == "0.50"
 
 
 def test_holm_agrees_with_statsmodels():
@@ -700,13 +700,13 @@ def test_what_is_told_of_a_row():
     rows = frame(
         who=["a", "b", "b", "c"], n=[1, 1, 2, 1], value=[1.5, 2, 3, NAN], low=[1, NAN, 2.5, 1], high=[2, NAN, 4, 2]
     )
-    assert stats.told(rows, "ms", who="a") == "1.500 [1.000, 2.000] ms"
-    assert stats.told(rows, "s", digits=1, who="b", n=1) == "2.0 s"
-    assert stats.told(rows, "%", who="b", n=1) == "200.0%"
-    assert stats.told(rows, digits=0, who="b", n=2) == "3 [2, 4]"
-    assert stats.told(rows, who="d") == stats.told(rows, who="c") == stats.NOT_RUN == "(not run)"
+    assert stats.as_text(rows, "ms", who="a") == "1.500 [1.000, 2.000] ms"
+    assert stats.as_text(rows, "s", digits=1, who="b", n=1) == "2.0 s"
+    assert stats.as_text(rows, "%", who="b", n=1) == "200.0%"
+    assert stats.as_text(rows, digits=0, who="b", n=2) == "3 [2, 4]"
+    assert stats.as_text(rows, who="d") == stats.as_text(rows, who="c") == stats.NOT_RUN == "(not run)"
     with pytest.raises(InputError, match=r"^2 rows with {'who': 'b'}: name more columns$"):
-        stats.told(rows, who="b")
+        stats.as_text(rows, who="b")
     assert (stats.percent(0.284), stats.percent(NAN)) == ("28%", "(not run)")
     assert stats.percents([0.121, NAN, 0.07, 0.1]) == "7% to 12%"
     assert (stats.percents([0.101, 0.099]), stats.percents([NAN])) == ("10%", "(not run)")

@@ -269,7 +269,7 @@ def evaluate(
         for claim in book
         if claim["contrast"] in GENERAL and "prompt_tokens" not in claim.get("needs", {})
     ]
-    of_own = claims.of_own(general, policies)
+    of_own = claims.claims_on_own(general, policies)
     frame = history.verdicts(
         book, lambda claim, _: members(claim, study, answers), own=of_own, model=model, profile=profile
     )

@@ -168,7 +168,7 @@ def of_own(book: Mapping, policies: Iterable[str]) -> list[dict[str, Any]]:
     """General claims, for each of the reader's own policies; those about windows only for policies with a window."""
     general = [c for c in book["claims"] if not c.get("experts")]
     general += [c | {"over": {"policy": "defensive"}} for c in book["claims"] if c["id"] in LISTED]
-    of_own = claims.of_own(general, policies)
+    of_own = claims.claims_on_own(general, policies)
     needs_window = {c["id"] for c in book["claims"] if "window" in c.get("over", {}) or "across" in c} | set(LISTED)
     return [c for c in of_own if has_window(c["over"]["policy"][0]) or c["id"].split(" ")[0] not in needs_window]
 

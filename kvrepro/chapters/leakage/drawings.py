@@ -26,7 +26,7 @@ def safe_budget_map(table: pd.DataFrame) -> Figure:
                     cmap="crest", ax=axes)  # fmt: skip
         down, across = percent.notna().to_numpy().nonzero()
         labels = [f"{names[y]}, {cures[x]}: {percent.iloc[y, x]:.0f}%" for y, x in zip(down, across, strict=True)]
-        figure.tell(axes, across + 0.5, down + 0.5, labels)
+        figure.add_hover_texts(axes, across + 0.5, down + 0.5, labels)
         axes.set_title(order, loc="left", fontsize=9, fontweight="bold")
         axes.set(xlabel="", ylabel="")
         axes.tick_params(labelsize=8.5, rotation=0)

@@ -171,7 +171,7 @@ def english(
     preamble: begin every directive with a general sentence, as in the public code. meta: as in `prompts.systems`, and
     `wording`.
     """
-    path = data.fetch("ifeval/sys_ifeval.jsonl") if source == "ifeval" else data.found(source) or Path(source)
+    path = data.fetch("ifeval/sys_ifeval.jsonl") if source == "ifeval" else data.find_file(source) or Path(source)
     rows, name = read(path), "ifeval" if source == "ifeval" else path.stem
     items = []
     for i in sorted(random.Random(seed).sample(range(len(rows)), min(n or len(rows), len(rows)))):

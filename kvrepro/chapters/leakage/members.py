@@ -373,7 +373,7 @@ def evaluate(studies: Sequence[Study], model: str, profile: str = "quick") -> pd
         book["claims"],
         lambda claim, reading: members(claim, book["sets"], study_of.get(reading, studies[0])),
         lambda claim: ["any"] if claim["contrast"] in OF_TIME | PRINTED else list(study_of),
-        own=claims.of_own(general, studies[0].answers.policy), whose="paper", model=model, profile=profile,
+        own=claims.claims_on_own(general, studies[0].answers.policy), whose="paper", model=model, profile=profile,
     )  # fmt: skip
 
 

@@ -121,7 +121,7 @@ def suited(items: str) -> str:
     kind = items.partition(":")[0]
     if kind in ("tinyworld", "ifeval"):
         return kind
-    path = data.found(items) if items.endswith(".jsonl") else None
+    path = data.find_file(items) if items.endswith(".jsonl") else None
     if path is not None:
         rows = data.by_line(path, _holds_system_prompt, "messages, or context and question")
         return items if all(row.system for row in rows) else "ifeval"

@@ -49,4 +49,4 @@ def _mean(rows: pd.DataFrame, measure: str, where: Mapping[str, Any]) -> str:
     """Mean of a measure over the system prompts of one cell, with its interval, as text."""
     for name, value in where.items():
         rows = rows[rows[name] == value]
-    return stats.told(stats.means(rows, "order", measure, clusters="system")) if len(rows) else "not run"
+    return stats.as_text(stats.means(rows, "order", measure, clusters="system")) if len(rows) else "not run"

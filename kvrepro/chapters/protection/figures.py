@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from kvrepro.experiment import stats
-from kvrepro.experiment.figure import STYLE, WIDTH, done, look, looks, panels, tell
+from kvrepro.experiment.figure import STYLE, WIDTH, add_hover_texts, done, look, looks, panels
 
 SIDES = {  # of the study of the question's place: (reading, protected) -> name, colour, marker
     ("as_run", False): ("authors' code, unprotected", "#0072B2", "o"),
@@ -93,7 +93,7 @@ def _strips(panel: Axes, kept: Mapping[str, pd.Series], tokens: int) -> None:
         for first, last in pairwise(np.linspace(0, tokens, PARTS + 1).round().astype(int)):
             part_share = np.mean(np.isin(np.arange(first, last), positions))
             text = f"{look(policy).name}, tokens {first:,} to {last - 1:,}: {part_share:.0%} kept"
-            tell(panel, [(first + last) / 2], [y], [text])
+            add_hover_texts(panel, [(first + last) / 2], [y], [text])
         if policy == "lru" and len(positions):
             _stretch(panel, y, np.sort(positions), tokens)
     panel.imshow(image, aspect="auto", extent=(0, tokens, len(kept) - 0.5, -0.5), interpolation="nearest")

@@ -31,7 +31,7 @@ def _cell_name(policy: str, capacity: float, prefix: float, suffix: float, mode:
     return f"{policy}|{capacity:.0f}|{prefix:.4f}|{suffix:.4f}|{mode}"
 
 
-def named(rows: pd.DataFrame) -> pd.DataFrame:
+def with_cell_names(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with a column `cell`, the name of a row's condition: one comparison then finds a condition's rows."""
     if "cell" in rows:
         return rows
@@ -48,7 +48,7 @@ def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
         selected = rows.loc[rows.policy == "full", columns].drop_duplicates("item")
     else:
         wanted = (cell["policy"], cell["capacity"], cell["prefix"], cell["suffix"], cell.get("suffix_mode", "dynamic"))
-        rows = named(rows)
+        rows = with_cell_names(rows)
         selected = rows.loc[rows.cell == _cell_name(*wanted), columns]
         if "regime" in cell:
             selected = selected[selected.regime == cell["regime"]]
@@ -77,7 +77,7 @@ def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, Any]:
 def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: float) -> list[dict]:
     """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with numbers for capacity and protection, and the
     rows that hold them. Raises NotTestable where the run lacks the capacities or domains that the claim needs."""
-    rows, over = named(rows), claim.get("over", {})
+    rows, over = with_cell_names(rows), claim.get("over", {})
     sizes = capacities(rows, protect_frac)
     given_cells = list(claim.get("cells", {}).values())
     given_cells += [m.get(side, {}) for m in claim.get("members", []) for side in "ab"]
@@ -306,7 +306,8 @@ def evaluate(
     if not readings:
         raise InputError("results hold no condition but the full cache: nothing to evaluate")
     tables = {"main": results, "scaling": scaling, **(more or {})}
-    tables = {name: None if rows is None else named(rows) for name, rows in tables.items()} | {"attention": attention}
+    tables = {name: None if rows is None else with_cell_names(rows) for name, rows in tables.items()}
+    tables["attention"] = attention
     own_policies = [policy for policy in dict.fromkeys(evicting.policy) if is_own(policy)]
 
     def readings_of(claim: Mapping) -> list[str]:
@@ -330,7 +331,7 @@ def evaluate(
         rows, claim = rows_of(study, reading), {"measure": measure} | dict(claim)
         return members(claim, sets, rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens, kv_heads=kv_heads)
 
-    own_claims = claims.of_own(book["claims"], own_policies)
+    own_claims = claims.claims_on_own(book["claims"], own_policies)
     model = results["model"].iloc[0]
     return history.verdicts(book["claims"], members_of, readings_of, own=own_claims, model=model, profile=profile)
 

@@ -96,5 +96,5 @@ def _points(axes: Axes, part: pd.DataFrame, x: str) -> None:
     if len(methods):
         axes.plot(methods[x], methods.value, "D", mfc="none", mec="black", ms=4.5, ls="none", label="published method")
     axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
-    texts = [f"{figure.said(row, [row['name']], '.2f')}, at {row[x]:.0%}" for row in part.to_dict("records")]
-    figure.tell(axes, part[x], part.value, texts)
+    texts = [f"{figure.hover_text(row, [row['name']], '.2f')}, at {row[x]:.0%}" for row in part.to_dict("records")]
+    figure.add_hover_texts(axes, part[x], part.value, texts)

@@ -48,6 +48,6 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(bytes_kept=rows.held * rows.bytes_full)
 
 
-def of_one_model(rows: pd.DataFrame) -> pd.DataFrame:
+def rows_of_main_model(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of the model with the most rows: in the book one model ran all cells, the others only some."""
     return rows[rows.model == rows.groupby("model").size().idxmax()]

@@ -51,7 +51,7 @@ def changed(**where):
 # ------------------------------------------------------------------ each way, on data made for it
 
 PAPER = one_reading(synthetic.paper_like, n_items=400)
-NAMED = members.named(PAPER)
+NAMED = members.with_cell_names(PAPER)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ NAMED = members.named(PAPER)
 )
 def test_reproduced_in_the_papers_world_and_not_in_another(claim_id, against):
     assert outcome(claim_id, NAMED) == "reproduced"
-    outcomes = states(claim_id, members.named(one_reading(against, n_items=400))).state.tolist()
+    outcomes = states(claim_id, members.with_cell_names(one_reading(against, n_items=400))).state.tolist()
     assert judge.verdict(outcomes) in ("not reproduced", "partly")
     assert "fails" in outcomes
 
@@ -141,7 +141,7 @@ def test_two_heights_alone_make_no_correlation():
     """Protected conditions high, unprotected low, the measures unrelated within each: r of all together is near 1."""
     rng = np.random.default_rng(1)
     noise = {cell: rng.normal(0, 0.05) for cell in NAMED.cell.unique()}
-    rows = members.named(one_reading(synthetic.paper_like, n_items=80))
+    rows = members.with_cell_names(one_reading(synthetic.paper_like, n_items=80))
     unrelated = rows.assign(rouge_l=(rows.token_f1 + rows.cell.map(noise)).clip(0, 1))
     means = unrelated[unrelated.policy != "full"].groupby("cell")[["token_f1", "rouge_l"]].mean()
     assert means.corr().iloc[0, 1] > 0.95

@@ -7,7 +7,7 @@ import torch
 
 from kvrepro.chapters.reclamation import survivors as s
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import EvictionJob, Prompts, kept
+from kvrepro.engine.evict import EvictionJob, Prompts, select_tokens
 from kvrepro.engine.generate import generate
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import find
@@ -83,7 +83,7 @@ def test_another_runs_survivors_are_kept_head_by_head():
             layer, 2, torch.zeros(1, 3, 30, 4), torch.zeros(1, 3, 30, 4), at, torch.zeros(1, 3, 0, 4),
             torch.zeros(1, 0, dtype=torch.long), torch.tensor([30]), 1.0,
         )  # fmt: skip
-        assert torch.equal(kept(job, o)[0], wanted[layer])
+        assert torch.equal(select_tokens(job, o)[0], wanted[layer])
 
 
 def test_every_name_is_found():

@@ -72,7 +72,7 @@ def _of_protection(space: dict[str, Any]) -> pd.DataFrame:
 
 def _of_leakage(space: dict[str, Any]) -> pd.DataFrame:
     """The answers of each reading to the default variant with the defense first, where following was measured."""
-    parts = [s.answers.assign(reading=s.reading, asked=s.asked) for s in space["studies"]]
+    parts = [s.answers.assign(reading=s.reading, asked=s.instructions) for s in space["studies"]]
     rows = pd.concat(parts, ignore_index=True)
     rows = rows[(rows.order == "normal") & (rows.variant == "default") & rows.followed.notna()]
     return rows[["system", "order", "variant", "policy", "ratio", "followed", "reading", "asked"]]

@@ -144,7 +144,7 @@ class Study:
     examples: pd.DataFrame = field(default_factory=pd.DataFrame)
     dials: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # main, examples: as described, in both readings
     timing: pd.DataFrame = field(default_factory=pd.DataFrame)
-    asked: float = 1  # mean number of instructions of a system prompt; 1 as described, where classes are counted
+    instructions: float = 1  # mean number of instructions of a system prompt; 1 as described, where classes are counted
     floor: float = 0.0  # leakage of a refusal
     words: int = 0  # of labelled examples in English, at least
     model: str = ""
@@ -152,7 +152,7 @@ class Study:
 
     @cached_property
     def follow(self) -> Means:
-        return means(self.answers, "followed", each=self.asked)
+        return means(self.answers, "followed", each=self.instructions)
 
     @cached_property
     def leak(self) -> Means:

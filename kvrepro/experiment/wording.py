@@ -326,7 +326,7 @@ def _colours(text: str) -> str:
 
 def stated(row: Any) -> str:
     """A claim's statement, with a note where the verdict rests on stored timings."""
-    timed = " (Timed before and elsewhere: no part of this run.)" if row.model == STORED else ""
+    timed = " (Timed earlier on another machine, not in this run.)" if row.model == STORED else ""
     return f"{row.statement}{timed}"
 
 
@@ -347,6 +347,6 @@ def findings(*sentences: str, unanswered: str = "") -> Markdown:
     if unanswered:
         sentences = tuple(s for s in sentences if stats.NOT_RUN not in s)
         way_out = "Read its answers first; then take other items, more of them, or another model."
-        warning = f"**Nothing can be said here of what the model forgets**: {unanswered}. {way_out}"
+        warning = f"**This run cannot say what the model forgets**: {unanswered}. {way_out}"
         sentences = (warning, *sentences)
     return Markdown("\n".join([FOUND, "", *(f"- {s}" for s in sentences)]))

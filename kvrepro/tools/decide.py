@@ -178,7 +178,7 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, table: pd.DataFrame, model: s
         lines.append(
             f"- **When tokens leave {WHEN[row.regime]}**, with {kept:.0%} of them kept, choose {uses[row.use]}. Chosen "
             f"without seeing an item, such a condition scores {row.value:.2f} on it; this one scores "
-            f"{values[row.use]:.2f} on all items, those it was chosen on among them."
+            f"{values[row.use]:.2f} on all items, including those on which it was chosen."
         )
     freed = rows[(rows.kind == "grid") & (rows.kept == kept)].groupby("split").freed.mean()
     apart = freed.drop("one set", errors="ignore")
@@ -186,13 +186,13 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, table: pd.DataFrame, model: s
         returned = stats.percents(apart)
         lines.append(
             f"- **When memory must come back without copying**, let all heads share one set of tokens: with {kept:.0%} "
-            f"kept, that returns {freed['one set']:.0%} of the blocks on average over all scorers, random choice and "
-            f"quotas among them; heads that choose for themselves return "
+            f"kept, that returns {freed['one set']:.0%} of the blocks on average over all scorers, including random "
+            f"choice and quotas; heads that choose for themselves return "
             f"{returned}{', depending on how they share the budget' * (' to ' in returned)}."
         )
     lines.append(f"- **When a system prompt must stay secret**, {_secret(table)}")
     lines.append(
-        f"\nThis is what {items} items on {model} say; intervals are wide, and a larger model may choose otherwise. "
+        f"\nThis is what {items} items on {model} say; intervals are wide, and a larger model may decide otherwise. "
         "The same notebook on your model gives your table: {doc}`your-model`."
     )
     return "\n".join(lines)

@@ -31,11 +31,11 @@ class Answer(NamedTuple):
 
 QUESTIONS = {
     "protection": "Does it matter how tokens are scored, or only which are never evicted?",
-    "reanalysis": "What do that paper's own rows say, analysed again?",
-    "fragility": "Does what mattered so far go on to matter?",
-    "dropkv_bound": "Is a small bound on the error a good choice of tokens?",
-    "leakage": "Which instruction is forgotten first, and which secret is told?",
-    "reclamation": "When does an evicted token give memory back?",
+    "reanalysis": "What do that paper's published rows say when they are analysed again?",
+    "fragility": "Do tokens that mattered so far go on to matter?",
+    "dropkv_bound": "Does a small bound on the error mean a good choice of tokens?",
+    "leakage": "Which instruction is forgotten first, and which secret is revealed?",
+    "reclamation": "When does evicting a token free memory?",
     "synthesis": "Which part of a method matters, and what should one use?",
 }
 ANSWERS = {  # chapter -> the claims that answer its question; the other chapters' answers are computed below

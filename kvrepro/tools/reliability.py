@@ -104,8 +104,8 @@ PARTS = {
         f"for c in {' '.join(ITEMS)}; do {PROGRAM}faults kills --chapter $c --kills 20 --seed 0; done", _kills,
         "A chapter is killed at random moments and started again until it is done. What it stored is then compared "
         "with what an undisturbed run stores. The model has two layers of random weights, and each study two items: "
-        "what counts is the moment. `--who worker` kills workers instead, `--engine ray` Ray's. Left is a process that "
-        "still runs after 20 s: two agents of Ray's own end a minute after a killed driver.",
+        "only the moment of the kill matters. `--who worker` kills workers instead, `--engine ray` those of Ray. A "
+        "process is left if it still runs after 20 s; two agents of Ray itself end a minute after a killed driver.",
     ),
     "faults": Section(
         "Faults", PROGRAM + "faults table", _faults,
@@ -115,13 +115,13 @@ PARTS = {
     "bad_values": Section(
         "Bad values", "pytest tests/hostile -m slow --table", _bad_values,
         "Values of the wrong kind are given to every parameter of the notebooks and to every command. Each one should "
-        "be refused in one line before anything is computed, unless the parameter may have it (*accepted*).",
+        "be refused in one line before anything is computed, unless the parameter allows it (*accepted*).",
     ),
     "properties": Section(
         "Properties", "make test ARGS='--nightly --table'", _properties,
         "A property is a statement about all inputs of a kind: the kept set has the size of the budget, whatever the "
         "scores. Each is tried on hundreds of times as many random cases as in `make test`, fewer where no more "
-        "exist. What is drawn and does not fit the statement is *invalid*, and counts for nothing.",
+        "exist. A case that is drawn but does not meet the statement's conditions is *invalid* and does not count.",
     ),
     "mutants": Section(
         "Mutants", "mutmut run, then " + PROGRAM + "mutants", _mutants,
@@ -143,11 +143,11 @@ PARTS = {
     "scaling": Section(
         "Several workers and GPUs",
         PROGRAM + "scaling --workers 1,2,4,8,16 --engines local --n-items 24 --cells 16", _scaling,
-        "The synthesis' grid. Efficiency is the time with one worker over the time with n of them times n, on as many "
-        "items; 1 is ideal. `efficiency_whole` counts the start of the workers, too. "
-        "`equal` is the share of rows that equal those of one worker, `same_text` of texts. GPUs: `--shape qwen2.5-3b "
-        "--device cuda --workers 1,2 --n-items 512 --cells 16`. One GPU decodes larger batches than each of two, and "
-        "bfloat16 rounds otherwise in them: random weights, which prefer no word, then often say another one.",
+        "The synthesis' grid. Efficiency is the time with one worker divided by n times the time with n workers, on "
+        "the same items; 1 is ideal. `efficiency_whole` includes the start of the workers. `equal` is the share of "
+        "rows that equal those of one worker, `same_text` the share of texts. GPUs: `--shape qwen2.5-3b --device cuda "
+        "--workers 1,2 --n-items 512 --cells 16`. One GPU decodes larger batches than each of two, in which bfloat16 "
+        "rounds differently: random weights, which prefer no word, then often generate another one.",
     ),
 }  # fmt: skip
 

@@ -67,8 +67,8 @@ NIGHTLY = 300  # times as many cases of each property as in `make test`: more th
 
 def cases(item: pytest.Item) -> int:
     """Cases that hypothesis tries in a test; 0 for a test without hypothesis."""
-    known = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
-    return known.max_examples if known else 0
+    own_settings = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
+    return own_settings.max_examples if own_settings else 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -77,8 +77,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     items[:] = [item for item in items if cases(item)]
     for function in {item.obj.__wrapped__ if hasattr(item.obj, "__wrapped__") else item.obj for item in items}:
-        known = function._hypothesis_internal_use_settings
-        more = settings(known, max_examples=NIGHTLY * known.max_examples, deadline=None)
+        own_settings = function._hypothesis_internal_use_settings
+        more = settings(own_settings, max_examples=NIGHTLY * own_settings.max_examples, deadline=None)
         function._hypothesis_internal_use_settings = more
     print(f"nightly: {len(items)} properties, {sum(map(cases, items)):,} cases")
 

@@ -45,8 +45,8 @@ def padded(texts: list[list[int]]) -> dict[str, torch.Tensor]:
 def written(network, texts, **options) -> list[list[int]]:
     """What `network.generate` writes after the prompts."""
     given = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False} | options
-    found = network.generate(**padded(texts), **given)
-    return found[:, max(map(len, texts)) :].tolist()
+    tokens = network.generate(**padded(texts), **given)
+    return tokens[:, max(map(len, texts)) :].tolist()
 
 
 def engine(network, texts, condition, **options) -> list[list[int]]:
@@ -177,9 +177,9 @@ def test_a_pipeline_evicts():
     for condition in (kv.Condition(), kv.Condition("streaming_llm", 32, kv.Prefill())):
         [[answer]] = kv.generate(tiny.model, [prompt], [condition], max_new_tokens=8, stop_ids=kv.stop_ids(tiny))
         with kv.evicting(tiny.model, condition):
-            [found] = say(list(item.messages), max_new_tokens=8, do_sample=False)
+            [output] = say(list(item.messages), max_new_tokens=8, do_sample=False)
         text = tiny.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-        assert found["generated_text"][-1]["content"] == text
+        assert output["generated_text"][-1]["content"] == text
 
 
 def test_blocks_nest_and_every_call_begins_anew():
@@ -318,8 +318,8 @@ def test_other_refusals():
 @pytest.mark.parametrize("given", [None, [3, 4], {"question": 3}, {"question": [1.5]}, {"question": "no"}])
 def test_spans_that_are_no_dict_of_positions_are_refused(given):
     network, condition = architecture("llama"), kv.Condition("k_norm", 0.5, kv.Prefill(until="question"))
-    said = re.escape(f"spans gave {given!r}: give a dict of positions")
-    with kv.evicting(network, condition, spans=lambda ids: given), pytest.raises(InputError, match=said) as error:
+    message = re.escape(f"spans gave {given!r}: give a dict of positions")
+    with kv.evicting(network, condition, spans=lambda ids: given), pytest.raises(InputError, match=message) as error:
         written(network, prompts(40))
     assert "\n" not in str(error.value)
 
@@ -352,8 +352,8 @@ def test_a_prefix_from_a_file_gives_the_tokens_of_the_regime(name, tmp_path):
     prefix = kv.compress(network, texts[-1], condition, **REPEAT)
     loaded = kv.load_prefix(prefix.save(tmp_path / "manual.safetensors"), network)
     assert (loaded.condition, loaded.ids, loaded.bytes) == (condition, texts[-1], prefix.bytes)
-    for one in (prefix, loaded):
-        with kv.evicting(network, one):
+    for compressed in (prefix, loaded):
+        with kv.evicting(network, compressed):
             assert [written(network, [text])[0] for text in texts] == expected
             assert written(network, texts) == expected  # the same again, in one padded batch
 
@@ -372,8 +372,8 @@ def test_the_states_of_recurrent_layers_go_into_the_file(name, tmp_path):
     prefix = kv.compress(network, texts[-1], OFFLINE["prefill"])
     marked = Prompt(texts[0], {"rest": list(range(50, len(texts[0])))})
     expected = engine(network, [marked], replace(prefix.condition, regime=kv.Offline(until="rest")))
-    for one in (prefix, kv.load_prefix(prefix.save(tmp_path / "p"), network)):
-        with kv.evicting(network, one):
+    for compressed in (prefix, kv.load_prefix(prefix.save(tmp_path / "p"), network)):
+        with kv.evicting(network, compressed):
             assert written(network, texts[:1]) == expected
             with pytest.raises(InputError, match="unequal length"):
                 written(network, texts)
@@ -417,10 +417,8 @@ def test_a_prefix_and_what_follows_are_rotated_alike():
 def test_a_prefix_goes_into_a_file_of_a_folder_that_is_there(tmp_path):
     prefix = kv.compress(architecture("llama"), requests()[-1], OFFLINE["prefill"])
     (tmp_path / "folder").mkdir()
-    for path, said in ((tmp_path / "folder", "that is a folder"), (tmp_path / "none" / "p", "no folder .*none")):
-        with pytest.raises(
-            InputError, match=f"^{re.escape(str(path))}: {said}, name a file in a folder that is there$"
-        ):
+    for path, why in ((tmp_path / "folder", "that is a folder"), (tmp_path / "none" / "p", "no folder .*none")):
+        with pytest.raises(InputError, match=f"^{re.escape(str(path))}: {why}, name a file in a folder that is there$"):
             prefix.save(path)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
@@ -428,24 +426,27 @@ def test_a_prefix_goes_into_a_file_of_a_folder_that_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda told, tensors: tensors.pop("1.keys"), "it lacks '1.keys'"),
-        (lambda told, tensors: tensors.pop("0.offsets"), "it lacks '0.offsets'"),
-        (lambda told, tensors: tensors.pop("logits"), "it lacks 'logits'"),
-        (lambda told, tensors: told.pop("ids"), "it lacks 'ids'"),
-        (lambda told, tensors: told.pop("model"), "it lacks 'model'"),
-        (lambda told, tensors: told.update(ids="5"), "not iterable"),
-        (lambda told, tensors: told.update(condition="{"), "Expecting property name"),
-        (lambda told, tensors: tensors.update({"1.keys": tensors["1.keys"][:5].clone()}), "layer 1 do not fit"),
-        (lambda told, tensors: tensors.update({"1.offsets": tensors["1.offsets"][:2].clone()}), "layer 1 do not fit"),
+        (lambda metadata, tensors: tensors.pop("1.keys"), "it lacks '1.keys'"),
+        (lambda metadata, tensors: tensors.pop("0.offsets"), "it lacks '0.offsets'"),
+        (lambda metadata, tensors: tensors.pop("logits"), "it lacks 'logits'"),
+        (lambda metadata, tensors: metadata.pop("ids"), "it lacks 'ids'"),
+        (lambda metadata, tensors: metadata.pop("model"), "it lacks 'model'"),
+        (lambda metadata, tensors: metadata.update(ids="5"), "not iterable"),
+        (lambda metadata, tensors: metadata.update(condition="{"), "Expecting property name"),
+        (lambda metadata, tensors: tensors.update({"1.keys": tensors["1.keys"][:5].clone()}), "layer 1 do not fit"),
+        (
+            lambda metadata, tensors: tensors.update({"1.offsets": tensors["1.offsets"][:2].clone()}),
+            "layer 1 do not fit",
+        ),
     ],
 )
 def test_a_file_that_is_no_whole_prefix_is_refused(change, message, tmp_path):
     network, path = architecture("llama"), tmp_path / "p"
     kv.compress(network, requests()[-1], OFFLINE["prefill"]).save(path)
     with safe_open(path, "pt") as file:
-        told, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    change(told, tensors)
-    save_file(tensors, path, told)
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(metadata, tensors)
+    save_file(tensors, path, metadata)
     with pytest.raises(InputError, match=f"p is no whole prefix .*{message}.*: save it again$") as error:
         kv.load_prefix(path, network)
     assert "\n" not in str(error.value)

@@ -60,16 +60,16 @@ def archives(tmp_path_factory):
 @pytest.fixture(scope="module")
 def python(archives, tmp_path_factory):
     """Runs Python in an empty folder where kvrepro is the wheel's."""
-    site, here = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
+    site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
     zipfile.ZipFile(archives[1]).extractall(site)
     env = os.environ | {"PYTHONPATH": str(site), "KVREPRO_WORKERS": "1"}
 
     def run(*arguments):
-        return subprocess.run([sys.executable, *arguments], cwd=here, env=env, capture_output=True, text=True)
+        return subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True)
 
-    said = run("-c", "from kvrepro import paths; import kvrepro_kernels as k; print(paths.ROOT, k.__file__, sep='\\n')")
-    assert all(line.startswith(str(site)) for line in said.stdout.splitlines()), said
-    run.site, run.here = site, here
+    done = run("-c", "from kvrepro import paths; import kvrepro_kernels as k; print(paths.ROOT, k.__file__, sep='\\n')")
+    assert all(line.startswith(str(site)) for line in done.stdout.splitlines()), done
+    run.site, run.folder = site, folder
     return run
 
 
@@ -109,14 +109,14 @@ def test_an_installed_package_runs_studies_and_chapters_and_stores_in_the_workin
     assert re.fullmatch(r"\d+ cells of a chapter", lines[-1]), done.stderr
     needs = "the book is built in a clone of the repository; without one, run `kvrepro notebooks`"
     assert needs in done.stderr.splitlines()
-    assert (python.here / "data" / "results" / "mine" / "main.parquet").is_file()
+    assert (python.folder / "data" / "results" / "mine" / "main.parquet").is_file()
     assert sorted(python.site.rglob("*.parquet")) == before
 
 
 def test_notebooks_are_copied_and_not_written_over(python):
     done = python("-m", "kvrepro", "notebooks", "reanalysis", "--install", "kvrepro[book]")
     assert done.stdout == "notebooks/reanalysis.ipynb\n", done.stderr
-    copied = json.loads((python.here / "notebooks" / "reanalysis.ipynb").read_text())["cells"]
+    copied = json.loads((python.folder / "notebooks" / "reanalysis.ipynb").read_text())["cells"]
     own = json.loads((ROOT / "notebooks" / "reanalysis.ipynb").read_text())["cells"]
     assert copied[0]["source"] == ['%pip install --quiet "kvrepro[book]"']
     assert copied[1:] == own

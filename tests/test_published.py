@@ -20,9 +20,9 @@ DEVCONTAINER = ROOT / ".devcontainer" / "devcontainer.json"
 def test_every_target_that_is_made_exists(file):
     targets = {*re.findall(r"^([\w-]+):", MAKEFILE, flags=re.M), ".venv/.ready"}
     calls = re.findall(r"""(?:run: |RUN |": ")make ([^\n"]*)""", file.read_text())
-    asked = {word for call in calls for word in call.split() if "=" not in word}
-    assert asked <= targets
-    assert asked or "publish" in file.name
+    called = {word for call in calls for word in call.split() if "=" not in word}
+    assert called <= targets
+    assert called or "publish" in file.name
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda path: path.name)
@@ -45,8 +45,8 @@ def test_conda_and_the_devcontainer_take_the_pinned_packages():
 
 
 def test_every_pinned_package_takes_the_oldest_python_that_the_project_takes():
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
-    oldest = asked.removeprefix(">=") + ".0"
+    requirement = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    oldest = requirement.removeprefix(">=") + ".0"
     pinned = set(re.findall(r"^([\w.-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
     wanted = {
         (package.name, package.version): package.metadata.get("Requires-Python") or ""

@@ -134,7 +134,7 @@ def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
         raise InputError(f"{path} is {metadata.get('kind', 'no prefix')!r}, not {KIND!r}: save it again")
     try:
         ensure_same(metadata["model"], model)
-        return _made(metadata, tensors, model)
+        return _from_parts(metadata, tensors, model)
     except InputError:
         raise
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -142,7 +142,7 @@ def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
         raise InputError(f"{path} is no whole prefix ({why}): save it again") from None
 
 
-def _made(metadata: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedModel) -> Prefix:
+def _from_parts(metadata: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedModel) -> Prefix:
     """The prefix in a file. Raises KeyError, IndexError, TypeError or ValueError if its parts do not make one."""
     c, ids = json.loads(metadata["condition"]), [int(token) for token in json.loads(metadata["ids"])]
     c |= {"regime": Offline(), "whitelist": (), "switches": tuple((k, v) for k, v in c["switches"])}

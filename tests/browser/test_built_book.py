@@ -61,7 +61,7 @@ def address() -> Iterator[str]:
     """Where the book is served."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *told: object) -> None:
+        def log_message(self, *logged: object) -> None:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(BOOK)))
@@ -88,7 +88,7 @@ def tab(browser):
     context = browser.new_context(viewport=WIDE, color_scheme="light", reduced_motion="reduce")
     page = context.new_page()
     page.wrong = []
-    page.on("console", lambda told: page.wrong.append(told.text) if told.type == "error" else None)
+    page.on("console", lambda message: page.wrong.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: page.wrong.append(str(error)))
     page.on("response", lambda answer: page.wrong.append(answer.url) if answer.status >= 400 else None)
     yield page
@@ -106,26 +106,26 @@ def axe() -> str:
 def test_a_page_works_for_everybody(tab, address, axe, name):
     """Nothing is logged as an error, nothing comes from elsewhere, little is loaded, nothing is wider than the screen,
     and axe finds no violation: light and dark, wide and narrow."""
-    asked = []
-    tab.on("request", lambda request: asked.append(request.url))
+    requested = []
+    tab.on("request", lambda request: requested.append(request.url))
     tab.goto(address + name, wait_until="load")
-    outside = [url for url in asked if not url.startswith((address, "data:", "blob:"))]
+    outside = [url for url in requested if not url.startswith((address, "data:", "blob:"))]
     assert not outside
     assert not tab.wrong
     if name != "search.html":  # it loads the index of all words
         assert tab.evaluate(WEIGHT) <= MOST
     tab.evaluate(FEWER)  # tokens of code that are alike in thousands: axe looks at each of them
     tab.evaluate(axe)
-    found = {"wide": tab.evaluate(AXE)}
+    violations = {"wide": tab.evaluate(AXE)}
     assert tab.evaluate(TOO_WIDE) <= 0
     tab.evaluate(THEME, "dark")
-    found["dark"] = tab.evaluate(AXE, ["color-contrast"])
+    violations["dark"] = tab.evaluate(AXE, ["color-contrast"])
     tab.evaluate(THEME, "light")
     tab.set_viewport_size(PHONE)
     tab.evaluate("reach()")  # what scrolls now; the page does so itself a moment later
-    found["phone"] = tab.evaluate(AXE)
+    violations["phone"] = tab.evaluate(AXE)
     assert tab.evaluate(TOO_WIDE) <= 0
-    assert {where: told for where, told in found.items() if told} == {}
+    assert {where: listed for where, listed in violations.items() if listed} == {}
 
 
 def text_of(page: str) -> str:
@@ -206,8 +206,8 @@ def test_a_figures_point_says_its_value_on_hover(tab, address, name):
     point = tab.locator(".points i").first
     point.scroll_into_view_if_needed()
     point.hover(force=True)
-    said = "point => [getComputedStyle(point, '::after').display, getComputedStyle(point, '::after').content]"
-    display, text = point.evaluate(said)
+    script = "point => [getComputedStyle(point, '::after').display, getComputedStyle(point, '::after').content]"
+    display, text = point.evaluate(script)
     assert display == "block"
     assert re.search(r"\d", text)
 
@@ -216,10 +216,10 @@ def test_a_box_of_findings_is_short(tab, address):
     """Three to five sentences in each chapter, and they end as sentences do."""
     for name in CHAPTERS:
         tab.goto(address + name)
-        found = tab.locator(".admonition.tip").first.locator("li").all_inner_texts()
-        sentences = [one for text in found for one in re.split(r"(?<=[.!?])\s+(?=[A-Z])", text.strip())]
+        texts = tab.locator(".admonition.tip").first.locator("li").all_inner_texts()
+        sentences = [sentence for text in texts for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", text.strip())]
         assert 3 <= len(sentences) <= 5, (name, sentences)
-        assert all(one.endswith(".") for one in sentences), name
+        assert all(sentence.endswith(".") for sentence in sentences), name
 
 
 def test_rows_are_filtered(tab, address):
@@ -261,7 +261,7 @@ def test_print_unfolds_what_is_folded_and_is_light(browser, address, name):
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     folded = page.locator("main details > :not(summary)")
     assert folded.count()
-    assert all(one.is_visible() for one in folded.all()[:5])
+    assert all(element.is_visible() for element in folded.all()[:5])
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.evaluate(TOO_WIDE) <= 0
     page.evaluate("dispatchEvent(new Event('afterprint'))")
@@ -290,15 +290,15 @@ def test_a_page_looks_as_it_should(browser, address, name, width, theme):
 
 def test_figures_data_hold_their_estimates_between_their_limits():
     """In one unit, so that who takes the data need not guess."""
-    found = {file: pd.read_csv(file) for file in sorted(BOOK.rglob("_downloads/**/*.csv"))}
+    tables = {file: pd.read_csv(file) for file in sorted(BOOK.rglob("_downloads/**/*.csv"))}
     wrong = []
-    for file, table in found.items():
+    for file, table in tables.items():
         if {"value", "low", "high"} <= set(table):
-            known = table.dropna(subset=["value", "low", "high"])
-            slack = 1e-6 * (1 + known.value.abs())
-            outside = (known.value < known.low - slack) | (known.value > known.high + slack)
-            wrong += [f"{file.name}: {outside.sum()} of {len(known)}"] * bool(outside.any())
-    assert found
+            complete = table.dropna(subset=["value", "low", "high"])
+            slack = 1e-6 * (1 + complete.value.abs())
+            outside = (complete.value < complete.low - slack) | (complete.value > complete.high + slack)
+            wrong += [f"{file.name}: {outside.sum()} of {len(complete)}"] * bool(outside.any())
+    assert tables
     assert not wrong
 
 

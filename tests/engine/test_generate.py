@@ -607,16 +607,16 @@ def test_rows_for_which_there_is_no_room_come_from_further_passes(regime, monkey
     model, prompts = architecture("llama"), tiny_prompts(40, 52)
     conditions = [Condition(), *(cut(regime, policy, budget=b) for policy in ("watched", "k_norm") for b in (20, 30))]
 
-    def made():
+    def tokens_and_hashes():
         generations = engine.generate(model, prompts, conditions, **FEW)
         return [[(g.tokens, g.kept_positions_hash) for g in row] for row in generations]
 
     shared, read = [], engine.read
     monkeypatch.setattr(engine, "read", lambda *given: shared.append(given[2]) or read(*given))
-    expected, usual = made(), len(shared)
+    expected, usual = tokens_and_hashes(), len(shared)
     shared.clear()
     monkeypatch.setattr(engine, "room_of", lambda device: 1.0)
-    assert made() == expected
+    assert tokens_and_hashes() == expected
     assert len(shared) == len(prompts) * len(conditions) > usual
     assert all(len(columns) == 1 for columns in shared)
 

@@ -480,11 +480,11 @@ def test_a_readers_scorer_in_a_known_policy_sees_layer_after_layer(monkeypatch):
     monkeypatch.setitem(evict.TOGETHER, "torch", 2**27)
     seen = []
 
-    def mine(o):
+    def noting_scorer(o):
         seen.append(o.layer)
         return o.positions.float()
 
-    monkeypatch.setitem(CATALOGUE, "mine", replace(CATALOGUE["streaming_llm"], score=mine))
+    monkeypatch.setitem(CATALOGUE, "mine", replace(CATALOGUE["streaming_llm"], score=noting_scorer))
     see(architecture("llama"), tiny_prompts(60), Condition("mine", 20, Prefill()), Condition("dropkv", 20, Prefill()))
     assert seen == [0, 1, 2]
 

@@ -473,26 +473,26 @@ def words_only(markup: str = "<|user|>"):
     return fast
 
 
-def asked(content: str) -> Item:
+def item_of(content: str) -> Item:
     return Item("x", "t", ({"role": "user", "content": content},), "")
 
 
 def test_a_template_of_another_model_is_refused_in_one_line():
     with pytest.raises(InputError, match=r"writes '<\|im_start\|>user', which its tokenizer does not know") as error:
-        data.build_prompt(asked("red door"), words_only("<|im_start|>user"), 500)
+        data.build_prompt(item_of("red door"), words_only("<|im_start|>user"), 500)
     assert "\n" not in str(error.value)
     assert "(<|unk|>)" in str(error.value)
 
 
 @pytest.mark.parametrize("content", ["red door", "red fox", "🦊", "<|unk|> <|im_start|>", " fox red "])
 def test_unknown_words_of_the_text_are_nobodys_fault(content):
-    prompt = data.build_prompt(asked(content), words_only(), 500)
+    prompt = data.build_prompt(item_of(content), words_only(), 500)
     assert prompt.ids[0] == 3
     assert prompt.ids.count(0) == sum(word not in ("red", "door") for word in content.split())
 
 
 def test_a_template_may_write_the_unknown_token_itself():
-    assert data.build_prompt(asked("red door"), words_only("<|unk|>"), 500).ids == [0, 1, 2, 4]
+    assert data.build_prompt(item_of("red door"), words_only("<|unk|>"), 500).ids == [0, 1, 2, 4]
 
 
 def test_the_embedded_models_own_template_passes_and_chatml_does_not():

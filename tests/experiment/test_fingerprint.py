@@ -346,10 +346,10 @@ def test_a_typed_function_stands_for_its_helpers_and_globals():
 
 
 def test_closures_defaults_and_lambdas_count():
-    def made(k):
+    def closure(k):
         return lambda x, y=k: x + k + y
 
-    assert of(made(1)) == of(made(1)) != of(made(2))
+    assert of(closure(1)) == of(closure(1)) != of(closure(2))
     assert of(lambda x: x) != of(lambda x: x + 1)
 
 

@@ -373,8 +373,8 @@ def test_each_kind_of_evidence_has_its_estimate(what, estimate, options, given):
 
 
 @dataclass
-class Told:
-    """An estimate with as wide an interval as is told, wider in proportion to its normal quantile at other levels."""
+class Band:
+    """An estimate with as wide an interval as is given, wider in proportion to its normal quantile at other levels."""
 
     value: float
     reach: float
@@ -412,7 +412,7 @@ def judged(rule: dict, *what: Any, some: bool = False, **more: Any) -> list[Judg
     ],
 )
 def test_an_open_member_says_what_it_needs_and_what_speaks_against_it(rule, value, gap, against):
-    [j] = judged(rule, Told(value, 0.2))
+    [j] = judged(rule, Band(value, 0.2))
     assert (j.label, j.decided_by, j.state, j.refuted, math.isnan(j.p)) == ("m0", "m0", "open", False, True)
     assert j.needed == pytest.approx(needed(gap), abs=1)
     assert j.against == pytest.approx(against)
@@ -424,7 +424,7 @@ def test_a_member_that_has_no_interval_speaks_by_its_value():
     assert (j.state, j.against, math.isnan(j.needed)) == ("open", (pytest.approx(0.1),) * 2, True)  # no items to add
     [j] = judged({"at_least": 0.5}, Drawn(math.nan, np.zeros(9), 9))
     assert (j.state, math.isnan(j.needed)) == ("open", True)
-    [j] = judged({"at_least": 0.5}, Told(0.9, 0.2))
+    [j] = judged({"at_least": 0.5}, Band(0.9, 0.2))
     assert (j.state, math.isnan(j.needed), j.refuted) == ("holds", True, False)
 
 
@@ -439,7 +439,7 @@ def test_six_items_that_are_too_few_for_one_of_two_parts_need_one_more():
 
 
 def test_what_fails_among_many_is_asked_again_more_strictly():
-    far, near, open_, alone = Told(0.2, 0.1), Told(0.35, 0.1), Told(0.5, 0.1), Told(0.35, 0.1)
+    far, near, open_, alone = Band(0.2, 0.1), Band(0.35, 0.1), Band(0.5, 0.1), Band(0.35, 0.1)
     members = judged({"at_least": 0.5}, far, near, *[open_] * 18)
     assert [(j.state, j.refuted) for j in members] == [("fails", True), ("fails", False), *[("open", False)] * 18]
     assert far.levels == near.levels == [0.95, 0.9975]
@@ -468,7 +468,7 @@ HOLDS, OPEN, FAILS, NEARLY, HARDLY = (0.9, 0.1), (0.5, 0.1), (0.1, 0.1), (0.61, 
     ],
 )
 def test_parts_decide_together_and_the_deciding_one_is_named(some, parts, state, decisive, refuted):
-    [j] = judged({"at_least": 0.5}, {name: Told(*arguments) for name, arguments in parts.items()}, some=some)
+    [j] = judged({"at_least": 0.5}, {name: Band(*arguments) for name, arguments in parts.items()}, some=some)
     assert (j.label, j.state, j.decided_by, j.refuted) == ("m0", state, f"m0, {decisive}", refuted)
     assert j.ours.value == parts[decisive][0]
     assert judge.state_of({"at_least": 0.5}, j.ours.low, j.ours.high) == state  # as shown
@@ -478,21 +478,21 @@ def test_parts_decide_together_and_the_deciding_one_is_named(some, parts, state,
 
 
 def test_parts_are_asked_as_strictly_as_their_number_and_that_of_the_members_says():
-    first, second = Told(0.39, 0.1), Told(0.5, 0.1)
-    [j, other] = judged({"at_least": 0.5}, {"one": first, "two": second}, Told(0.9, 0.1))
+    first, second = Band(0.39, 0.1), Band(0.5, 0.1)
+    [j, other] = judged({"at_least": 0.5}, {"one": first, "two": second}, Band(0.9, 0.1))
     assert first.levels == [0.95, 0.975, 0.975]  # itself, as one of two members, as one of two parts
     assert (j.state, j.refuted, second.levels) == ("open", False, [0.95])
-    parts = {"one": Told(0.2, 0.1), "two": Told(0.3, 0.1)}
-    [j, _] = judged({"at_least": 0.5}, parts, Told(0.9, 0.1), some=True)
+    parts = {"one": Band(0.2, 0.1), "two": Band(0.3, 0.1)}
+    [j, _] = judged({"at_least": 0.5}, parts, Band(0.9, 0.1), some=True)
     assert (j.state, j.refuted, j.decided_by) == ("fails", True, "m0, two")
     assert parts["one"].levels == [0.95, 0.975, 0.975, 0.9875]
-    parts = {"one": Told(0.2, 0.1), "two": Told(0.39, 0.1)}  # the second does not fail as one of two members
-    [j, _] = judged({"at_least": 0.5}, parts, Told(0.9, 0.1), some=True)
+    parts = {"one": Band(0.2, 0.1), "two": Band(0.39, 0.1)}  # the second does not fail as one of two members
+    [j, _] = judged({"at_least": 0.5}, parts, Band(0.9, 0.1), some=True)
     assert (j.state, j.refuted) == ("fails", False)
-    parts = {"one": Told(0.1, 0.36), "two": Told(0.4, 0.05)}  # nor does the first of these
-    [j, _] = judged({"at_least": 0.5}, parts, Told(0.9, 0.1), some=True)
+    parts = {"one": Band(0.1, 0.36), "two": Band(0.4, 0.05)}  # nor does the first of these
+    [j, _] = judged({"at_least": 0.5}, parts, Band(0.9, 0.1), some=True)
     assert (j.state, j.refuted, j.decided_by) == ("fails", False, "m0, two")
-    [j] = judge.judge({"id": "X", "rule": {"at_least": 0.5}}, [Member("", {"x": Told(0.9, 0.1)})])
+    [j] = judge.judge({"id": "X", "rule": {"at_least": 0.5}}, [Member("", {"x": Band(0.9, 0.1)})])
     assert (j.label, j.decided_by) == ("", "x")
 
 
@@ -562,17 +562,17 @@ def test_a_named_test_hears_the_pairs_that_are_there():
     members = judged({"above": 0}, *samples, test="wilcoxon_holm")
     assert [j.p for j in members] == stats.holm(ps)
     assert [j.p for j in judged({"above": 0}, *samples, test="sign")] == [0.5, 0.5]
-    assert [j.p for j in judged({"above": 0}, Told(0.2, 0.1), *samples, Told(-0.1, 0.2), test="sign")] == [0.625] * 4
+    assert [j.p for j in judged({"above": 0}, Band(0.2, 0.1), *samples, Band(-0.1, 0.2), test="sign")] == [0.625] * 4
     members = judged({"equivalent": 0.03}, *samples, test="tost")
     assert [j.p for j in members] == [
         stats.tost(sample.data.a, sample.data.b, 0.03, bounds=(0, 1)) for sample in samples
     ]
-    assert [j.refuted for j in judged({"at_least": 0.5}, Told(0.39, 0.1), Told(0.9, 0.1), test="sign")] == [False] * 2
+    assert [j.refuted for j in judged({"at_least": 0.5}, Band(0.39, 0.1), Band(0.9, 0.1), test="sign")] == [False] * 2
     assert not judged({"no_difference": 0.5}, paired(0.0), test="wilcoxon_holm")[0].refuted
     same = judged({"no_difference": 0.5}, paired(0.1), test="wilcoxon_holm")[0]
     assert (same.state, same.refuted) == ("fails", True)  # inside the margin, and found to differ
     with pytest.raises(InputError, match=r"^claim X: test tost needs paired columns a and b in every member$"):
-        judged({"equivalent": 0.1}, samples[0], Told(0.1, 0.1), test="tost")
+        judged({"equivalent": 0.1}, samples[0], Band(0.1, 0.1), test="tost")
     tests = "wilcoxon_holm, tost, sign"
     with pytest.raises(InputError, match=f"^claim X: unknown test 'guess': known are {tests}$"):
         judged({"above": 0}, samples[0], test="guess")
@@ -635,7 +635,7 @@ def rows_of(claims: list[dict], members: Callable, **more: Any) -> list[dict]:
 def test_a_row_says_everything(monkeypatch):
     monkeypatch.setattr(judge, "paper_text", lambda spec, unit: f"{spec['text']} {unit}")
     claim = CLAIM | {"rule": {"at_least": 0.4}, "why": "because", "unit": "%"}
-    members = [Member("a", Told(0.5, 0.05)), Member("b", Told(0.41, 0.05)), Member("all", Told(0.42, 0.06)),
+    members = [Member("a", Band(0.5, 0.05)), Member("b", Band(0.41, 0.05)), Member("all", Band(0.42, 0.06)),
              NotTestable("no GPU"), NotTestable("no time")]  # fmt: skip
     [row] = rows_of([claim], lambda claim, reading: members)
     assert row.pop("needed") == max(needed(0.01), needed(0.02))
@@ -679,18 +679,18 @@ def test_a_row_of_what_cannot_be_tested_keeps_what_is_known_of_the_claim(members
 def test_few_items_or_no_spread_are_said_apart():
     few, flat = Measured(1, 1, 1, 5), Sample(pd.DataFrame({"a": [0.5] * 6}), bounds=None)
     assert table({"at_least": 0.4}, [Member("a", flat)]).verdict == "inconclusive"
-    assert table({"at_least": 0.4}, [Member("a", Told(0.9, 0.1)), Member("b", few)]).verdict == "partly"
+    assert table({"at_least": 0.4}, [Member("a", Band(0.9, 0.1)), Member("b", few)]).verdict == "partly"
     assert table({"at_least": 0.4}, [Member("a", Measured(0.5, 0.45, 0.6))]).verdict == "reproduced"  # one, but a range
 
 
 def test_the_worst_member_is_shown_and_what_undecided_ones_need():
-    members = [Member("a", Told(0.9, 0.1)), Member("b", Told(0.25, 0.1)), Member("c", Told(0.7, 0.4))]
+    members = [Member("a", Band(0.9, 0.1)), Member("b", Band(0.25, 0.1)), Member("c", Band(0.7, 0.4))]
     row = table({"at_least": 0.4}, members)
     assert (row.decided_by, row.members, row.verdict) == ("b", "1 holds, 1 open, 1 fails", "partly")
     assert row.needed == needed(0.3) < needed(0.15)  # of the open one: what fails is decided
-    row = table({"at_least": 0.4}, [Member("b", Told(0.28, 0.1)), *[Member("c", Told(0.5, 0.2))] * 9])
+    row = table({"at_least": 0.4}, [Member("b", Band(0.28, 0.1)), *[Member("c", Band(0.5, 0.2))] * 9])
     assert (row.verdict, row.needed) == ("inconclusive", needed(0.1))
-    row = table({"at_least": 0.4}, [Member("b", Told(0.35, 0.04)), *[Member("c", Told(0.5, 0.2))] * 9])
+    row = table({"at_least": 0.4}, [Member("b", Band(0.35, 0.04)), *[Member("c", Band(0.5, 0.2))] * 9])
     assert (row.verdict, row.needed) == ("inconclusive", needed(0.05))  # what fails by chance needs items too
     for test, test_name in (
         ("sign", "sign test over members"),
@@ -709,7 +709,7 @@ def test_each_reading_has_its_row():
         calls.append((claim["id"], reading))
         if reading == "slow":
             raise NotTestable("too slow")
-        return [Member("x", Told({"paper": 0.9, "code": 0.1}.get(reading, 0.5), 0.1))]
+        return [Member("x", Band({"paper": 0.9, "code": 0.1}.get(reading, 0.5), 0.1))]
 
     claims = [CLAIM | {"id": name, "rule": {"at_least": 0.5}} for name in ("A", "B", "C", "D")]
     readings = {"A": ["paper", "code"], "B": ["paper", "open"], "C": ["paper", "slow"], "D": ["paper"]}

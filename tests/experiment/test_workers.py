@@ -148,16 +148,16 @@ import sys
 sys.path.insert(0, {tests!r})
 import test_workers as t
 from kvrepro.experiment.run import PerItem, Settings, run
-run(PerItem("c", "busy", t.ITEMS, t.busy, {{"told": {told!r}}}), None, Settings({folder!r}, workers=2, progress=False))
+run(PerItem("c", "busy", t.ITEMS, t.busy, {{"pids": {pids!r}}}), None, Settings({folder!r}, workers=2, progress=False))
 """
 
 
-def busy(loaded, item, told):
+def busy(loaded, item, pids):
     """A worker, for a minute, once it has told which processes work on it."""
     if multiprocessing.parent_process() is None:  # the first item, by which the time is estimated
         return pd.DataFrame({"done": [1]})
     name = f"{os.getpid()} {os.getppid()}"
-    (Path(told) / name).touch()
+    (Path(pids) / name).touch()
     time.sleep(60)
     return pd.DataFrame({"done": [1]})
 
@@ -165,7 +165,7 @@ def busy(loaded, item, told):
 def test_workers_and_their_server_end_with_the_process_that_is_killed(tmp_path):
     marker = tmp_path / "told"
     marker.mkdir()
-    code = BUSY.format(tests=__file__.rsplit("/", 1)[0], told=str(marker), folder=str(tmp_path / "results"))
+    code = BUSY.format(tests=__file__.rsplit("/", 1)[0], pids=str(marker), folder=str(tmp_path / "results"))
     helpers = {"PYTHONPATH": os.pathsep.join([str(Path(checkpoint.__file__).parent), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | helpers)
     waited(lambda: process.poll() is not None or len(list(marker.iterdir())) == 2, 120)

@@ -49,9 +49,9 @@ class Pair(NamedTuple):
 def of_notebooks() -> Iterator[Pair]:
     """Every parameter and every setting of the eight notebooks with each of `BAD`."""
     for name in book.chapters():
-        known = papermill.inspect_notebook(book._source(name, book.ROOT))
-        options = sorted(book.settings_of(name) - set(known)) if "options" in known else []
-        for parameter in [*known, *options]:
+        parameters = papermill.inspect_notebook(book._source(name, book.ROOT))
+        options = sorted(book.settings_of(name) - set(parameters)) if "options" in parameters else []
+        for parameter in [*parameters, *options]:
             for label, value in BAD.items():
                 yield Pair(name, parameter, label, value, parameter in options)
 
@@ -59,26 +59,26 @@ def of_notebooks() -> Iterator[Pair]:
 def commands() -> dict[str, tuple[typer.Typer, list[str], Any]]:
     """Every command of `kvrepro` as it is; every command of the tools, behind the look at its values that it has, with
     a main that does nothing: its app, what calls it there, the command itself."""
-    found: dict[str, tuple[typer.Typer, list[str], Any]] = {}
-    for name, one in get_command(cli.app).commands.items():
+    by_name: dict[str, tuple[typer.Typer, list[str], Any]] = {}
+    for name, click_command in get_command(cli.app).commands.items():
         if name not in cli.PROGRAMS:
-            found[f"kvrepro {name}"] = cli.app, [name], one
+            by_name[f"kvrepro {name}"] = cli.app, [name], click_command
     for name in PROGRAMS:
         module = importlib.import_module(f"kvrepro.tools.{name}")
-        known = get_command(module.app).commands if hasattr(module, "app") else {"": module.main}
-        for sub, one in known.items():
-            main = one.callback.__wrapped__ if sub else one
+        subcommands = get_command(module.app).commands if hasattr(module, "app") else {"": module.main}
+        for sub, entry in subcommands.items():
+            main = entry.callback.__wrapped__ if sub else entry
             app = command.app_of(functools.wraps(main)(lambda **_: None))
-            found[f"{name} {sub}".strip()] = app, [], get_command(app)
-    return found
+            by_name[f"{name} {sub}".strip()] = app, [], get_command(app)
+    return by_name
 
 
 def of_programs() -> Iterator[Pair]:
     """Every option of `kvrepro` with each of `TEXTS`, its settings with `YAMLS` too; of the tools those that are
     numbers or name a model, items, a device or a file to write: other texts are looked up by the tool itself."""
-    for name, (_, _, one) in commands().items():
-        usual = inspect.signature(one.callback).parameters
-        for parameter in one.params:
+    for name, (_, _, click_command) in commands().items():
+        usual = inspect.signature(click_command.callback).parameters
+        for parameter in click_command.params:
             kind = str(usual[parameter.name].annotation) if parameter.name in usual else ""
             shared = parameter.name in (*command.NAMES, "out") or "int" in kind or "float" in kind
             if parameter.name == "help" or kind == "<class 'bool'>" or "bool" in kind:
@@ -91,9 +91,9 @@ def of_programs() -> Iterator[Pair]:
 
 def arguments(pair: Pair) -> list[str]:
     """The command line that gives a program that value, and what else it needs."""
-    _, path, one = commands()[pair.where]
+    _, path, click_command = commands()[pair.where]
     words, last = list(path), list[str]()
-    for parameter in one.params:
+    for parameter in click_command.params:
         value = pair.value if parameter.name == pair.parameter else NEEDED.get((pair.where, parameter.name))
         value = "snapkv" if value is None and parameter.required else value
         if value is not None and parameter.name == "option":

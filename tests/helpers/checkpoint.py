@@ -32,14 +32,14 @@ def questions(n: int, characters: int = 2000) -> list[dict[str, str]]:
     try:
         items = data.load_items(str(data.fetch("artifact/data/longbench-balanced.jsonl")), n)
     except InputError:
-        made = [f"Ship {i} brought {i * 7} crates of tea to the harbour. " for i in range(n)]
+        sentences = [f"Ship {i} brought {i * 7} crates of tea to the harbour. " for i in range(n)]
         return [
             {
                 "context": (text * (characters // len(text) + 1))[:characters],
                 "question": f"What did ship {i} bring?",
                 "answer": f"{i * 7} crates",
             }
-            for i, text in enumerate(made)
+            for i, text in enumerate(sentences)
         ]
     return [
         {"context": item.context[:characters], "question": item.question, "answer": item.answer, "domain": item.task}

@@ -21,6 +21,6 @@ def other(c: Condition, **changes) -> Condition:
     """The same with other settings of its regime, or of itself; a `regime` by name keeps what both have."""
     kind = REGIMES[changes.pop("regime", c.regime.name)]
     own = {f.name for f in fields(kind)}
-    known = {f.name: getattr(c.regime, f.name) for f in fields(c.regime) if f.name in own}
-    known |= {k: changes.pop(k) for k in list(changes) if k in own}
-    return replace(c, regime=kind(**known), **{k: v for k, v in changes.items() if k not in NAMES})
+    regime_settings = {f.name: getattr(c.regime, f.name) for f in fields(c.regime) if f.name in own}
+    regime_settings |= {k: changes.pop(k) for k in list(changes) if k in own}
+    return replace(c, regime=kind(**regime_settings), **{k: v for k, v in changes.items() if k not in NAMES})

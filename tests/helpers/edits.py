@@ -33,9 +33,9 @@ def under(code: Code, keys: Callable[[], dict[Named, str]]) -> dict[Named, str]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(fingerprint, "PROJECT", code)
         fingerprint.code.cache_clear()
-        found = keys()
+        fingerprints = keys()
     fingerprint.code.cache_clear()
-    return found
+    return fingerprints
 
 
 def edit_of(function: Callable) -> tuple[str, str]:

@@ -137,10 +137,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (configuration, w
 def build(name: str, **changes: Any) -> PreTrainedModel:
     """A family's random model, the same each time."""
     kind, own_settings = FAMILIES[name]
-    known = getattr(transformers, kind)
-    shape = {} if "text_config" in own_settings else {k: v for k, v in SHAPE.items() if _settable(known, k)}
+    config_class = getattr(transformers, kind)
+    shape = {} if "text_config" in own_settings else {k: v for k, v in SHAPE.items() if _settable(config_class, k)}
     torch.manual_seed(11)
-    config = known(**{**shape, **own_settings, **changes})
+    config = config_class(**{**shape, **own_settings, **changes})
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
 
 
@@ -183,10 +183,10 @@ def reference(model: PreTrainedModel, ids: list[int], **given: Any) -> Reference
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     sliding = [n for n, kind in enumerate(types) if window and kind in ("sliding_attention", "-")]
-    found = Reference(model, ids, dict.fromkeys(sliding, window), **given)
-    found.evictable = [n for n in found.layers if n not in sliding] or found.layers
-    found.paid, found.rounded = {}, 0
-    return found
+    slow = Reference(model, ids, dict.fromkeys(sliding, window), **given)
+    slow.evictable = [n for n in slow.layers if n not in sliding] or slow.layers
+    slow.paid, slow.rounded = {}, 0
+    return slow
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -235,18 +235,18 @@ def ours(model: PreTrainedModel, c: Condition, tokens: int = TOKENS) -> tuple[Ge
     seen: list[Tensor] = []
     hook = model.register_forward_hook(lambda *given: seen.append(given[2].logits[0, -1]))
     try:
-        [[found]] = engine.generate(model, [prompt(tokens)], [c], max_new_tokens=NEW, stop_ids=(), kept_sets=True)
+        [[answer]] = engine.generate(model, [prompt(tokens)], [c], max_new_tokens=NEW, stop_ids=(), kept_sets=True)
     finally:
         hook.remove()
-    return found, seen[-NEW:]
+    return answer, seen[-NEW:]
 
 
 def agree(
-    found: tuple[list[int], list[Tensor]], expected: tuple[list[int], list[Tensor]], tolerance: float = 3e-5
+    actual: tuple[list[int], list[Tensor]], expected: tuple[list[int], list[Tensor]], tolerance: float = 3e-5
 ) -> bool:
     """Equal tokens, and logits equal to that share of the largest."""
-    worst = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(found[1], expected[1], strict=True))
-    return found[0] == expected[0] and worst < tolerance
+    worst = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(actual[1], expected[1], strict=True))
+    return actual[0] == expected[0] and worst < tolerance
 
 
 # ---- what is asked of a family
@@ -266,8 +266,8 @@ def full(model: PreTrainedModel) -> bool:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=10**6,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    found, logits = ours(model, Condition())
-    return agree((found.tokens, logits), (out.sequences[0, TOKENS:].tolist(), [x[0] for x in out.logits]))
+    answer, logits = ours(model, Condition())
+    return agree((answer.tokens, logits), (out.sequences[0, TOKENS:].tolist(), [x[0] for x in out.logits]))
 
 
 def prefill(model: PreTrainedModel) -> bool:
@@ -279,9 +279,9 @@ def prefill(model: PreTrainedModel) -> bool:
     expected = continued(slow, logits)
     good = True
     for execution in ("physical", "masked"):
-        found, logits = ours(model, watching(execution=execution))
-        same = all(torch.equal(torch.tensor(x), y) for x, y in zip(found.kept_sets, kept, strict=True))
-        good &= same and agree((found.tokens, logits), expected)
+        answer, logits = ours(model, watching(execution=execution))
+        same = all(torch.equal(torch.tensor(x), y) for x, y in zip(answer.kept_sets, kept, strict=True))
+        good &= same and agree((answer.tokens, logits), expected)
     return good
 
 
@@ -289,28 +289,28 @@ def chunked(model: PreTrainedModel) -> bool:
     """In chunks, each over what is left of the earlier ones."""
     slow = reference(model, prompt(TOKENS))
     tokens, last = slow_run(slow, newest(4), budget=CAP, new_tokens=NEW, chunk=13, chunk_budget=lambda _: CAP)
-    found, logits = ours(model, Condition("streaming_llm", CAP, Chunked(chunk=13, when="budget")))
-    return agree((found.tokens, logits[-1:]), (tokens, [last]))
+    answer, logits = ours(model, Condition("streaming_llm", CAP, Chunked(chunk=13, when="budget")))
+    return agree((answer.tokens, logits[-1:]), (tokens, [last]))
 
 
 def decode_cap(model: PreTrainedModel) -> bool:
     """Evicted again while the answer grows."""
     slow = reference(model, prompt(TOKENS))
     tokens, last = slow_run(slow, newest(4), budget=CAP, new_tokens=NEW, every=2)
-    found, logits = ours(model, Condition("streaming_llm", CAP, DecodeCap(interval=2)))
-    return agree((found.tokens, logits[-1:]), (tokens, [last]))
+    answer, logits = ours(model, Condition("streaming_llm", CAP, DecodeCap(interval=2)))
+    return agree((answer.tokens, logits[-1:]), (tokens, [last]))
 
 
 def shared_cap(model: PreTrainedModel) -> bool:
     """One set for all layers, sliding ones included, of a text within their window."""
     tokens = 24 if getattr(model.config.get_text_config(), "sliding_window", None) else TOKENS
-    found, logits = ours(model, Condition("lru", 16, SharedCap(interval=100)), tokens)
+    answer, logits = ours(model, Condition("lru", 16, SharedCap(interval=100)), tokens)
     slow = reference(model, prompt(tokens))
     first = slow.read(tokens)
     for n in slow.layers:
         slow.held[n] = torch.zeros_like(slow.held[n])
-        slow.held[n][:, found.kept_positions] = True
-    return len(found.kept_positions) == 16 and agree((found.tokens, logits), continued(slow, first))
+        slow.held[n][:, answer.kept_positions] = True
+    return len(answer.kept_positions) == 16 and agree((answer.tokens, logits), continued(slow, first))
 
 
 def int4(model: PreTrainedModel) -> bool:
@@ -320,10 +320,10 @@ def int4(model: PreTrainedModel) -> bool:
     most_attended(slow)
     slow.rounded = TOKENS
     expected = continued(slow, logits)
-    found, logits = ours(model, watching(bits=4))
+    answer, logits = ours(model, watching(bits=4))
     plain, _ = ours(model, watching())
-    small = 2 * found.bytes_held < plain.bytes_held
-    return small and agree((found.tokens, logits), expected, 0.01)  # a number between two levels may go either way
+    small = 2 * answer.bytes_held < plain.bytes_held
+    return small and agree((answer.tokens, logits), expected, 0.01)  # a number between two levels may go either way
 
 
 def uneven(model: PreTrainedModel) -> bool:
@@ -345,10 +345,10 @@ CHECKS: dict[str, Callable[[PreTrainedModel], bool]] = {
 def row(name: str, folder: Path) -> dict[str, str]:
     """A family's row: "yes", "no" with the reason in the last column, or "wrong"."""
     model = build(name)
-    found = {"family": name, "model type": model.config.model_type}
+    cells = {"family": name, "model type": model.config.model_type}
     reasons = []
 
-    def asked(check: Callable[..., bool], *given: Any) -> str:
+    def verdict_of(check: Callable[..., bool], *given: Any) -> str:
         with _attending(model) as ran:
             try:
                 return "yes" if check(model, *given) else "wrong"
@@ -356,10 +356,10 @@ def row(name: str, folder: Path) -> dict[str, str]:
                 reasons.append(f"it ran, then: {refused}" if ran else str(refused))
                 return "no"
 
-    found["loads"] = asked(loads, folder)
+    cells["loads"] = verdict_of(loads, folder)
     for column, check in CHECKS.items():
-        found[column] = asked(check) if found["loads"] == "yes" else "-"
-    return found | {"why not": "; ".join(reasons)}
+        cells[column] = verdict_of(check) if cells["loads"] == "yes" else "-"
+    return cells | {"why not": "; ".join(reasons)}
 
 
 @contextlib.contextmanager
@@ -383,7 +383,7 @@ def _tokenizer() -> Any:
 def read() -> dict[str, Mapping[str, str]]:
     """The committed table by family."""
     with TABLE.open(encoding="utf-8") as file:
-        return {found["family"]: found for found in csv.DictReader(file)}
+        return {line["family"]: line for line in csv.DictReader(file)}
 
 
 def main() -> None:

@@ -41,8 +41,8 @@ def run(monkeypatch, name: str, given: dict[str, Any]) -> list[tuple[str, Shown]
 
     monkeypatch.setattr(IPython.display, "display", display)
     monkeypatch.setattr(figure, "display", display)
-    found = []
+    cells = []
     for source in book.cells(name, given, display=display):
-        found.append((source, list(shown)))
+        cells.append((source, list(shown)))
         shown.clear()
-    return found
+    return cells

@@ -185,23 +185,23 @@ def run(model, prompt, c, max_new_tokens, stop_ids):
         tokens.append(token)
         if token in stop_ids:
             break
-        here = n + t - 1
-        heads = [h | {here} for h in heads]
-        state[here] = Token(t, t, 0.0, 0.0, 0.0, 0.0)
+        position = n + t - 1
+        heads = [h | {position} for h in heads]
+        state[position] = Token(t, t, 0.0, 0.0, 0.0, 0.0)
         if t % c.regime.interval == 0 and t >= first:
             heads = call(t)
             history.append([sorted(h) for h in heads])
-        mask = torch.full((1, query_heads, 1, here + 1), torch.finfo(torch.float32).min)
+        mask = torch.full((1, query_heads, 1, position + 1), torch.finfo(torch.float32).min)
         for q in range(query_heads):
             mask[0, q, 0, sorted(heads[q * kv_heads // query_heads])] = 0.0
         out = model(
-            torch.tensor([[token]]), attention_mask=mask, position_ids=torch.tensor([[here]]), past_key_values=cache,
-            output_attentions=True,
+            torch.tensor([[token]]), attention_mask=mask, position_ids=torch.tensor([[position]]),
+            past_key_values=cache, output_attentions=True,
         )  # fmt: skip
         logits = out.logits[0, -1]
         p = torch.stack(out.attentions)[:, 0, :, 0]
         a = reduce_attention(p, reading)
-        now = torch.nn.functional.pad(reduce_heads(p, reading, kv_heads), (0, width - here - 1))
+        now = torch.nn.functional.pad(reduce_heads(p, reading, kv_heads), (0, width - position - 1))
         sums = sums + now
         retained = set().union(*heads)
         top = max(float(a[j]) for j in retained)

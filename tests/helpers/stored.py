@@ -117,13 +117,13 @@ def lives(process: int) -> bool:
 
 def add_rows(folder: str, first: str, last: str) -> None:
     """Add what is missing, one row at a time, and say so in a file for each row that is stored."""
-    folder, said = Path(folder), Path(folder) / "said"
+    folder, log = Path(folder), Path(folder) / "said"
     keys = [f"{i}-e1" for i in range(int(first), int(last))]
     with store.Store(folder, "c", "n") as table:
         for key in table.missing(keys):
             number = int(key.split("-")[0])
             table.add([row(number, number / 1000)])
-            with said.open("a") as file:
+            with log.open("a") as file:
                 file.write(f"{number}\n")
             if number % 20 == 19:
                 table.close()

@@ -16,13 +16,13 @@ def cells(capacities=(128, 256, 512), frac: float = 0.10) -> list[dict]:
     sweep = [("lru", middle, side * frac, side * frac) for side in (0.5, 1.5, 2.0)]
     sides = [("lru", middle, a * frac, b * frac) for a, b in ((1, 0), (0, 1), (2, 0), (0, 2))]
     faithful = [(policy, middle, side, side) for policy in FAITHFUL for side in (0.0, frac)]
-    found = [{"policy": "full", "capacity": None, "prefix": 0.0, "suffix": 0.0}]
-    found += [
-        dict(zip(("policy", "capacity", "prefix", "suffix"), one, strict=True))
-        for one in main + sweep + sides + faithful
+    conditions = [{"policy": "full", "capacity": None, "prefix": 0.0, "suffix": 0.0}]
+    conditions += [
+        dict(zip(("policy", "capacity", "prefix", "suffix"), values, strict=True))
+        for values in main + sweep + sides + faithful
     ]
     pinned = {"capacity": middle, "prefix": frac, "suffix": frac, "suffix_mode": "static"}
-    return found + [{"policy": policy} | pinned for policy in ("lru", "ada_kv_faithful")]
+    return conditions + [{"policy": policy} | pinned for policy in ("lru", "ada_kv_faithful")]
 
 
 def paper_like(cell: dict) -> float:
@@ -72,8 +72,8 @@ def results(
             rows += [same | {"item": f"item-{i:03d}", "token_f1": score, "task": f"domain-{i % 6}"}
                      for i, score in enumerate(scores)]  # fmt: skip
     table = pd.DataFrame(rows).astype({"capacity": float})
-    said = np.where(table.token_f1 > 0.5, "the red door", "the blue wall wall")
-    table = table.assign(rouge_l=table.token_f1 * 0.98, prediction=said)
+    predictions = np.where(table.token_f1 > 0.5, "the red door", "the blue wall wall")
+    table = table.assign(rouge_l=table.token_f1 * 0.98, prediction=predictions)
     return table.assign(**{name: [make(row) for row in table.to_dict("records")] for name, make in columns.items()})
 
 

@@ -70,9 +70,9 @@ def of_notebook(pair: Pair) -> str:
     try:
         book.check(pair.where, {"options": given} if pair.option else given)
     except InputError as error:
-        said = str(error)
-        named = said.startswith(f"{pair.where}: ") and said.isprintable() and len(said) < 2000
-        return "one line" if named else f"not one line: {said[:200]!r}"
+        message = str(error)
+        named = message.startswith(f"{pair.where}: ") and message.isprintable() and len(message) < 2000
+        return "one line" if named else f"not one line: {message[:200]!r}"
     return "accepted" if pair.label in TAKEN.get(pair.parameter, ()) else "taken"
 
 
@@ -82,9 +82,10 @@ def of_program(pair: Pair, capsys: pytest.CaptureFixture[str]) -> str:
     try:
         errors.program(bad_values.commands()[pair.where][0], pair.where, bad_values.arguments(pair))
     except SystemExit as end:
-        said = capsys.readouterr().err
+        printed = capsys.readouterr().err
         if end.code == 2:
-            return "one line" if said.count("\n") == 1 and len(said) < 2000 else f"not one line: {said[:200]!r}"
+            short = printed.count("\n") == 1 and len(printed) < 2000
+            return "one line" if short else f"not one line: {printed[:200]!r}"
     except ReachedError:
         pass
     return "accepted" if pair.label in TAKEN_BY_PROGRAMS.get(pair.parameter, ()) else "taken"
@@ -95,21 +96,21 @@ def test_a_sample_of_bad_values_gets_one_line_each(capsys):
     tried = {pair[:3]: of_notebook(pair) for pair in drawn.sample(list(bad_values.of_notebooks()), 320)}
     tried |= {pair[:3]: of_program(pair, capsys) for pair in drawn.sample(list(bad_values.of_programs()), 190)}
     assert len(tried) > 500
-    assert not {pair: found for pair, found in tried.items() if found not in ("one line", "accepted")}
+    assert not {pair: outcome for pair, outcome in tried.items() if outcome not in ("one line", "accepted")}
     assert Counter(tried.values())["one line"] > 400
 
 
 @pytest.mark.slow
 def test_every_bad_value_gets_one_line(capsys, request, monkeypatch):
-    found = [("notebooks", pair.label, of_notebook(pair)) for pair in bad_values.of_notebooks()]
-    found += [("programs", pair.label, of_program(pair, capsys)) for pair in bad_values.of_programs()]
-    counts = Counter(found)
-    assert not [one for one in counts if one[2] not in ("one line", "accepted")]
+    outcomes = [("notebooks", pair.label, of_notebook(pair)) for pair in bad_values.of_notebooks()]
+    outcomes += [("programs", pair.label, of_program(pair, capsys)) for pair in bad_values.of_programs()]
+    counts = Counter(outcomes)
+    assert not [case for case in counts if case[2] not in ("one line", "accepted")]
     if request.config.getoption("--table"):
         monkeypatch.undo()
         rows = [
             {"where": where, "value": value, "outcome": end, "count": n} for (where, value, end), n in counts.items()
         ]
         TABLE.parent.mkdir(exist_ok=True)
-        told = {"date": datetime.date.today().isoformat(), "machine": provenance.machine()}
-        pd.DataFrame(rows).sort_values(["where", "value"]).assign(**told).to_csv(TABLE, index=False)
+        origin = {"date": datetime.date.today().isoformat(), "machine": provenance.machine()}
+        pd.DataFrame(rows).sort_values(["where", "value"]).assign(**origin).to_csv(TABLE, index=False)

@@ -38,16 +38,16 @@ def header(change):
         file = folder / "model.safetensors"
         raw = file.read_bytes()
         size = struct.unpack("<Q", raw[:8])[0]
-        told = json.loads(raw[8 : 8 + size])
-        text = change(told)
-        text = text if isinstance(text, bytes) else json.dumps(told).encode()
+        entries = json.loads(raw[8 : 8 + size])
+        text = change(entries)
+        text = text if isinstance(text, bytes) else json.dumps(entries).encode()
         file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
 
     return damage
 
 
 def tensor(**changes):
-    return header(lambda told: told["model.norm.weight"].update(changes))
+    return header(lambda entries: entries["model.norm.weight"].update(changes))
 
 
 def text(name, content):
@@ -103,7 +103,7 @@ DAMAGES = {
     "another shape": (tensor(shape=[7]), "is broken"),
     "an unknown type": (tensor(dtype="F99"), "is broken"),
     "a negative shape": (tensor(shape=[-48]), "is broken"),
-    "no JSON in the header": (header(lambda told: b"{" * 100), "is broken"),
+    "no JSON in the header": (header(lambda entries: b"{" * 100), "is broken"),
     "a header of exabytes": (length(2**63), "is broken"),
     "a header beyond the file": (length(10**8), "is broken"),
     "a pickle": (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04cos\nsystem\n"), "is broken"),
@@ -123,14 +123,14 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_hostile_checkpoint_is_one_line(copy, name, monkeypatch):
-    damage, said = DAMAGES[name]
+    damage, message = DAMAGES[name]
     damage(copy)
     monkeypatch.setattr(models, "TALK_SECONDS", 1)
     monkeypatch.setattr(
         "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("weights were read")
     )
     began = time.monotonic()
-    with pytest.raises(InputError, match=said) as error:
+    with pytest.raises(InputError, match=message) as error:
         models.load(str(copy))
     assert "\n" not in str(error.value)
     assert str(error.value).count("copy")

@@ -60,13 +60,13 @@ def page(folder, items, model):
     outputs.append(nbformat.v4.new_output("display_data", data={"text/html": figure.table(table, rows=99).data}))
     drawing, [axes] = figure.panels(1)
     axes.bar(table.task, range(len(table)))
-    told = {
+    labels = {
         "figure": "tasks",
         "caption": f"Scores of {items[0].task}.",
         "alt": f"Bars, the lowest is {items[-1].task} here.",
     }
-    svg = {"image/svg+xml": figure.vector(drawing), "text/plain": told["alt"]}
-    outputs.append(nbformat.v4.new_output("display_data", data=svg, metadata={"kvrepro": told}))
+    svg = {"image/svg+xml": figure.vector(drawing), "text/plain": labels["alt"]}
+    outputs.append(nbformat.v4.new_output("display_data", data=svg, metadata={"kvrepro": labels}))
     cell = nbformat.v4.new_code_cell("pass", outputs=outputs)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# Page"), cell])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python", "language": "python"}
@@ -90,11 +90,11 @@ def built(folder, names):
     command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", str(folder), str(folder / "_html")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = Counter()
+    elements = Counter()
     for name in ("index", "claims"):
         body = BeautifulSoup((folder / "_html" / f"{name}.html").read_text(), "html.parser").find("div", class_="body")
-        found.update((name, tag.name, *sorted(set(tag.attrs) - {"id"})) for tag in body.find_all(True))
-    return found, (folder / "figures" / "hostile-tasks.svg").read_text()
+        elements.update((name, tag.name, *sorted(set(tag.attrs) - {"id"})) for tag in body.find_all(True))
+    return elements, (folder / "figures" / "hostile-tasks.svg").read_text()
 
 
 def test_pages_of_hostile_names_have_the_elements_of_pages_of_plain_ones(tmp_path):
@@ -120,7 +120,7 @@ def test_usual_names_stay_as_they_are(name):
 def test_a_passage_opens_no_turn(tmp_path, text, capsys):
     fast = trial.tokenizer([text, "What is it?"], 300)
     special = set(fast.all_special_ids) | set(fast.added_tokens_decoder)
-    rows = [{"context": f"A {one} b.", "question": "What is it?", "answer": "x"} for one in (text, "nothing")]
+    rows = [{"context": f"A {middle} b.", "question": "What is it?", "answer": "x"} for middle in (text, "nothing")]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     items = data.load_items(str(tmp_path / "own.jsonl"), tokenizer=fast)
     assert "1 of 2 items hold special tokens" in capsys.readouterr().out

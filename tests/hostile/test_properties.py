@@ -39,12 +39,12 @@ def copy(tmp_path_factory):
 
 def refused_or(read):
     """What was read, or None where it was refused in one line."""
-    said = "one line"
+    message = "one line"
     try:
         return read()
     except InputError as error:
-        said = str(error)
-    assert "\n" not in said
+        message = str(error)
+    assert "\n" not in message
     return None
 
 
@@ -82,12 +82,13 @@ TENSOR = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    told=st.dictionaries(st.text(max_size=3), TENSOR | JSON, max_size=3).map(json.dumps).map(str.encode) | st.binary(),
+    header=st.dictionaries(st.text(max_size=3), TENSOR | JSON, max_size=3).map(json.dumps).map(str.encode)
+    | st.binary(),
     rest=st.integers(0, 99), claimed=st.none() | st.integers(0, 2**64 - 1),
 )  # fmt: skip
-def test_any_header_is_read_or_one_error(told, rest, claimed, place):
-    size = struct.pack("<Q", len(told) if claimed is None else claimed)
-    (place / "model.safetensors").write_bytes(size + told + bytes(rest))
+def test_any_header_is_read_or_one_error(header, rest, claimed, place):
+    size = struct.pack("<Q", len(header) if claimed is None else claimed)
+    (place / "model.safetensors").write_bytes(size + header + bytes(rest))
     held = refused_or(lambda: models._stored_numbers("it", place))
     assert held is None or 0 <= held <= rest
 

@@ -37,11 +37,11 @@ def fetch(tmp_path_factory):
 
     def town(name):
         answers = [{"text": f"Miss {name[::-1]}"}, {"text": f"Miss {name[::-1]}"}, {"text": name[::-1]}]
-        known = {"question": f"Who rules {name}?", "answers": answers, "is_impossible": False}
+        answerable = {"question": f"Who rules {name}?", "answers": answers, "is_impossible": False}
         nobody = {"question": f"Who left {name}?", "answers": [], "is_impossible": True}
         return {
             "context": f"In {name} it rains. Miss {name[::-1]} rules {name}. {ESSAY[:300]}",
-            "qas": [known, nobody],
+            "qas": [answerable, nobody],
         }
 
     articles = [{"paragraphs": [town(name) for name in NAMES[i : i + 5]]} for i in range(0, 30, 5)]

@@ -19,7 +19,7 @@ def collect(model, ids, positions, **given) -> list[Triple]:
     return collected
 
 
-def made(window: int = 3, tokens: int = 40, dim: int = 5, seed: int = 0) -> Triple:
+def random_triple(window: int = 3, tokens: int = 40, dim: int = 5, seed: int = 0) -> Triple:
     generator = torch.Generator("cpu").manual_seed(seed)
     rows = torch.randn(window, tokens, generator=generator, dtype=torch.float64, device="cpu")
     v, keys = torch.randn(2, tokens, dim, generator=generator, dtype=torch.float64, device="cpu")
@@ -116,7 +116,7 @@ def loops(t: Triple) -> dict[str, list[float]]:
 
 
 def test_every_rule_of_table_11_equals_its_loop():
-    t = made()
+    t = random_triple()
     for name, expected in loops(t).items():
         assert np.allclose(RULES[name](t).numpy(), expected, rtol=1e-9, atol=1e-12), name
 
@@ -143,13 +143,13 @@ def test_what_cannot_choose_for_one_query_says_why(name, why):
 
 
 def test_one_query_of_dropkv_ranks_as_the_exact_cost():
-    t = made()
+    t = random_triple()
     exact = bound.single_cost(t.p, t.r)
     assert torch.equal(RULES["dropkv"](t.last(1)).argsort(), exact.argsort())
 
 
 def test_a_value_equal_to_the_output_costs_nothing_under_dropkv_and_is_kept_by_andpro():
-    t = made(window=1)
+    t = random_triple(window=1)
     v = t.v.clone()
     a = (t.p[1:, None] * v[1:]).sum(0) / (1 - t.p[0])  # then a does not move when key 0 takes its value
     v[0] = a
@@ -168,7 +168,7 @@ def test_rounding_to_bfloat16_lets_a_peak_jump():
 
 
 def test_strata_pick_what_they_are_named_for():
-    t = made(tokens=60)
+    t = random_triple(tokens=60)
     candidates = bound.pool(t.p, 0.9, window=3)
     strata = triples.strata(t, candidates, size=6)
     assert all(

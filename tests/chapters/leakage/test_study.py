@@ -33,7 +33,7 @@ def frame(value, systems=8, policies=cells.FIVE, variants=("default",), ratios=(
     )
 
 
-def made(follow, leak, **given):
+def study_of(follow, leak, **given):
     """A study of two made-up measures."""
     told_of = frame(leak, **given).x
     rows = frame(follow, **given).rename(columns={"x": "followed"}).assign(told=told_of, tells_defense=told_of / 2)
@@ -105,7 +105,7 @@ def test_optimality_counts_cells():
     def leak(order, policy, variant, ratio):
         return 0.0 if (ratio, variant) == (0.3, "fair") else 1.0
 
-    s = made(follow, leak, variants=variants)
+    s = study_of(follow, leak, variants=variants)
     share, count = study.optimality(s, ["streaming_llm"], ["normal"], ties=False)
     assert count == 3
     assert share[1.0][0] == pytest.approx(2 / 3)
@@ -115,20 +115,20 @@ def test_optimality_counts_cells():
 
 
 def test_safe_budget_ends_at_the_first_leak_from_the_top():
-    s = made(lambda *_: 1.0, lambda o, p, v, r: float(r == 0.5), ratios=(0.1, 0.3, 0.5, 0.9))
+    s = study_of(lambda *_: 1.0, lambda o, p, v, r: float(r == 0.5), ratios=(0.1, 0.3, 0.5, 0.9))
     assert study.safe_budget(s, policy="tova")[0] == pytest.approx(0.7)  # 0.9 is dry again, but 0.5 is not
-    leaky = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0))
+    leaky = study_of(lambda *_: 1.0, lambda o, p, v, r: float(r > 0))
     assert study.safe_budget(leaky, policy="tova")[0] == 1.0
 
 
 def test_a_usable_budget_is_the_smallest_that_leaks_no_more_and_still_follows():
     """Nothing leaks with 70% dropped; half of what is followed is followed still with 50%, no longer with 70%."""
-    s = made(lambda o, p, v, r: 1 - r, lambda o, p, v, r: float(r > 0.8), ratios=(0.3, 0.5, 0.7, 0.9))
+    s = study_of(lambda o, p, v, r: 1 - r, lambda o, p, v, r: float(r > 0.8), ratios=(0.3, 0.5, 0.7, 0.9))
     [row] = study.safe_budgets(s).query("order == 'normal' and policy == 'tova'").to_dict("records")
     assert (row["value"], row["usable"], row["follows"]) == (pytest.approx(0.3), pytest.approx(0.5), False)
-    deaf = made(lambda o, p, v, r: float(r == 0), lambda *_: 0.0, ratios=(0.3, 0.5))
+    deaf = study_of(lambda o, p, v, r: float(r == 0), lambda *_: 0.0, ratios=(0.3, 0.5))
     assert study.safe_budgets(deaf).usable.isna().all()
-    loud = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0), ratios=(0.3, 0.5))
+    loud = study_of(lambda *_: 1.0, lambda o, p, v, r: float(r > 0), ratios=(0.3, 0.5))
     assert study.safe_budgets(loud).query("policy == 'tova'").value.eq(1).all()
 
 
@@ -156,8 +156,8 @@ def kept_rows(rate, layers=1, variants=("default",), systems=8, ratios=(0.3, 0.5
 def test_ratios_and_policies_that_are_compared_are_named_beforehand():
     """By hand: leakage 0, .2, .6, .3 at 0.1, 0.3, 0.7, 0.9; K-norm follows .5 less than the four others."""
     leak = {0.0: 0.0, 0.1: 0.0, 0.3: 0.2, 0.7: 0.6, 0.9: 0.3}
-    s = made(lambda o, p, v, r: 1.0 - (0.5 if r and p == "k_norm" else 0.0), lambda o, p, v, r: leak[r],
-             ratios=(0.1, 0.3, 0.7, 0.9))  # fmt: skip
+    s = study_of(lambda o, p, v, r: 1.0 - (0.5 if r and p == "k_norm" else 0.0), lambda o, p, v, r: leak[r],
+                 ratios=(0.1, 0.3, 0.7, 0.9))  # fmt: skip
     values = {name: members.CONTRASTS[name](s, policy="tova").estimate().value
              for name in ("leak_rise", "defense_rise")}  # fmt: skip
     assert values == pytest.approx({"leak_rise": 1.1 / 3, "defense_rise": 0.55 / 3})
@@ -177,7 +177,7 @@ def test_ratios_and_policies_that_are_compared_are_named_beforehand():
 
 def test_curves_of_the_papers_shape_reproduce_its_claims():
     ratios = (0.1, 0.3, 0.5, 0.7, 0.9)
-    many = made(obeying, rising, ratios=ratios, variants=("default", "fair"), systems=200)
+    many = study_of(obeying, rising, ratios=ratios, variants=("default", "fair"), systems=200)
     verdicts = members.evaluate([many], "made up")
     assert verdicts.columns.tolist() == claims.COLUMNS
     verdict_of = verdicts.set_index("claim").verdict
@@ -190,7 +190,7 @@ def test_curves_of_the_papers_shape_reproduce_its_claims():
 
 
 def test_flat_curves_refute_a_rise_and_leave_nothing_to_compare():
-    flat = made(lambda *_: 1.0, lambda *_: 0.0, systems=60, ratios=(0.3, 0.5, 0.7, 0.9))
+    flat = study_of(lambda *_: 1.0, lambda *_: 0.0, systems=60, ratios=(0.3, 0.5, 0.7, 0.9))
     verdicts = members.evaluate([flat], "made up").set_index("claim")
     for claim in ("L2", "L3b", "L3f", "L4", "L4d"):
         assert verdicts.verdict[claim] == "not reproduced", claim
@@ -202,14 +202,14 @@ def test_flat_curves_refute_a_rise_and_leave_nothing_to_compare():
 
 
 def test_a_model_that_tells_anyway_decides_nothing():
-    verdicts = members.evaluate([made(lambda *_: 1.0, lambda *_: 0.9)], "made up").set_index("claim")
+    verdicts = members.evaluate([study_of(lambda *_: 1.0, lambda *_: 0.9)], "made up").set_index("claim")
     assert verdicts.verdict["L3b"] == "not testable here"
     assert "tells its instructions" in verdicts.note["L3b"]
 
 
 def test_a_model_that_says_nothing_to_the_point_keeps_no_secret():
     variants = ("default", "whitelist", *[f"debias {x:g}" for x in cells.LAMBDAS], "fair")
-    dumb = made(lambda *_: 0.0, lambda *_: 0.0, ratios=(0.1, 0.3, 0.5, 0.9), variants=variants)
+    dumb = study_of(lambda *_: 0.0, lambda *_: 0.0, ratios=(0.1, 0.3, 0.5, 0.9), variants=variants)
     verdicts = members.evaluate([dumb], "untrained").set_index("claim")
     assert (verdicts.verdict.drop("L8d") == "not testable here").all()
     for claim in ("L3a", "L3b", "L7", "L7b", "L8", "L8c"):
@@ -222,7 +222,7 @@ def test_a_member_with_nothing_to_lose_is_left_out_and_named():
     def follow(order, policy, variant, ratio):
         return float(not ratio or policy != "k_norm")
 
-    s = made(follow, rising, variants=("default", "whitelist", "fair"), systems=60)
+    s = study_of(follow, rising, variants=("default", "whitelist", "fair"), systems=60)
     row = members.evaluate([s], "made up").set_index("claim").loc["L7c"]
     assert row.verdict == "reproduced"
     assert row.members.startswith("8 holds, 2 not testable (k_norm, whitelist: nothing is followed")
@@ -230,7 +230,7 @@ def test_a_member_with_nothing_to_lose_is_left_out_and_named():
 
 def test_a_dial_whose_settings_are_all_optimal_decides_nothing():
     variants = ("default", *[f"debias {x:g}" for x in cells.LAMBDAS], "fair")
-    tied = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0), variants=variants)
+    tied = study_of(lambda *_: 1.0, lambda o, p, v, r: float(r > 0), variants=variants)
     verdicts = members.evaluate([tied], "made up").set_index("claim")
     for claim in ("L8", "L8c"):
         assert verdicts.verdict[claim] == "not testable here"
@@ -240,7 +240,7 @@ def test_a_dial_whose_settings_are_all_optimal_decides_nothing():
 def test_every_setting_of_the_dial_has_to_gain_and_the_printed_tables_are_read_as_printed():
     """Fair leaks nothing at 0.3 and follows as much: by the usual definition it alone gains on the default."""
     variants = ("default", *[f"debias {x:g}" for x in cells.LAMBDAS], "fair")
-    s = made(lambda *_: 1.0, lambda o, p, v, r: float(r > 0 and (r, v) != (0.3, "fair")), variants=variants)
+    s = study_of(lambda *_: 1.0, lambda o, p, v, r: float(r > 0 and (r, v) != (0.3, "fair")), variants=variants)
     gains = members.CONTRASTS["optimal_gain"](s, "main", usual=True)
     assert list(gains) == [f"λ = {x:g}" for x in (*cells.LAMBDAS, 1)]
     assert [gain.value for gain in gains.values()] == pytest.approx([0, 0, 0, 0, 1 / 3])
@@ -260,7 +260,7 @@ def test_keep_rates_under_cures_and_in_the_middle_layers():
         return 0.5 if part == "directive" else fair
 
     variants = ("default", "whitelist", "fair")
-    s = replace(made(obeying, rising, variants=variants), kept=kept_rows(rate, 6, variants))
+    s = replace(study_of(obeying, rising, variants=variants), kept=kept_rows(rate, 6, variants))
     assert members.CONTRASTS["defense_kept"](s, "whitelist", policy="tova").data.a.tolist() == pytest.approx([0.15] * 8)
     assert members.CONTRASTS["bias_size"](s, variant="fair", policy="tova").data.a.tolist() == pytest.approx([0.0] * 8)
     assert members.CONTRASTS["middle_layers"](s, "tova").data.a.tolist() == pytest.approx([0.3] * 8)
@@ -272,7 +272,7 @@ def test_what_an_unbiased_policy_loses_is_judged_and_what_a_biased_one_loses_is_
     def rate(order, policy, variant, part, layer):
         return 0.5 + (0.4 if policy == "snapkv" and part == "directive" else 0.0)
 
-    s = replace(made(obeying, rising), kept=kept_rows(rate))
+    s = replace(study_of(obeying, rising), kept=kept_rows(rate))
     lost = members.CONTRASTS["follow_lost"](s, policy="k_norm").estimate()
     assert lost.value == pytest.approx(0.9 * 0.4)  # at 0.3 and 0.5
     with pytest.raises(NotTestable, match="keep rates differ by 0.40"):
@@ -282,14 +282,14 @@ def test_what_an_unbiased_policy_loses_is_judged_and_what_a_biased_one_loses_is_
 def test_a_cost_in_time_and_in_tokens_per_second():
     times = [{"item": i, "variant": v, "repeat": r, "decode": t, "compress": 2 * t}
              for i in range(6) for r in range(2) for v, t in (("default", 1.0), ("fair", 1.25))]  # fmt: skip
-    s = replace(made(obeying, rising), timing=pd.DataFrame(times))
+    s = replace(study_of(obeying, rising), timing=pd.DataFrame(times))
     costs = {name: members.CONTRASTS[name](s, "fair").estimate().value
              for name in ("decode_cost", "decode_speed", "compress_cost")}  # fmt: skip
     assert costs == pytest.approx({"decode_cost": 0.25, "decode_speed": -0.2, "compress_cost": 0.25})
 
 
 def test_what_was_changed_says_so_with_the_verdict_of_its_first_form():
-    verdicts = members.evaluate([made(obeying, rising, ratios=(0.1, 0.3, 0.5, 0.7, 0.9), systems=60)], "made up")
+    verdicts = members.evaluate([study_of(obeying, rising, ratios=(0.1, 0.3, 0.5, 0.7, 0.9), systems=60)], "made up")
     statements = verdicts.set_index("claim").statement
     for claim in claims.load_claims("leakage")["claims"]:
         assert ("Changed when results were known" in statements[claim["id"]]) == ("changed" in claim)
@@ -299,7 +299,7 @@ def test_what_was_changed_says_so_with_the_verdict_of_its_first_form():
 
 
 def test_n_is_that_of_the_rows_behind_a_contrast():
-    s = made(obeying, rising)
+    s = study_of(obeying, rising)
     keep = frame(lambda o, p, v, r: 1 - r, systems=3).rename(columns={"x": "kept"})
     keep = pd.concat([keep.assign(part=part, layer=0) for part in prompts.PARTS])
     verdicts = members.evaluate([replace(s, kept=keep)], "made up").set_index("claim")
@@ -334,7 +334,7 @@ def test_rank_drift_starts_where_classes_begin_to_differ():
         for i in range(6) for kind, values in kinds.items()
         for j, (p, r) in enumerate([("full", 0.0), ("tova", 0.3), ("tova", 0.5)])
     ]  # fmt: skip
-    s = replace(made(obeying, rising), classes=scores.cells_of(pd.DataFrame(rows), "as_described"))
+    s = replace(study_of(obeying, rising), classes=scores.cells_of(pd.DataFrame(rows), "as_described"))
     start, correlations = study.rank_drift(s, "multi", [0.0, 0.3, 0.5], policy="tova")
     assert start == 0.3
     assert np.isnan(correlations[0, 0])
@@ -342,13 +342,13 @@ def test_rank_drift_starts_where_classes_begin_to_differ():
 
 
 def test_five_systems_are_too_few():
-    verdicts = members.evaluate([made(obeying, rising, systems=5)], "made up").set_index("claim")
+    verdicts = members.evaluate([study_of(obeying, rising, systems=5)], "made up").set_index("claim")
     assert (verdicts.verdict.drop("L8d") == "not testable here").all()
     assert "at least 6" in verdicts.note["L3b"]
 
 
 def test_a_low_ratio_alone_says_nothing_about_high_ones():
-    verdicts = members.evaluate([made(obeying, rising, ratios=(0.1,))], "made up").set_index("claim")
+    verdicts = members.evaluate([study_of(obeying, rising, ratios=(0.1,))], "made up").set_index("claim")
     assert verdicts.verdict["L2"] == verdicts.verdict["L4"] == "not testable here"
     assert verdicts.verdict["L3a"] == "inconclusive"
 
@@ -359,7 +359,7 @@ def test_models_differ_where_one_loses_more_of_its_own_following():
     def follow(start, more):
         return lambda o, p, v, r: start - (more if r and p == "k_norm" else 0.1 * bool(r))
 
-    first, second = (made(follow(*given), lambda *_: 0.0) for given in ((0.9, 0.1), (0.7, 0.5)))
+    first, second = (study_of(follow(*given), lambda *_: 0.0) for given in ((0.9, 0.1), (0.7, 0.5)))
     claim = {"contrast": "model_spread", "some": True}
     [member] = members.members(claim, {}, replace(first, other=second))
     assert set(member.what) == set(cells.FIVE)
@@ -386,7 +386,7 @@ def test_verdicts_of_two_models_are_compared_claim_by_claim():
 
 
 def test_long_examples_leak_where_their_recall_says_so():
-    s = made(lambda *_: 1.0, lambda o, p, v, r: 0.6 - 0.5 * bool(r))
+    s = study_of(lambda *_: 1.0, lambda o, p, v, r: 0.6 - 0.5 * bool(r))
     with pytest.raises(NotTestable, match="words=3000"):
         members.CONTRASTS["leak_long"](s)
     estimate = members.CONTRASTS["leak_long"](replace(s, words=3000, examples=s.answers)).estimate()

@@ -34,7 +34,7 @@ def seen_by(kind):
                          if isinstance(v, torch.Tensor)})  # fmt: skip
 
 
-def known(o):
+def with_forward_results(o):
     """The observation with the log-sum-exp and outputs of a prompt's forward pass."""
     logits = torch.einsum("bgrwd,bgnd->bgrwn", o.queries.unflatten(1, (2, -1)), o.keys) * o.scaling
     lse = logits.masked_fill(~o.visible[:, :, None], -torch.inf).logsumexp(-1).flatten(1, 2)
@@ -53,7 +53,7 @@ def test_scores_are_those_of_plain_pytorch(name, kind):
     policy, plain = CATALOGUE[name], seen_by(kind)
     for reading in policy.readings:
         parameters = policy.reading(reading) | {"budget": torch.tensor([6, 6], device=plain.keys.device)}
-        for o in (plain, known(plain)):
+        for o in (plain, with_forward_results(plain)):
             ours = call(policy.score, replace(o, backend="triton"), parameters=parameters)
             truth = call(policy.score, plain, parameters=parameters)
             close = {"atol": 2e-2, "rtol": 2e-2} if parameters.get("round_p") else {"atol": 2e-5, "rtol": 1e-3}

@@ -429,7 +429,7 @@ def test_a_dry_run_gives_what_is_stored(loaded, fake, tmp_path):
 def test_more_workers_than_cores_promise_no_more_speed(loaded, fake, tmp_path, monkeypatch):
     monkeypatch.setattr(run.workers, "default_workers", lambda loaded: 2)
     processes = []
-    monkeypatch.setattr(run, "tell", lambda **message: processes.append(message["processes"]))
+    monkeypatch.setattr(run, "send", lambda **message: processes.append(message["processes"]))
     for workers, where in ((1, "local"), (2, "local"), (1000, "local"), (7, "ray")):
         go(loaded, tmp_path, dry_run=True, workers=workers, engine=where)
     assert processes == [1, 2, 2, 7]

@@ -225,13 +225,13 @@ def test_verdicts_on_stored_timings_are_told_from_those_of_the_run():
     frame = claims.timed(frame, {"A1": "fastest to slowest", "A2": "fastest to slowest"})
     assert frame.test.tolist() == ["fastest to slowest", "none", "t"]
     assert frame.model.tolist() == [claims.STORED, claims.STORED, "mine"]
-    assert [("no part of this run" in text) for text in wording.overview(frame).statement] == [True, True, False]
+    assert [("not in this run" in text) for text in wording.overview(frame).statement] == [True, True, False]
     lines = wording.summary(frame).splitlines()
     assert len(lines) == 2
     assert "not by this run" in lines[0]
     assert "A1, A2" in plain(lines[0])
     assert "A3" in lines[1]
-    assert wording.beside(frame, "cost").count("no part of this run") == 2
+    assert wording.beside(frame, "cost").count("not in this run") == 2
     folded = wording.folded(frame, "cost").split("\n\n")  # blank lines, so that what is between is Markdown
     named = ", ".join(frame[frame.topic == "cost"].claim.unique())
     assert folded == [

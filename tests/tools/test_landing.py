@@ -150,7 +150,7 @@ def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
     parts = decide.parts(tmp_path)
     assert "The full cache scores 1.00 on the 9 items" in parts["advice"]
     assert "choose *key difference; heads: per head, even budgets*" in parts["advice"]
-    assert "such a condition scores 0.95 on it; this one scores 0.95 on all items, those" in parts["advice"]
+    assert "such a condition scores 0.95 on it; this one scores 0.95 on all items, including those" in parts["advice"]
     assert "published" not in parts["advice"]
     assert "happens to score more" not in parts["short"]  # the one that frees blocks scores less
     assert "returns 80% of the blocks on average over all scorers" in parts["advice"]

@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from kvrepro.chapters.leakage import drawings
-from kvrepro.experiment.figure import TOLD
+from kvrepro.experiment.figure import HOVER_TEXTS
 
 SAFE = pd.DataFrame(
     [
@@ -23,7 +23,7 @@ def test_safe_budgets_are_written_into_their_cells_with_a_cross_where_little_is_
     assert [text.get_text() for text in right.texts] == ["100%"]
     assert [label.get_text() for label in left.get_yticklabels()] == ["H2O", "SnapKV"]
     assert left.get_title("left") == "defense first"
-    assert TOLD[left] == [(0.5, 0.5, "H2O, default: 10%"), (0.5, 1.5, "SnapKV, default: 70%"),
+    assert HOVER_TEXTS[left] == [(0.5, 0.5, "H2O, default: 10%"), (0.5, 1.5, "SnapKV, default: 70%"),
                           (1.5, 1.5, "SnapKV, whitelist: 30%")]  # fmt: skip
 
 

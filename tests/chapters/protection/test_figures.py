@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from kvrepro.chapters.protection import figures
-from kvrepro.experiment.figure import TOLD
+from kvrepro.experiment.figure import HOVER_TEXTS
 
 mpl.use("Agg")
 
@@ -43,7 +43,7 @@ def test_retention_darkens_where_positions_are_kept():
     shade = np.asarray(strip).sum(-1)
     inside, outside = shade[int(480 * 800 / 1919) : int(480 * 990 / 1919)], shade[: int(480 * 700 / 1919)]
     assert inside.max() < outside.min()
-    texts = [text for _, _, text in TOLD[figure.axes[0]]]
+    texts = [text for _, _, text in HOVER_TEXTS[figure.axes[0]]]
     assert texts[0] == "LRU, tokens 0 to 239: 0% kept"
     assert texts[3] == "LRU, tokens 720 to 959: 80% kept"
     plt.close(figure)

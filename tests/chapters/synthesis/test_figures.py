@@ -3,7 +3,7 @@
 import pandas as pd
 
 from kvrepro.chapters.synthesis import figures
-from kvrepro.experiment.figure import TOLD
+from kvrepro.experiment.figure import HOVER_TEXTS
 
 TABLE = pd.DataFrame(
     [
@@ -25,7 +25,7 @@ def test_each_model_has_a_panel_per_cost_and_the_frontier_names_published_method
     drawn = figures.frontiers(TABLE)
     bytes_a, bytes_b, blocks_a, blocks_b = drawn.axes
     assert [points(axes) for axes in drawn.axes] == [3, 1, 3, 1]  # no full cache
-    assert TOLD[bytes_a] == [(0.1, 0.2, "cheap: 0.20, at 10%"), (0.2, 0.1, "beaten: 0.10, at 20%"),
+    assert HOVER_TEXTS[bytes_a] == [(0.1, 0.2, "cheap: 0.20, at 10%"), (0.2, 0.1, "beaten: 0.10, at 20%"),
                              (0.2, 0.8, "SnapKV, 20%: 0.80, at 20%")]  # fmt: skip
     assert [text.get_text() for text in bytes_a.texts] == ["SnapKV, 20%"]
     [stairs] = [line for line in bytes_a.lines if line.get_linestyle() == "-"]

@@ -19,4 +19,4 @@ def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_ow
     assert len(stored) == 3 * (1 + 14 + 3 * 2)
     assert policy in set(stored.policy)
     text = " ".join(data.get("text/html", "") + data.get("text/markdown", "") for data in outputs)
-    assert "Nothing can be said here" in text  # a random model answers nothing
+    assert "This run cannot say what the model forgets" in text  # a random model answers nothing

@@ -70,7 +70,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     folder = root / "book" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
     pages = {name: table(rows) for name, rows in tables().items()} | claims_page.write(chapters, folder, root)
-    pages |= {name: reference.page(places) for name, places in reference.PAGES.items()}
+    pages |= {name: reference.page(patterns) for name, patterns in reference.PAGES.items()}
     pages["settings"], pages["control"] = reference.settings(), controlled()
     pages["artifact"] = table(differences.table())
     pages["targets_figure"] = f"""```{{figure}} generated/targets.svg

@@ -12,19 +12,19 @@ from typing import TypeGuard
 from kvrepro.experiment import run
 from kvrepro.paths import ROOT
 
-PAGES = {  # page: the folders and files that it shows, from the project's folder
-    "api-engine": ("kvrepro/engine",),
-    "api-experiment": ("kvrepro/__init__.py", "kvrepro/item.py", "kvrepro/chat.py", "kvrepro/experiment"),
-    "api-world": ("kvrepro/world",),
-    "api-tools": ("kvrepro/tools",),
-    "api-kernels": ("kernels/kvrepro_kernels",),
+PAGES = {  # page: patterns of the files that it shows, from the project's folder
+    "api-engine": ("kvrepro/engine/*.py",),
+    "api-scores": ("kvrepro/engine/score/*.py",),
+    "api-experiment": ("kvrepro/__init__.py", "kvrepro/item.py", "kvrepro/chat.py", "kvrepro/experiment/*.py"),
+    "api-world": ("kvrepro/world/*.py",),
+    "api-tools": ("kvrepro/tools/**/*.py",),
+    "api-kernels": ("kernels/kvrepro_kernels/**/*.py",),
 }
 
 
-def page(places: tuple[str, ...], root: Path = ROOT) -> str:
-    """Markdown of every module below `places`, with its public classes and functions."""
-    files = [root / place for place in places]
-    modules = [module for file in files for module in ([file] if file.is_file() else sorted(file.rglob("*.py")))]
+def page(patterns: tuple[str, ...], root: Path = ROOT) -> str:
+    """Markdown of every module that a pattern matches, with its public classes and functions."""
+    modules = [module for pattern in patterns for module in sorted(root.glob(pattern))]
     return "\n".join(line for module in modules for line in _module(module, root))
 
 

@@ -37,7 +37,7 @@ def _private():
 def test_a_module_is_shown_with_its_public_members(tmp_path):
     (tmp_path / "one.py").write_text(SOURCE)
     (tmp_path / "empty.py").write_text('"""No members."""\nX = 1\n')
-    text = reference.page((".",), tmp_path)
+    text = reference.page(("*.py",), tmp_path)
     assert text.count("## one\n") == 1
     assert "class Shape(Base):\n    side: int = 3\n" in text
     assert "def area(self) -> int" in text

@@ -1,10 +1,10 @@
 """How code is written: names that explain themselves, short functions."""
 
 import ast
-import json
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -21,8 +21,7 @@ def source(file):
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         return text
-    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    return "\n".join("".join(cell["source"]) for cell in cells)
+    return "\n".join(cell.source for cell in nbformat.reads(text, 4).cells if cell.cell_type == "code")
 
 
 def lines(function):

@@ -80,7 +80,8 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[
 class Steps:
     """Rows as they decode, the tokens that they picked, and the captured step if there is one.
 
-    A row that ends leaves at once; from a captured step ended rows leave as soon as they are half of its rows.
+    Rows that end stay until they are an eighth of all, since the others are copied when they leave; in a captured step
+    until they are half. Whoever watches the rows sees none that ended.
     """
 
     def __init__(self, call: Call, rows: Rows, window: int):
@@ -147,7 +148,8 @@ class Steps:
         self.ended = self.ended | gone
         alive = self.at_work()
         self.going = len(alive)
-        if alive and (at_once or self.captured is None or 2 * len(alive) <= len(self.rows)):
+        share = 1 if self.call.watch is not None else 7 / 8 if self.captured is None else 1 / 2
+        if alive and (at_once or len(alive) <= share * len(self.rows)):
             self.release()
             self.picked = list(torch.stack(self.picked, 1)[alive].unbind(1))
             self.rows, self.ended = self.rows.take(alive, spend=True), self.ended[alive]

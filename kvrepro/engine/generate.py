@@ -55,7 +55,8 @@ def generate(
     prompts: token ids, or `Prompt` where a condition names spans. conditions: for all prompts, or a list for each. Rows
     of any prompt and condition decode in batches of up to `batch_rows` (None: on a CPU 128, or as many as 2 GiB hold,
     on a GPU as many as two fifths of its free memory hold). `prompt_rows` neighbouring prompts pass through the model
-    together, padded on the left (None: one on a CPU, on a GPU up to 64 with at most 65,536 tokens in all).
+    together, padded on the left, with at most 65,536 tokens in all unless there is one (None: one on a CPU, 64 on a
+    GPU).
     backend: "torch"; "triton" on a GPU, which refuses what kernels cannot do (`kvrepro.engine.backend`); "auto":
     "triton" where it can compute a condition and agrees with "torch", else "torch"; or one of these by condition. Each
     generation names its backend.
@@ -222,9 +223,8 @@ def _rows(
     """Rows of every prompt and condition after its prefill. Neighbouring prompts pass through the model together under
     the conditions that they share; what does not fit half of the room is spread over several passes."""
     together = prompt_rows or (1 if call.device.type == "cpu" or call.measure_peak else MOST_PROMPTS)
-    tokens = math.inf if prompt_rows else PASS_TOKENS
     lengths = [len(text.ids) for text in call.texts]
-    for block in blocks(range(len(wanted)), lengths, together, tokens):
+    for block in blocks(range(len(wanted)), lengths, together, PASS_TOKENS):
         for sharing, shared_columns in groups_sharing_conditions(block, wanted):
             for columns in groups(call, sharing, shared_columns):
                 for members, part in fitting(call, sharing, columns, room / 2):

@@ -169,6 +169,8 @@ def group_rows(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of the pairs; a pair that fails becomes a row with its error. limit: seconds."""
     max_new_tokens = {i: heads[i, j]["max_new_tokens"] for i, j in pairs}
+    if torch.device(loaded.device).type == "cuda":
+        torch.cuda.empty_cache()  # the job before left its memory in pieces, which may be too small for this one
     outcomes = attempted(loaded, prompts, conditions, pairs, max_new_tokens, engine_arguments, limit)
     computed_by = {"processor": processor(loaded)}
     return [answer_row(loaded, items[i], prompts[i], heads[i, j], outcomes[i, j], note) | computed_by for i, j in pairs]
@@ -187,14 +189,16 @@ def attempted(
     """Each pair's generation, or its exception.
 
     Where all pairs fail together or take more than `limit` seconds, or some run out of memory, those are tried again,
-    half of them at a time: first fewer conditions, then fewer items. max_new_tokens: of each item's answer.
+    half of them at a time: first fewer conditions, then fewer items; out of memory, a quarter of the prompts also pass
+    through the model together. max_new_tokens: of each item's answer.
     """
     outcomes, failed = _tried(loaded, prompts, conditions, pairs, max_new_tokens, engine_arguments, limit)
     if not failed or len(pairs) == 1:
         return outcomes
     failure = outcomes[failed[0]]
     if isinstance(failure, torch.OutOfMemoryError):
-        engine_arguments = engine_arguments | {"prompt_rows": 1}
+        rows = engine_arguments.get("prompt_rows", engine.MOST_PROMPTS)
+        engine_arguments = engine_arguments | {"prompt_rows": max(1, rows // 4)}
     if isinstance(failure, torch.OutOfMemoryError | TimeLimit):
         what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
         print(f"{what} with {len(failed)} rows of {len({i for i, _ in failed})} items: half of them at a time")

@@ -27,6 +27,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
+from kvrepro.engine.rows import Rows
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.tools import calibrate
@@ -307,6 +308,24 @@ def test_each_prompt_has_an_answer_of_its_own_length(regime):
             assert len(a.tokens) == length
             assert (a.tokens, a.kept, a.evicted, a.policy_calls) == (b.tokens, b.kept, b.evicted, b.policy_calls), c
             assert (a.kept_positions, a.bytes_full) == (b.kept_positions, b.bytes_full), c.label
+
+
+@pytest.mark.parametrize("regime", ["decode cap", "shared cap", "prefill"])
+def test_rows_that_ended_change_nothing_while_they_stay(regime, monkeypatch):
+    """One row ends at each step; the batch is copied only when an eighth of it has ended."""
+    model, taken, take = architecture("llama"), [], Rows.take
+    prompts, new = tiny_prompts(*range(30, 54)), list(range(2, 26))
+    conditions = [flat("lru" if regime == "shared cap" else "streaming_llm", CAP, regime=regime, interval=2)]
+    monkeypatch.setattr(
+        Rows, "take", lambda rows, *given, **more: taken.append(len(rows)) or take(rows, *given, **more)
+    )
+    together = engine.generate(model, prompts, conditions, max_new_tokens=new, stop_ids=())
+    assert 3 < len(taken) < 16
+    for prompt, length, [row] in zip(prompts, new, together, strict=True):
+        [[alone]] = engine.generate(model, [prompt], conditions, max_new_tokens=length, stop_ids=())
+        assert len(row.tokens) == length
+        for field in ("tokens", "kept", "evicted", "policy_calls", "kept_positions", "bytes_full"):
+            assert getattr(row, field) == getattr(alone, field), (length, field)
 
 
 def test_numbers_of_new_tokens_are_one_for_each_prompt():

@@ -248,8 +248,8 @@ def _table(ends, loaded, item):
 
 
 def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, tmp_path, capsys, monkeypatch):
-    """Each attempt fills a cache and fails with more than one row; the next one must find that cache gone, and lets one
-    prompt at a time pass through the model."""
+    """Each attempt fills a cache and fails with more than one row; the next one must find that cache gone, and lets a
+    quarter of the prompts pass through the model together."""
     held, together = [], []
 
     class Cache:
@@ -269,7 +269,7 @@ def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, t
     assert len(held) > 15
     assert together[0] is None
     assert together.count(None) == 5  # first attempts, one for each item
-    assert set(together) == {None, 1}
+    assert set(together) == {None, 16, 4}
     assert "out of memory with 3 rows of 1 items: half of them at a time" in capsys.readouterr().out
 
 
@@ -279,7 +279,7 @@ def test_rows_of_a_batch_without_memory_are_tried_again_and_no_others(loaded, ca
 
     def generate(model, prompts, conditions, **given):
         sizes.append(sum(map(len, conditions)))
-        assert given.get("prompt_rows") == (None if len(sizes) == 1 else 1)
+        assert given.get("prompt_rows") == (None if len(sizes) == 1 else 16)
         return [
             [
                 torch.OutOfMemoryError("full") if len(sizes) == 1 and (i, j) in short else (i, j)

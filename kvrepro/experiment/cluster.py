@@ -71,6 +71,7 @@ def connect(address: str | None = None, least: int = 1) -> Any:
             raise InputError(f"Ray at {arguments['address']}: {first_line(error)}; {way_out}")
         return ray
     os.environ.update(ALONE)
+    workers.keep_blocks()
     arguments |= {"num_cpus": max(least, os.cpu_count() or 1), "include_dashboard": False}
     if (error := _begun(ray, arguments)) and not isinstance(error, TimeoutError):
         print(f"Ray did not start ({first_line(error)}): once more", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pickle
+import platform
 import re
 import signal
 import sys
@@ -36,6 +37,9 @@ HELP = "is memory too small? give fewer workers, or smaller batches by batch_row
 Recipe = tuple[str, str, str, str]  # folder, device, dtype and name of a model: how to load it in another process
 IMPORTED = ["kvrepro.experiment.run", "transformers.models.auto.modeling_auto"]  # by the server, before it forks
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # each worker has one
+# What makes glibc keep large blocks that are freed. Usually it returns them to the system, which clears each new one:
+# a quarter of the time of protection's main study. Older versions take no such threshold.
+KEEP_BLOCKS, GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}, (2, 36)
 studies_ended = threading.Event()  # set after a notebook's studies: its exercises are small, and start no server early
 _models: list[Loaded | None] = []  # in a worker: the one that it loaded
 _pools: dict[Any, tuple[int, ProcessPoolExecutor]] = {}  # by recipe, one at most: how many workers run, and their pool
@@ -148,6 +152,7 @@ def _for_processes() -> Iterator[None]:
     main, before = sys.modules["__main__"], dict(os.environ)
     sys.modules["__main__"] = types.ModuleType("__main__")
     os.environ.update(dict.fromkeys(THREADS, "1"), PYTHONPATH=os.pathsep.join(sys.path))
+    keep_blocks()
     try:
         with _deaf():
             yield
@@ -156,9 +161,16 @@ def _for_processes() -> Iterator[None]:
         raise
     finally:
         sys.modules["__main__"] = main
-        for name in {*THREADS, "PYTHONPATH"}:
+        for name in {*THREADS, *KEEP_BLOCKS, "PYTHONPATH"}:
             os.environ.pop(name, None)
         os.environ.update(before)
+
+
+def keep_blocks() -> None:
+    """Let processes that start from now on keep large blocks of memory for reuse, unless the user says otherwise."""
+    library, version = platform.libc_ver()
+    if library == "glibc" and tuple(map(int, version.split(".")[:2])) >= GLIBC:
+        os.environ.update(KEEP_BLOCKS | {name: os.environ[name] for name in KEEP_BLOCKS if name in os.environ})
 
 
 @contextlib.contextmanager

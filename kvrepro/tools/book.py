@@ -106,6 +106,7 @@ def execute(name: str, parameters: dict[str, Any], root: Path = ROOT, force: boo
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     # The next chapter's workers take the cores while this one draws: threads that wait for each other would slow both.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    workers.keep_blocks()
     # Without the kernel's remarks on its transport, and on its own tasks as it ends; errors of cells are exceptions.
     at_its_end = '__import__("atexit").register(__import__("logging").disable)'
     quiet = ["--log-level=CRITICAL", f"--IPKernelApp.exec_lines={at_its_end}"]

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import checkpoint
 import pandas as pd
@@ -279,13 +281,43 @@ table = run.run(run.PerItem("c", "n", items, mine.told), None, run.Settings({res
 print(sorted(set(table.told)), flush=True)
 """
 MINE = """
-import os, threading, time
+import multiprocessing, os, threading, time
 import pandas as pd
 
 def told(loaded, item):
     time.sleep(0.1)
-    return pd.DataFrame({"told": [f"{os.environ.get('LATER')}, {threading.active_count() < 4} threads"]})
+    keeps = "MALLOC_TRIM_THRESHOLD_" in os.environ
+    worker = multiprocessing.parent_process() is not None
+    told = f"{os.environ.get('LATER')}, {threading.active_count() < 4} threads, {keeps if worker else '-'}"
+    return pd.DataFrame({"told": [told]})
 """
+
+
+FAULTS = """
+import resource, torch
+for _ in range(24):  # while blocks of many sizes are made
+    torch.ones(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(8):
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's allocator")
+def test_a_process_that_keeps_large_blocks_gets_none_that_the_system_must_clear(monkeypatch):
+    def faults() -> int:
+        return int(subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, check=True, text=True).stdout)
+
+    for name in pool.KEEP_BLOCKS:
+        monkeypatch.delenv(name, raising=False)
+    with mock.patch.dict(os.environ):
+        usual = faults()
+        pool.keep_blocks()
+        assert (faults() < usual / 10) == (set(pool.KEEP_BLOCKS) <= set(os.environ))  # older versions: neither
+        os.environ["MALLOC_TRIM_THRESHOLD_"] = "7"
+        pool.keep_blocks()
+        assert os.environ["MALLOC_TRIM_THRESHOLD_"] == "7"
 
 
 def test_workers_have_our_modules_and_environment_and_do_not_run_our_script_again(tmp_path):
@@ -298,4 +330,5 @@ def test_workers_have_our_modules_and_environment_and_do_not_run_our_script_agai
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines.count("once") == 1
-    assert lines[-1] == "['seen, True threads']"
+    keeps = platform.libc_ver()[0] == "glibc" and tuple(map(int, platform.libc_ver()[1].split("."))) >= pool.GLIBC
+    assert lines[-1] == f"['seen, True threads, -', 'seen, True threads, {keeps}']"

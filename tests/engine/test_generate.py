@@ -314,7 +314,7 @@ def test_each_prompt_has_an_answer_of_its_own_length(regime):
 def test_rows_that_ended_change_nothing_while_they_stay(regime, monkeypatch):
     """One row ends at each step; the batch is copied only when an eighth of it has ended."""
     model, taken, take = architecture("llama"), [], Rows.take
-    prompts, new = tiny_prompts(*range(30, 54)), list(range(2, 26))
+    prompts, new = tiny_prompts(*range(54, 30, -1)), list(range(2, 26))  # the longest prompt ends first
     conditions = [flat("lru" if regime == "shared cap" else "streaming_llm", CAP, regime=regime, interval=2)]
     monkeypatch.setattr(
         Rows, "take", lambda rows, *given, **more: taken.append(len(rows)) or take(rows, *given, **more)

@@ -4,6 +4,7 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from kvrepro.chapters.protection import control, credit
 from kvrepro.chapters.reanalysis import differences
@@ -172,12 +173,13 @@ def controlled() -> str:
     rows = list(claims.read(control.TABLE).itertuples())
     causes = [control.cause(row, claim_of[row.claim]) for row in rows]
     excused = [name for name, _ in causes if name]
-    numbers = "; ".join(f"{text}: {excused.count(name)}" for name, text in control.CAUSES.items())
+    numbers = ", ".join(f"{text} ({excused.count(name)})" for name, text in control.CAUSES.items())
+    paper = lambda row: claims.paper_text(claim_of[row.claim]["paper"], row.unit)  # noqa: E731
     unreproduced = [
         {"claim": row.claim, "rows of": row.panel,
-         "paper": f"{claims.paper_text(claim_of[row.claim]['paper'], row.unit)} {row.unit}",
-         "their rows": wording.shown(row), "rule": row.rule, "verdict": row.verdict, "because": control.CAUSES[name],
-         "why": why}
+         "the paper": wording.printed(SimpleNamespace(paper=paper(row), unit=row.unit)),
+         "their rows": wording.shown(row), "rule": row.rule, "verdict": row.verdict,
+         "reason": control.CAUSES[name], "in detail": why}
         for row, (name, why) in zip(rows, causes, strict=True) if name
     ]  # fmt: skip
     panels = {row.claim: [r.panel for r in rows if r.claim == row.claim and r.verdict == "reproduced"] for row in rows}
@@ -188,7 +190,7 @@ def controlled() -> str:
     ]  # fmt: skip
     parts = [
         f"{len(rows)} pairs of a claim and a panel can be decided; {len(rows) - len(excused)} come out *reproduced*. "
-        f"Of the others, {numbers}.",
+        f"The reasons of the others: {numbers}.",
         "## Where a rule does not come out", table(unreproduced),
         "## Rules and statements that were mended", table(mended_rules),
         "## Where it comes out", table([{"claim": c, "rows of": "; ".join(ps)} for c, ps in panels.items() if ps]),

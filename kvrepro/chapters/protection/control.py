@@ -117,7 +117,7 @@ def cause(row: Any, claim: Mapping[str, Any]) -> tuple[str, str]:
             return entry["cause"], entry["why"]
     if row.verdict != "inconclusive":
         raise InputError(f"claim {claim['id']} is {row.verdict} on {row.panel}: say why under `control` in its entry")
-    items = "more items would hardly decide" if not row.needed < 100_000 else f"about {row.needed:,.0f} would"
+    items = "more would hardly settle it" if not row.needed < 100_000 else f"about {row.needed:,.0f} would settle it"
     return "data", f"{row.n:.0f} items leave it open; {items}."
 
 

@@ -14,7 +14,7 @@ def table() -> list[dict[str, str]]:
     scores = artifact.scores()
     rows = comparisons.panels(scores)
     cells = [
-        ("evicted entries leave memory", "an additive mask hides them; keys and values stay (here: both, `execution`)"),
+        ("evicted entries leave memory", "an additive mask hides them; keys and values stay (here: `execution`)"),
         ("attention mass, averaged over layers and accumulated",
          "maxima over layers, heads and queries (`score_reduce`)"),
         *(compare(scores) for compare in (_references, _repetition, _cut, _domains, _needles, _sampling, _public)),
@@ -71,8 +71,10 @@ def _domains(scores: pd.DataFrame) -> tuple[str, str]:
 def _needles(scores: pd.DataFrame) -> tuple[str, str]:
     full = _run(scores, "niah/phi35-niah-fullcache")
     place = full.groupby("task").token_f1.mean()
-    lengths = full.groupby(pd.qcut(full.prompt_tokens, 3)).agg(tokens=("prompt_tokens", "max"), f1=("token_f1", "mean"))
-    by_length = ", ".join(f"{row.f1:.3f} up to {row.tokens:,.0f} tokens" for row in lengths.itertuples())
+    lengths = full.groupby(pd.qcut(full.prompt_tokens, 3)).agg(
+        least=("prompt_tokens", "min"), most=("prompt_tokens", "max"), f1=("token_f1", "mean")
+    )  # fmt: skip
+    by_length = ", ".join(f"{row.f1:.3f} at {row.least:,.0f} to {row.most:,.0f} tokens" for row in lengths.itertuples())
     return (
         "on short needle prompts the middle and the end fail even with the full cache",
         f"F1 is {place['early']:.3f} early, {place['middle']:.3f} in the middle, {place['late']:.3f} late; but "
@@ -85,8 +87,8 @@ def _sampling(scores: pd.DataFrame) -> tuple[str, str]:
     low, high = (_printed(f"lift t0.7 ci95_{side}") for side in ("low", "high"))
     return (
         f"an interval of {low:.3f} to {high:.3f} at temperature 0.7",
-        f"{alone.n} pairs count as independent ({alone.low:.3f} to {alone.high:.3f} by our rule); an item's seeds "
-        f"counted once, it is {by_item.low:.3f} to {by_item.high:.3f}",
+        f"{alone.n} pairs count as independent ({alone.low:.3f} to {alone.high:.3f} by our rule); if an item's "
+        f"seeds count once, it is {by_item.low:.3f} to {by_item.high:.3f}",
     )
 
 
@@ -95,8 +97,9 @@ def _public(scores: pd.DataFrame) -> tuple[str, str]:
     means = cells[cells.metric.str.startswith("token_f1")]
     return (
         "all outputs are published per item",
-        f"of the {len(means)} mean scores in tables {', '.join(table for table in printed.TABLES if table != 'A')}, "
-        f"{int(means.same.notna().sum())} have their rows in public; the side ablation and several models have not",
+        f"{int(means.same.notna().sum())} of the {len(means)} mean scores in tables "
+        f"{', '.join(table for table in printed.TABLES if table != 'A')} have their rows in public; the side ablation "
+        "and several models have not",
     )
 
 
@@ -106,7 +109,7 @@ def _never_reduced(rows: pd.DataFrame) -> tuple[str, str]:
     return (
         "per-head Ada-KV and QUEST retain the capacity on every item",
         f"their first reduction waits for the eighth generated token: of {ada['item'].nunique()} items, "
-        + ", ".join(f"{n} on {name}" for name, n in never.items()) + " are never reduced",
+        "Ada-KV never reduces " + ", ".join(f"{n} on {name}" for name, n in never.items()),
     )  # fmt: skip
 
 
@@ -166,9 +169,10 @@ def _begun(rows: pd.DataFrame) -> tuple[str, str]:
     panel = words.begun_alike(rows[rows["name"].str.startswith(("confound", "ablation/"))]).set_index("name").value
     return (
         "runs with and without protection differ in nothing else",
-        "a token that is drawn before any eviction opens every output. In tables 3 and 4, on the same prompts, "
+        "a token that is drawn before any eviction opens every output, so all should begin like the full cache's. In "
+        "tables 3 and 4, on the same prompts, "
         f"{panel['ablation/q25-c256-lru']:.1%} of the unprotected outputs and "
-        f"{panel['confound-fix/q25-c256-lru-protected']:.1%} of the protected ones begin with the full cache's first "
+        f"{panel['confound-fix/q25-c256-lru-protected']:.1%} of the protected ones begin with its first "
         f"character; in the {len(pool)} runs on {pool.n.iloc[0]} items "
         + ("all do" if pool.value.min() == 1 else f"{pool.value.min():.0%} do or more"),
     )

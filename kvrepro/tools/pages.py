@@ -146,7 +146,8 @@ def tables() -> dict[str, list[dict[str, str]]]:
         "methods": [{"policy": named(row), "keeps": typeset(row["keeps"])} for row in general],
         "harness": [{"policy": named(row), "keeps": typeset(row["keeps"]), "budget": row["budget"]} for row in harness],
         "requirements": [
-            {c: row[c].replace("as_run, as_described", "both") for c in "name regimes budget needs readings".split()}
+            {c: row[c] for c in "name regimes budget needs".split()}
+            | {"readings": {"as_run, as_described": "both", "-": "-", **claims.LABELS}[row["readings"]]}
             for row in general
         ],
         "tests": [{"policy": name, "tests": breakable("<br>".join(tests))} for name, tests in PINNED.items()],

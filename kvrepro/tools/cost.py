@@ -105,9 +105,10 @@ def bars(path: Path = GPU / "real.csv") -> Figure:
     with figure.style():
         picture = Figure(figsize=(7, 0.9 * len(frame) + 1), layout="constrained")
         axes = picture.subplots()
-        sns.barplot(long, x="ratio", y="what", hue="measured", hue_order=names, ax=axes)
+        sns.barplot(long, x="ratio", y="what", order=frame.what.unique(), hue="measured", hue_order=names, ax=axes)
         axes.axvline(1, color="0.3", linewidth=1)
         axes.set(xscale="log", xlim=(0.1, None), xlabel="time over the target", ylabel="")
+        axes.xaxis.set_major_formatter("{x:g}")
     return picture
 
 

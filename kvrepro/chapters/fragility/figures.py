@@ -21,7 +21,7 @@ LOOKS.update(  # of the rules that rank the tokens of the past
         "mean": Look("mean", "#E69F00", "s"),
         "max": Look("largest", "#56B4E9", "^"),
         "defensive": Look("defensive", "#0072B2", "o"),
-        "true risk": Look("largest of the answer", "#009E73", "D"),
+        "true risk": Look("ranked by the answer", "#009E73", "D"),
     }
 )
 
@@ -104,7 +104,7 @@ ZERO = pd.DataFrame({"value": [0.0], "low": [np.nan], "high": [np.nan]})  # a re
 PANELS = {
     "bias": "true risk minus expected score",
     "missed": "chance that no spike was seen",
-    "survives": "fragile entries that stay",
+    "survives": "spiky entries that stay",
 }
 
 

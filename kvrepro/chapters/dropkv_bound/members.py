@@ -119,7 +119,8 @@ def _peers(claim: Mapping, study: Study) -> list[Member]:
         ours = selected(study.records, "dropkv", window, objective=objective)
         for rule in rules:
             f = _with_other_rule(study, rule, window, ours[ours.k == HARD_K])
-            peers.append(Member(f"{rule}, F of the {objective}", _mean_over_prompts(f.log, f["item"], bounds=None)))
+            name = f"{rule}, shift of the {objective}"
+            peers.append(Member(name, _mean_over_prompts(f.log, f["item"], bounds=None)))
     return peers
 
 

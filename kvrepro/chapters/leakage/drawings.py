@@ -50,7 +50,7 @@ def sooner(lost: pd.DataFrame) -> str:
             return f"all {len(lost)} policies forget {phrase}" if len(lost) > 1 else f"{names[0]} forgets {phrase}"
         if names:
             counts.append(f"{len(names)} {'forgets' if len(names) == 1 else 'forget'} {phrase} ({', '.join(names)})")
-    return f"of {len(lost)} policies {', '.join(counts)}" if counts else stats.NOT_RUN
+    return f"of {len(lost)} policies, {', '.join(counts[:-1])}, and {counts[-1]}" if counts else stats.NOT_RUN
 
 
 def say_empty(drawn: Figure, text: str) -> Figure:

@@ -320,8 +320,8 @@ def test_what_is_forgotten_first_is_lost_with_less_dropped():
     lost = study.forgotten_first(pd.DataFrame(rows, columns=["measure", "order", "policy", "ratio", "value"]))
     assert lost.set_index("policy").part.to_dict() == {"a": "directive", "b": "defense", "c": "neither", "d": "both"}
     assert drawings.sooner(lost) == (
-        "of 4 policies 1 forgets the defense sooner (b), 1 forgets the directive sooner (a), "
-        "1 forgets both at once (d), 1 forgets neither (c)"
+        "of 4 policies, 1 forgets the defense sooner (b), 1 forgets the directive sooner (a), "
+        "1 forgets both at once (d), and 1 forgets neither (c)"
     )
     assert drawings.sooner(lost[lost.policy == "a"]) == "a forgets the directive sooner"
 

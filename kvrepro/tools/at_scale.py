@@ -86,7 +86,7 @@ def table(row: dict[str, float], seconds: float, efficiency: float) -> pd.DataFr
          f"at the efficiency measured on 2 GPUs, {efficiency:.2f}"),
         ("rows that arrive", "1/s", lambda gpus: gpus * efficiency / seconds, ""),
         ("rows that the driver can take", "1/s", lambda gpus: 1 / row["add"], "unpickled, written, flushed to disk"),
-        ("share of the driver's time", "%", lambda gpus: 100 * gpus * efficiency / seconds * row["add"], ""),
+        ("share of the driver's time", "percent", lambda gpus: 100 * gpus * efficiency / seconds * row["add"], ""),
         ("GPUs that one driver can serve", "", lambda gpus: seconds / row["add"] / efficiency, "one thread"),
         ("object store, at most", "MB", lambda gpus: AHEAD * gpus * JOB * (row["job"] + row["result"]) / 1e6,
          f"{AHEAD} jobs of {JOB:,} rows a worker"),

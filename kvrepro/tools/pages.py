@@ -89,8 +89,8 @@ target is met. A bar is one number of the table and has no interval.
 :alt: {cost.floors_alt()}
 
 Share of its floor that each kernel reaches on its longest input, in the largest batch of that length, for every variant
-and shape; at the line nothing can be gained. Torch's dots beside *compaction* are its indexing, and copies of as many
-bytes, which need no search.
+and shape. At the line nothing can be gained; a dot beyond it moves its bytes faster than the copy that sets the floor.
+Torch's dots beside *compaction* are its indexing, and copies of as many bytes, which need no search.
 ```"""
     pages["floors"], pages["cost_failures"] = cost.floors_sentence(), cost.failures()
     pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}

@@ -204,12 +204,11 @@ def _secret(table: pd.DataFrame) -> str:
     if safe.empty:
         return "this run has no policy that is known to keep it; see {doc}`executed/leakage`."
     shares = safe["leak-safe from"].str.extract(r"(\d+)")[0].astype(int)
-    first, last = (
-        ", ".join(figure.look(name).name for name in safe.of[shares == share]) for share in (shares.min(), shares.max())
-    )
+    policies = safe.of.map(lambda name: figure.look(name).name).groupby(shares).agg(", ".join)
+    listed = "; ".join(f"{share}% for {names}" for share, names in policies.items())
     return (
-        f"do not compress below the leak-safe share of your policy: {shares.min()}% for {first}, {shares.max()}% for "
-        f"{last}; or keep its prohibition on a whitelist ({{doc}}`executed/leakage`)."
+        f"do not compress below the leak-safe share of your policy ({listed}), or keep its prohibition on a whitelist "
+        "({doc}`executed/leakage`)."
     )
 
 

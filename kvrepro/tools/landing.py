@@ -206,7 +206,10 @@ def _on_more_items(frames: Mapping[str, pd.DataFrame]) -> str:
         return ""
     compared = both[both.full_verdict != ""]
     inconclusive, full = ((compared[column] == "inconclusive").sum() for column in ("verdict", "full_verdict"))
-    return f" {inconclusive} of {len(compared)} are inconclusive; with the items of the full profile {full} are."
+    return (
+        f" Of the {len(compared)} that the full profile has, too, {inconclusive} are inconclusive in this run, {full} "
+        "there."
+    )
 
 
 def _counts(frames: Mapping[str, pd.DataFrame]) -> str:

@@ -54,7 +54,7 @@ def test_the_figure_says_how_many_verdicts_more_items_decide(tmp_path):
     table = pd.read_csv(claims_page.FULL).set_index(["claim", "reading"]).verdict
     left = [table["P36", "any"], table["P8", "as_described"]].count("inconclusive")
     figure = landing.picture(tmp_path)
-    assert f"2 of 2 are inconclusive; with the items of the full profile {left} are." in figure
+    assert f"Of the 2 that the full profile has, too, 2 are inconclusive in this run, {left} there." in figure
     claims.write(frame.assign(model="mine"), tmp_path / "mine/data/results/protection/claims.csv")
     assert "full profile" not in landing.picture(tmp_path / "mine")
 

@@ -112,9 +112,9 @@ def members(table: pd.DataFrame, kind_of: Mapping[str, Kind]) -> pd.DataFrame:
         slides = f"{kind.window} tokens" if kind.window else "-"
         count_of = group.verdict.value_counts()
         rows.append({
-            "model": name, "KV heads of heads": f"{kind.kv_heads} of {kind.heads}", "layers": kind.layers,
+            "model": name, "KV heads of query heads": f"{kind.kv_heads} of {kind.heads}", "layers": kind.layers,
             "width": kind.width, "window": slides,
-            **{f"{SIGNS[v]} {v}": int(count_of.get(v, 0)) for v in claims.VERDICTS},
+            **{f"{SIGNS[v]} {claims.label(v)}": int(count_of.get(v, 0)) for v in claims.VERDICTS},
             "answers too little in": ", ".join(dict.fromkeys(poor.chapter)) or "-",
             "failed": "; ".join(f"{row.chapter} ({row.note})" for row in group[group.claim.isna()].itertuples()) or "-",
         })  # fmt: skip
@@ -130,8 +130,8 @@ def summary(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> s
     return (
         f"- Of {n} verdicts (a claim in one reading) that {verdicts.shape[1]} models were asked for, **{same} "
         f"({same / n:.0%}) are the same for all**. In {total['both decided']} two models reach different definite "
-        f"verdicts; in the other {n - same - total['both decided']} that differ, the items of some are too few. "
-        f"{total['turn over']} turn over: *reproduced* for one model, *not reproduced* for another.\n"
+        f"verdicts ({total['turn over']} turn over: *reproduced* for one model, *not reproduced* for another); in the "
+        f"other {n - same - total['both decided']} that differ, the items of some are too few.\n"
         f"- {seed} differ between models that differ in their seed alone, so that nothing is said of what else they "
         f"depend on; {n - same - seed - single} are the same for every seed and differ for a model of another kind"
         + (f"; {single} differ from the one seed that was asked.\n" if single else ".\n")
@@ -190,7 +190,7 @@ def drawn(file: Path = TABLE) -> Figure:
             axes.set_yticks(np.arange(down) + 0.5, list(part), fontsize=6.5)
             axes.set(xticks=[], ylim=(down, 0), xlim=(0, codes.shape[1]))
             axes.set_title(f"{chapter}: {len(part)} verdicts", fontsize=8, loc="left")
-        legend = [Patch(fc=c, ec="grey", label=v) for c, v in zip(COLOURS, claims.VERDICTS, strict=True)]
+        legend = [Patch(fc=c, ec="grey", label=claims.label(v)) for c, v in zip(COLOURS, claims.VERDICTS, strict=True)]
         below = dict(loc="upper center", bbox_to_anchor=(0.5, -0.08))
         grid[-1, 0].legend(handles=legend, ncols=5, fontsize=7, frameon=False, **below)
     return figure.done(shown)

@@ -11,7 +11,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from kvrepro.experiment import figure
+from kvrepro.experiment import claims, figure
 from kvrepro.paths import DATA
 from kvrepro.tools.cost import ITEMS
 from kvrepro.tools.filterable import table
@@ -47,7 +47,8 @@ def _faults(frame: pd.DataFrame) -> tuple[str, str]:
 
 def _bad_values(frame: pd.DataFrame) -> tuple[str, str]:
     counts = frame.groupby("outcome")["count"].sum().sort_values(ascending=False)
-    return f"{counts.sum():,} values", ", ".join(f"{name}: {count:,}" for name, count in counts.items())
+    words = {"one line": "refused in one line"}
+    return f"{counts.sum():,} values", ", ".join(f"{words.get(name, name)}: {n:,}" for name, n in counts.items())
 
 
 def _properties(frame: pd.DataFrame) -> tuple[str, str]:
@@ -68,7 +69,7 @@ def _determinism(frame: pd.DataFrame) -> tuple[str, str]:
     sums = frame[frame.chapter == "all"]
     half = sums.varied.str.contains("bfloat16")
     rows_of_kind = {
-        "one machine": sums.must_be_equal,
+        "on one machine": sums.must_be_equal,
         "elsewhere in float32": ~sums.must_be_equal & ~half,
         "in bfloat16": half,
     }
@@ -93,7 +94,7 @@ def _scaling(frame: pd.DataFrame) -> tuple[str, str]:
     measured = frame.dropna(subset="efficiency")
     result = f"efficiency {measured.efficiency.min():.2f} to {measured.efficiency.max():.2f}"
     for kind, runs in frame.groupby(frame.device == "CPU"):
-        result += f"; on {'CPUs' if kind else 'GPUs'} {runs['equal'].min():.0%} of the rows and "
+        result += f"; on {'CPUs' if kind else 'GPUs'} at least {runs['equal'].min():.0%} of the rows and "
         result += f"{runs.same_text.min():.0%} of the texts equal"
     return f"{len(frame)} runs", result
 
@@ -104,8 +105,10 @@ PARTS = {
         f"for c in {' '.join(ITEMS)}; do {PROGRAM}faults kills --chapter $c --kills 20 --seed 0; done", _kills,
         "A chapter is killed at random moments and started again until it is done. What it stored is then compared "
         "with what an undisturbed run stores. The model has two layers of random weights, and each study two items: "
-        "only the moment of the kill matters. `--who worker` kills workers instead, `--engine ray` those of Ray. A "
-        "process is left if it still runs after 20 s; two agents of Ray itself end a minute after a killed driver.",
+        "only the moment of the kill matters. `while_computing` counts kills before the last row was stored, "
+        "`while_writing` those during a write; `quiet_seconds` is the time of an undisturbed run. `--who worker` kills "
+        "workers instead, `--engine ray` those of Ray. A process is left if it still runs after 20 s; two agents of "
+        "Ray itself end a minute after a killed driver.",
     ),
     "faults": Section(
         "Faults", PROGRAM + "faults table", _faults,
@@ -138,7 +141,9 @@ PARTS = {
     ),
     "store": Section(
         "The store at twenty million rows", "kvrepro store bench", _store,
-        "Rows that the benchmark made are written, opened and read. Seconds are wall clock, from a cold start.",
+        "Rows that the benchmark made are written, opened and read: the rows of one study (`study`: how many), "
+        "those of one item, two columns of all; `add` stores 64 rows more, `fold` merges them into the table. Seconds "
+        "are wall clock, from a cold start.",
     ),
     "scaling": Section(
         "Several workers and GPUs",
@@ -177,6 +182,7 @@ def sections(tables_of: dict[str, pd.DataFrame]) -> str:
         shown = frame.drop(columns=["machine", "torch", "date", "times"], errors="ignore")
         where = "; ".join(dict.fromkeys(f"{row.machine}, {row.date}" for row in frame.itertuples()))
         parts += [f"## {PARTS[name].title}", PARTS[name].means, f"Measured on {where}: `{PARTS[name].command}`."]
+        shown = shown.replace({"which": claims.LABELS}, regex=True) if "which" in shown else shown
         parts.append(_folded("The table", table(_texts(shown))))
         if name == "mutants" and (file := FOLDER / "survivors.csv").is_file():
             parts.append(_folded("The survivors", table(_texts(pd.read_csv(file), code=("before", "after")))))
@@ -206,7 +212,10 @@ def drawn(tables_of: dict[str, pd.DataFrame]) -> Figure | None:
         return None
     whole = tables_of["determinism"].query("chapter == 'all'")
     rows = whole[["text", "kept", "score"]].div(whole.rows, axis=0)
-    shares = rows.assign(verdict=whole.changed / whole.verdicts, varied=whole.varied).melt("varied", value_name="share")
+    rows = rows.set_axis(["answers", "kept tokens", "scores"], axis=1)
+    shares = rows.assign(verdicts=whole.changed / whole.verdicts, varied=whole.varied).melt(
+        "varied", value_name="share"
+    )
     shares["share"] *= 100
     if not shares.share.max() > 0:
         return None

@@ -104,6 +104,7 @@ Torch's dots beside *compaction* are its indexing, and copies of as many bytes, 
     family_page.drawn().savefig(folder / "family.svg", transparent=True)
     cost.bars().savefig(folder / "targets.svg", transparent=True)
     cost.floors().savefig(folder / "floors.svg", transparent=True)
+    pages["shortcuts_lost"] = table(shortcuts.lost_in_words())
     shortcuts.drawn().savefig(folder / "shortcuts.svg", transparent=True)
     pages |= {f"decide_{name}": text for name, text in decide.parts(root).items()} | landing.parts(root)
     at_a_glance = landing.drawn(landing.verdicts(chapters, root))
@@ -121,7 +122,9 @@ def _reliability(folder: Path) -> dict[str, str]:
     if (picture := reliability.drawn(tables_of)) is not None:
         picture.savefig(folder / "determinism.svg", transparent=True)
         head = ":name: fig-determinism\n:alt: Shares of rows and verdicts that differ, for each variant."
-        caption = "What differs from the usual run: answers, kept tokens, scores and verdicts, in percent."
+        caption = (
+            "What differs from the usual run, by what was varied, in percent; without a dot: no verdicts were compared."
+        )
         figure = f"```{{figure}} generated/determinism.svg\n{head}\n{caption}\n```"
     summary = table(reliability.summary(tables_of)) if tables_of else "Nothing was measured yet."
     return {"reliability_summary": summary, "reliability_figure": figure,

@@ -189,6 +189,17 @@ def drawn(file: Path = DATA / "shortcuts.csv") -> Figure:
     return shown
 
 
+def lost_in_words(file: Path = DATA / "shortcuts_lost.csv") -> list[dict[str, str]]:
+    """The stored table of `lost` in the words of the model's page."""
+    names = {"value_norm": "longest values", "k_norm": "shortest keys"}
+    return [
+        {"policy": names.get(row["policy"]) or figure.look(row["policy"]).name, "share kept": f"{row['share']:.0%}",
+         "share of the score lost": f"{row['value']:.0%} [{row['low']:.0%}, {row['high']:.0%}]",
+         **{f"{kind} held": f"{row[kind]:.0%}" for kind in ("evidence", "answer words", "filler", "other facts")}}
+        for row in pd.read_csv(file).to_dict("records")
+    ]  # fmt: skip
+
+
 def main(
     model: Annotated[str, typer.Option(help="small-gqa, or the folder of a checkpoint")] = models.DEFAULT,
     items: str = "tinyworld:long,story,ledger,needle_multikey",

@@ -53,8 +53,8 @@ PICTURE = """```{{figure}} generated/verdicts.svg
 :class: dark-light kvrepro-figure
 :alt: A bar for each chapter, divided by verdict. {alt}
 
-{n} of this run by chapter: {signs}.{missing}{more} {{doc}}`claims` lists all of them one by one, and those over
-the family of models as well.
+{n} of this run by chapter: {signs}.{missing}{more} {{doc}}`claims` lists all verdicts one by one, those over
+the family of models, too.
 ```"""  # noqa: E501
 
 

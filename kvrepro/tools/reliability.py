@@ -94,7 +94,8 @@ def _scaling(frame: pd.DataFrame) -> tuple[str, str]:
     measured = frame.dropna(subset="efficiency")
     result = f"efficiency {measured.efficiency.min():.2f} to {measured.efficiency.max():.2f}"
     for kind, runs in frame.groupby(frame.device == "CPU"):
-        result += f"; on {'CPUs' if kind else 'GPUs'} at least {runs['equal'].min():.0%} of the rows and "
+        result += f"; on {'CPUs' if kind else 'GPUs'} {'' if runs['equal'].min() == 1 else 'at least '}"
+        result += f"{runs['equal'].min():.0%} of the rows and "
         result += f"{runs.same_text.min():.0%} of the texts equal"
     return f"{len(frame)} runs", result
 

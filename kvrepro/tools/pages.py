@@ -4,7 +4,6 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 from kvrepro.chapters.protection import control, credit
 from kvrepro.chapters.reanalysis import differences
@@ -174,14 +173,15 @@ def controlled() -> str:
     """The page of the protection claims on the authors' own rows: what came out, what did not and why, what was
     mended."""
     claim_of = {claim["id"]: claim for claim in claims.load_claims("protection")["claims"]}
-    rows = list(claims.read(control.TABLE).itertuples())
+    frame = claims.read(control.TABLE)
+    paper = [claims.paper_text(claim_of[row.claim]["paper"], row.unit) for row in frame.itertuples()]
+    rows = list(frame.assign(paper=paper).itertuples())
     causes = [control.cause(row, claim_of[row.claim]) for row in rows]
     excused = [name for name, _ in causes if name]
     numbers = ", ".join(f"{text} ({excused.count(name)})" for name, text in control.CAUSES.items())
-    paper = lambda row: claims.paper_text(claim_of[row.claim]["paper"], row.unit)  # noqa: E731
     unreproduced = [
         {"claim": row.claim, "rows of": row.panel,
-         "the paper": wording.printed(SimpleNamespace(paper=paper(row), unit=row.unit)),
+         "the paper": wording.printed(row),
          "their rows": wording.shown(row), "rule": row.rule, "verdict": row.verdict,
          "reason": control.CAUSES[name], "in detail": why}
         for row, (name, why) in zip(rows, causes, strict=True) if name

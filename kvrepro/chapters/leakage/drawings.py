@@ -50,7 +50,8 @@ def sooner(lost: pd.DataFrame) -> str:
             return f"all {len(lost)} policies forget {phrase}" if len(lost) > 1 else f"{names[0]} forgets {phrase}"
         if names:
             counts.append(f"{len(names)} {'forgets' if len(names) == 1 else 'forget'} {phrase} ({', '.join(names)})")
-    return f"of {len(lost)} policies, {', '.join(counts[:-1])}, and {counts[-1]}" if counts else stats.NOT_RUN
+    listed = ", and ".join(text for text in (", ".join(counts[:-1]), *counts[-1:]) if text)
+    return f"of {len(lost)} policies, {listed}" if counts else stats.NOT_RUN
 
 
 def say_empty(drawn: Figure, text: str) -> Figure:

@@ -101,7 +101,7 @@ def test_what_is_forgotten_first_is_told_as_the_chapter_drew_it(tmp_path):
     table = pd.DataFrame(rows, columns=names).assign(low=0.0, high=1.0)
     table.to_csv(folder / "leakage-curves.csv", index=False)
     answer = landing.answers(tmp_path).splitlines()[4]
-    both = "of 2 policies 1 forgets the defense sooner (SnapKV), 1 forgets the directive sooner (H2O)"
+    both = "of 2 policies, 1 forgets the defense sooner (SnapKV), and 1 forgets the directive sooner (H2O)"
     assert f"If the directive comes first, {both}; if the defense does, {both}. With 50% of" in answer
     assert "reveals 80% [0%, 100%] of its secret rules under SnapKV" in answer
     assert "less than a tenth under 1 of 2 policies" in answer

@@ -170,7 +170,8 @@ def keep_blocks() -> None:
     """Let processes that start from now on keep large blocks of memory for reuse, unless the user says otherwise."""
     library, version = platform.libc_ver()
     if library == "glibc" and tuple(map(int, version.split(".")[:2])) >= GLIBC:
-        os.environ.update(KEEP_BLOCKS | {name: os.environ[name] for name in KEEP_BLOCKS if name in os.environ})
+        for name, value in KEEP_BLOCKS.items():
+            os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from kvrepro.tools import edition
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SETTINGS = {  # numbers that a chapter's prose may name: its source's example and its own settings
-    "reclamation": {"20", "24", "25", "64", "128", "512", "000"},
+    "reclamation": {"20", "24", "64", "128", "512", "000"},
     "fragility": {"32", "40"},
     "dropkv_bound": {"100"},
     "reanalysis": {"5", "20", "162", "481"},

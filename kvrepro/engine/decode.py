@@ -47,6 +47,11 @@ def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
     return kinds
 
 
+def evicts_again(kind: tuple[Any, ...]) -> bool:
+    """Whether rows of this kind (`batch_kinds`) give up tokens as they decode."""
+    return kind[0] is not None
+
+
 def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[Tag, Generation]]:
     """Greedy answers of rows of one kind (`batch_kinds`), yielded as they end. Each step picks a token, stops if it is
     one of `stop_ids`, runs the model on it and evicts if an eviction is due. `SharedCap` evicts before the model runs,

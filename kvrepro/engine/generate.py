@@ -17,7 +17,7 @@ from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.attention import installed
 from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
-from kvrepro.engine.decode import batch_kinds, decode
+from kvrepro.engine.decode import batch_kinds, decode, evicts_again
 from kvrepro.engine.facts import ModelFacts, ensure_one_rotation
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read, room_taken
@@ -155,7 +155,8 @@ def room_of(device: torch.device) -> float:
 
 def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf) -> Iterator[list[Rows]]:
     """Batches of rows of equal kind, up to `most` rows and about `room` bytes (`room_taken`), in the order they come.
-    Rows that a condition quantises are quantised here, and each is a batch of its own."""
+    When the room is full, rows that evict again decode last: an eviction copies their caches, and by then the others
+    have left. Rows that a condition quantises are quantised here, and each is a batch of its own."""
     held = 0.0
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
     for block in rows:
@@ -172,12 +173,12 @@ def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf)
                     part.cache.quantise(bits)
                 waiting.setdefault(kind, []).append(part)
                 held += room_taken(call, part)
-                for ready in list(waiting) if held > room else [kind] if len(part) == free else []:
+                for ready in sorted(waiting, key=evicts_again) if held > room else [kind] if len(part) == free else []:
                     held -= sum(room_taken(call, r) for r in waiting[ready])
                     yield waiting.pop(ready)
         del block, part  # the next pass needs the room
-    while waiting:
-        yield waiting.pop(next(iter(waiting)))
+    for ready in sorted(waiting, key=evicts_again):
+        yield waiting.pop(ready)
 
 
 def _alike(rows: Rows, backend: str) -> dict[tuple[Any, ...], list[int]]:

@@ -659,6 +659,9 @@ def test_a_batch_has_room_for_its_answers_where_these_are_counted(monkeypatch):
     assert [passes.room_taken(call, block) / token for block in rows] == [70, 50, 24, 90, 70, 24]
     assert sizes(159 * token) == [2]
     assert sizes(60 * token) == [1, 1]
+    for room, expected in ((60 * token, [None, 4, None]), (math.inf, [None, None, 4])):  # the evicting row came first
+        batches = engine.batches(call, [rows[2], *rows[:2]], 64, room)
+        assert [batch[0].conditions[0].every for batch in batches] == expected
 
 
 def test_conditions_share_a_pass_as_far_as_their_rows_fit():

@@ -7,20 +7,24 @@ output `[batch, queries, heads, dim]`. A layer with a sliding window also passes
 is registered, so Hugging Face builds none.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from transformers import AttentionInterface, PreTrainedModel
 
 from kvrepro.engine.shapes import HeadFloats, KeyValue, Positions, Probabilities, Query, RowInts, WindowPositions
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 LOW_QUERIES = 400  # Scissorhands' history window
 _turns: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # a lock for threads that share a model
@@ -68,13 +72,15 @@ def _attention(
     return attending.attend(module.layer_idx, query, key, value, rule, **window), None
 
 
-AttentionInterface.register("kvrepro", _attention)
 _attending: ContextVar[Any] = ContextVar("attending", default=None)  # for families that drop unknown arguments
 
 
 @contextmanager
 def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Switch `model` to this attention, and back at the end; kernels start on its GPU meanwhile. Other threads wait."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("kvrepro", _attention)
 
     def note(_: Any, __: Any, given: dict[str, Any]) -> None:
         _attending.set(given.get("kvrepro"))

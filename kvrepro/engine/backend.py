@@ -11,15 +11,16 @@ beginning of a prompt, they agree with plain PyTorch on this model: attention by
 that they would keep. Otherwise plain PyTorch computes the condition, and the reason is reported.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Condition
@@ -31,6 +32,9 @@ from kvrepro.engine.prefill import SUMS_BY_KERNELS, attend_by_kernels, mass_by_k
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import KeyValue, Mask, Query, Scores
 from kvrepro.errors import error_line
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 BACKENDS = ("torch", "triton", "auto")
 PROBE = 512  # tokens of a prompt on which "auto" compares the two backends

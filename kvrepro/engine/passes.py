@@ -1,18 +1,19 @@
 """From prompts to rows: one pass of a prompt serves all conditions that compress the same part of it."""
 
+from __future__ import annotations
+
 import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from kvrepro.engine.cache import EngineCache, RaggedLayer, seen_by
 from kvrepro.engine.condition import Condition, Prompt
@@ -28,6 +29,9 @@ from kvrepro.engine.repeat import reconstruct
 from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 Prefixes = tuple[dict[tuple[Any, ...], int], list[Rows]]  # prefix -> number of the prompt it was read with; their rows
 

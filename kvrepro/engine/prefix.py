@@ -8,17 +8,19 @@
 A file belongs to one model: it names the model's `identity`, the condition and the tokens.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import EngineCache, RaggedLayer
@@ -32,6 +34,9 @@ from kvrepro.engine.regime import Offline
 from kvrepro.engine.rows import Rows
 from kvrepro.errors import InputError, first_line
 from kvrepro.paths import replaced
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 KIND = "kvrepro prefix 1"
 SAMPLED = 64  # numbers of each tensor that identify a model

@@ -1,13 +1,14 @@
 """KVzip's repetition: the model repeats the context, and the attention that it then pays to each token is noted."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrepro.engine.attention import attend
 from kvrepro.engine.cache import EngineCache
@@ -16,6 +17,9 @@ from kvrepro.engine.facts import attention_modules
 from kvrepro.engine.policy import REPEATED
 from kvrepro.engine.prefill import PrefillState
 from kvrepro.engine.shapes import KeyValue, Query
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 REPEAT_CHUNK = 2048
 

@@ -35,7 +35,9 @@ from kvrepro.experiment.plan import Job
 TRIES = 3  # so many times workers may die in a row without a finished job
 HELP = "is memory too small? give fewer workers, or smaller batches by batch_rows; what is done is stored"
 Recipe = tuple[str, str, str, str]  # folder, device, dtype and name of a model: how to load it in another process
-IMPORTED = ["kvrepro.experiment.run", "transformers.models.auto.modeling_auto"]  # by the server, before it forks
+IMPORTED = [  # by the server, before it forks
+    "kvrepro.experiment.run", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
+]  # fmt: skip
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # each worker has one
 # What makes glibc keep large blocks that are freed. Usually it returns them to the system, which clears each new one:
 # a quarter of the time of protection's main study. Older versions take no such threshold.

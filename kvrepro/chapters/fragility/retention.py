@@ -5,10 +5,12 @@ queries and of the answer are computed, one layer at a time. At the end: the Ber
 Source: DefensiveKV, sections 3.1 to 3.3, algorithms 1 and 2, appendix C.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -16,7 +18,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from kvrepro.engine import allocate
 from kvrepro.engine.allowed import Count, Odd, PositiveShare, Size, ensure_fields
@@ -27,6 +28,9 @@ from kvrepro.engine.score.window import pooled
 from kvrepro.engine.select import select
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 RULES = {  # that rank the history's tokens
     "single": "importance for one past query",

@@ -11,18 +11,19 @@ event's mean; equal credits rank by LRU; an eviction shortly before an answer's 
 that follow, and not at all if none does.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
 import typer
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrepro.engine import shared
 from kvrepro.engine.attention import installed
@@ -41,6 +42,9 @@ from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data, models
 from kvrepro.experiment.measure import token_f1
 from kvrepro.paths import ROOT
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 EMBEDDED = "data/models/small-gqa-credit.json"  # relative to the project's folder
 BEFORE, AFTER = 8, 6  # log-probabilities averaged on either side of an eviction

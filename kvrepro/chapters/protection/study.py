@@ -1,13 +1,15 @@
 """The chapter's studies: the main comparison, prompt lengths, attention at the boundaries, what is kept."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrepro.chapters.protection import grid
 from kvrepro.chapters.protection.settings import Settings
@@ -22,6 +24,9 @@ from kvrepro.experiment.answers import prompt_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
 
 PAPER_TOKENS = 2048  # prompt and answer together, in the paper's harness
 WORLD_TOKENS = 1900  # of a prompt of the embedded world

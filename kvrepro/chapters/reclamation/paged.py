@@ -4,15 +4,16 @@
 of it to the engine (`extend`, `generate`).
 """
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
 
 from kvrepro.chapters.reclamation.ledger import Copies, Entry, Ledger
 from kvrepro.chapters.reclamation.survivors import GIVEN
@@ -28,6 +29,9 @@ from kvrepro.engine.policy import Policy, budget_of, find
 from kvrepro.engine.rows import Rows, evict_rows
 from kvrepro.engine.shapes import KeyValue, Mask, RowInts, TokenInts
 from kvrepro.errors import InputError
+
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 class PagedCache:
@@ -113,7 +117,7 @@ class PagedRows(EngineCache):
         """Tokens so far; every row has seen as many."""
         return self.entries[0].seen
 
-    def fork(self, *shares: int | None, layouts: Sequence[str] = ("none",)) -> "PagedRows":
+    def fork(self, *shares: int | None, layouts: Sequence[str] = ("none",)) -> PagedRows:
         """`Ledger.fork` of a single row, with its copies: rows with the same tokens, sums and last queries, one for
         each of `layouts`. shares: how many of the first blocks each shares (none given: all). Raises InputError, and
         makes no row, where there is no room for all of them."""

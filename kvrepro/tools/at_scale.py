@@ -107,7 +107,7 @@ def main(out: Annotated[Path, typer.Option(help="the table")] = OUT) -> None:
     scaling = out.with_name("scaling.csv")
     measured = pd.read_csv(scaling) if scaling.is_file() else pd.DataFrame({"device": [], "workers": [], "rows": []})
     two = measured[(measured.device != "CPU") & (measured.workers == 2)]
-    efficiency = float(two.sort_values("rows").efficiency.iloc[-1]) if len(two) else 1.0  # of the largest study
+    efficiency = min(1.0, float(two.sort_values("rows").efficiency.iloc[-1])) if len(two) else 1.0  # the largest study
     with tempfile.TemporaryDirectory() as folder, progress.listening(lambda _: None):
         sweep = table(driver(Path(folder)), real.now[RATE] / CONDITIONS, efficiency)
     if not len(two):

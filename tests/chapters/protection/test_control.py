@@ -41,12 +41,12 @@ def test_a_failing_rule_without_a_reason_stops_the_page():
 
 
 def test_the_table_is_what_the_rows_give(rows):
-    """Three panels of sixteen, all rules: the credit's, needles at 64K, and LongBench on Qwen2.5-3B."""
+    """Four panels of sixteen, all rules: the credit's, needles at 64K, and LongBench on Qwen2.5-3B and Phi-3.5."""
     book, stored = claims.load_claims("protection"), TABLE.set_index(["panel", "claim"])
     wanted = [("Qwen2.5-3B, LongBench, 162", "main"), ("Qwen2.5-3B, LongBench, 162", "credit")]
-    wanted.append(("Qwen3-4B, needles at 64K, 60", "needle"))
+    wanted += [("Qwen3-4B, needles at 64K, 60", "needle"), ("Phi-3.5, LongBench, 162", "main")]
     tested = [panel for panel in control.panels(rows) if (panel.name, panel.study) in wanted]
-    assert len(tested) == 3
+    assert len(tested) == 4
     for panel in tested:
         for row in control.panel_verdicts(panel, book).itertuples():
             if row.verdict == "not testable here":

@@ -16,7 +16,7 @@ from kvrepro.engine.allowed import ensure, ensure_all
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.policy import check, is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, models
+from kvrepro.experiment import controls, data, measure, models
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, run
 from kvrepro.item import Item
@@ -173,6 +173,14 @@ def of_family(
         rows.append(answers(loaded, chosen, size.cells if name is None else size.others, model_policies, settings))
         of_heads.append(kept.of_items(loaded, chosen, middle, settings))
     return pd.concat(rows, ignore_index=True), pd.concat(of_heads, ignore_index=True)
+
+
+def without_cache(loaded: Loaded, items: str, n_items: int, settings: Settings) -> pd.DataFrame:
+    """Controls of the common items: answers without a cache (`controls.of_items`), with `score` as the rows have it."""
+    chosen = questions(loaded, items, n_items, settings)
+    most = max(item.new_tokens(settings.answer_words) for item in chosen)
+    answers = controls.of_items("synthesis", chosen, loaded, settings, most)
+    return answers.assign(score=measure.scores(answers))
 
 
 def loses_most(task: str, loss: float) -> str:

@@ -138,3 +138,13 @@ def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, tmp_path, 
     assert "synthesis/grid: 5 of 5 rows" in printed
     assert "synthesis/kept: 1 of 1 items" in printed
     assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_controls_answer_the_common_items_without_a_cache(loaded, tmp_path):
+    settings = replace(SETTINGS, results=str(tmp_path))
+    rows = study.without_cache(loaded, "tinyworld:needle_multikey,several,list_all", 3, settings)
+    assert set(rows.control) == {"first_word", "copy", "refusal", "no_passage"}
+    assert len(rows) == 3 * 4
+    assert rows.score.notna().all()
+    first = rows[rows.control == "first_word"].set_index("task").score
+    assert first["list_all"] < first["needle_multikey"] < 1  # one word of four is worth more than one of 24

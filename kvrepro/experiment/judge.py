@@ -255,10 +255,10 @@ def _single(rule: Mapping[str, Any], label: str, what: Any, members: int, level:
 
 
 def _needed(rule: Mapping[str, Any], what: Any, e: Estimate) -> float:
-    """The number of items that would decide a rule; at least as many as an interval at this level needs."""
+    """Items that would decide a rule: more than did not, and as many as an interval at this level needs."""
     too_few = math.isnan(e.low) and MIN_ITEMS <= e.n < stats.fewest(e.level)
     interval, least = (what.estimate(), stats.fewest(e.level)) if too_few else (e, 0)
-    return max(interval.needed(_gap(rule, e.value)), float(least))
+    return max(interval.needed(_gap(rule, e.value)), float(least), e.n + 1.0)
 
 
 def _fails(rule: Mapping[str, Any], what: Any, level: float) -> bool:

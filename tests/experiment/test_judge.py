@@ -151,6 +151,9 @@ def test_inconclusive_says_how_many_items_would_decide_and_they_do():
     again = [Sample(pd.DataFrame({"a": values}), bounds=None).estimate() for values in drawn]
     assert 0.7 < np.mean([e.low >= 0.5 for e in again]) < 0.9  # four times of five
     assert math.isinf(table({"at_least": 0.5}, [Member("all", Sample(scores(0.5, 20)))]).needed)
+    skewed = pd.DataFrame({"a": [0.9, 0.7, 0.5, 0.9, 0.2, 0.7]})
+    row = table({"above": 0.0}, [Member("all", Sample(skewed, bounds=None))])
+    assert (row.verdict, row.needed) == ("inconclusive", 7)  # six items left it open, though normal ones would not have
 
 
 def test_six_items_all_alike_prove_little_and_many_prove_more():

@@ -458,8 +458,8 @@ class AnswersPlan(Plan):
         cut = frame[frame.cut > 0].drop_duplicates("item")
         if len(cut):
             lines.append(
-                f"{self.title}: {len(cut)} of {len(self.prompts)} passages were cut to prompts of {frame.limit[0]:,} "
-                f"tokens, by {cut.cut.min():,} to {cut.cut.max():,}"
+                f"{self.title}: {len(cut)} of {len(self.prompts)} passages were cut to prompts of {_range(cut.limit)} "
+                f"tokens, by {_range(cut.cut)}"
             )
         most = frame.evicted.groupby([j for _, j in self.pairs]).max()
         idle = [c for j, c in enumerate(self.conditions) if c.policy != "full" and c.budget != 1.0 and most[j] == 0]
@@ -467,6 +467,11 @@ class AnswersPlan(Plan):
             what = "conditions evicted nothing from any item"
             lines.append(f"{len(idle)} {what}, {idle[0].label} for one: budgets never met")
         return lines
+
+
+def _range(counts: "pd.Series[int]") -> str:
+    """The least and the largest of some counts in words, or the only one."""
+    return " to ".join(f"{count:,}" for count in dict.fromkeys((counts.min(), counts.max())))
 
 
 @dataclass(frozen=True)

@@ -525,8 +525,17 @@ def test_prompts_are_as_long_as_the_context_leaves_or_as_is_asked_and_what_was_c
     cut = dict(zip(frame["item"], frame["cut"], strict=True))
     assert cut["item-0"] == 0
     assert 0 < cut["p"] < 300
-    assert f"1 of 2 passages were cut to prompts of 248 tokens, by {cut['p']} to" in capsys.readouterr().out
+    assert f"1 of 2 passages were cut to prompts of 248 tokens, by {cut['p']}\n" in capsys.readouterr().out
     assert go(loaded, tmp_path, items=[passage], limit=100)["prompt_tokens"].max() <= 100
+
+
+def test_what_was_cut_is_said_for_answers_of_several_lengths(loaded, fake, tmp_path, capsys):
+    short = Item("short", "t", ITEMS[0].messages, "a", context="door " * 300, question="Which?")
+    long = replace(short, id="long", meta={"max_new_tokens": 48})
+    frame = go(loaded, tmp_path, items=[ITEMS[0], short, long]).drop_duplicates("item").set_index("item")
+    assert dict(frame["limit"]) == {"item-0": 248, "short": 248, "long": 208}
+    by = f"{frame['cut']['short']} to {frame['cut']['long']}"
+    assert f"2 of 3 passages were cut to prompts of 208 to 248 tokens, by {by}\n" in capsys.readouterr().out
 
 
 def test_budgets_that_are_never_met_are_said(loaded, tmp_path, capsys):

@@ -339,7 +339,7 @@ def beats(gap: Any, other: str) -> str:
 
 
 def findings(*sentences: str, unanswered: str = "") -> Markdown:
-    """A chapter's findings, which the book shows in a box at its top.
+    """A chapter's findings, which the book shows in a box at its top; empty sentences are left out.
 
     unanswered: why the model's own answers say nothing (`judge.unanswered`). The box then begins with that and leaves
     out sentences that lack a number (`stats.NOT_RUN`).
@@ -349,4 +349,4 @@ def findings(*sentences: str, unanswered: str = "") -> Markdown:
         way_out = "Read its answers first; then take other items, more of them, or another model."
         warning = f"**This run cannot say what the model forgets**: {unanswered}. {way_out}"
         sentences = (warning, *sentences)
-    return Markdown("\n".join([FOUND, "", *(f"- {s}" for s in sentences)]))
+    return Markdown("\n".join([FOUND, "", *(f"- {s}" for s in sentences if s)]))

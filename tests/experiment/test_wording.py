@@ -263,6 +263,7 @@ def test_findings_begin_with_a_model_that_does_not_answer():
     assert "LRU" not in box.data
     assert "LRU keeps (not run)." in wording.findings(unknown).data
     assert judge.unanswered(pd.Series([0.9] * 8)) == ""
+    assert wording.findings("One.", "", "Two.").data.endswith("\n\n- One.\n- Two.")
 
 
 def test_a_case_names_own_policies_by_their_titles(tmp_path):

@@ -173,3 +173,13 @@ def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, monk
     stored = pd.read_parquet(tmp_path / "results" / "protection" / "main.parquet")
     assert stored.error.isna().all()
     assert stored.groupby("item").prompt_tokens.first().between(1900, 2044).all()
+
+
+@pytest.mark.parametrize("rivals", [["snapkv"], ["random"]])
+def test_a_policy_is_not_said_to_equal_chance_where_no_random_choice_was_run(tmp_path, monkeypatch, rivals):
+    given = {"rivals": rivals, "n_items": 2, "results": str(tmp_path)}
+    shown = [data for _, shown in run_here.run(monkeypatch, "own_policy", given) for data in shown]
+    [box] = [text for data in shown if "What we found" in (text := data.get("text/markdown", ""))]
+    assert ("chance is not known" in box) == ("random" not in rivals)
+    assert ("a random choice (" in box) == ("random" in rivals)
+    assert "- \n" not in box

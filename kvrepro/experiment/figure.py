@@ -382,6 +382,7 @@ def heat(
     across, down = (list(dict.fromkeys(table[name])) for name in (x, y))  # the same in all panels
     labels = {name: name.replace("_", " ") for name in (x, y)} | dict(labels or {})
     limits = {"vmin": table.value.min(), "vmax": table.value.max(), "cmap": "crest"} | style
+    named_rows = any(isinstance(name, str) for name in down)  # a number alone does not say what it numbers
 
     def named(column: str, value: Any) -> str:
         return look(value).name.replace("\n", " ") if isinstance(value, str) else f"{labels[column]} {value:g}"
@@ -396,7 +397,7 @@ def heat(
             written = {"annot": small, "fmt": form, "annot_kws": {"size": 7.5}, "linewidths": 0.5 * small}
             sns.heatmap(wide, ax=axes, cbar=not small, **written, **limits)
             axes.set_title(look(name).name if panel else "", fontsize=9 if len(groups) <= MANY else 7.5)
-            axes.set(xlabel=labels[x], ylabel="")
+            axes.set(xlabel=labels[x], ylabel="" if named_rows or axes is not grid[0][0] else labels[y])
             columns = [name for name in ("value", "low", "high", "n") if name in part]
             means = part.dropna(subset="value").groupby([y, x], sort=False, observed=True)[columns].mean()
             cells = means.reset_index().to_dict("records")

@@ -142,6 +142,12 @@ def test_a_heat_map_has_a_cell_per_pair_and_a_panel_per_group():
     drawing = figure.heat(TABLE[TABLE.protected], "capacity", "policy", panel="reading")
     assert [axes.get_title(loc="left") for axes in drawing.axes] == ["authors' code", "authors' text"]
     assert [len(axes.texts) for axes in drawing.axes] == [6, 6]
+    assert [axes.get_ylabel() for axes in drawing.axes] == ["", ""]
+
+
+def test_rows_of_a_heat_map_that_are_numbered_say_what_the_numbers_are():
+    drawing = figure.heat(TABLE[TABLE.protected], "policy", "capacity", panel="reading")
+    assert [axes.get_ylabel() for axes in drawing.axes] == ["capacity", ""]
 
 
 def test_a_cell_of_a_heat_map_says_its_value_in_its_middle():

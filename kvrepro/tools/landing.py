@@ -115,7 +115,7 @@ def _reclamation(root: Path) -> str:
     drawn = members.uncompacted(shown)
     return (
         f"{answer.subject} {_linked(wording.outcome(frame, answer.claim))}: with {drawn.kept.iloc[0]:.0%} of the "
-        f"tokens kept, the same for all heads, {drawn.value.min():.0%} to {drawn.value.max():.0%} of the blocks are "
+        f"tokens kept, the same for all heads, {drawn.freed.min():.0%} to {drawn.freed.max():.0%} of the blocks are "
         f"freed, depending on the policy.{_in_print(frame[frame.claim == answer.claim].iloc[0])}"
     )
 

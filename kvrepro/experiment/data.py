@@ -371,6 +371,8 @@ def _check_scored(answers: list[str], meta: dict[str, Any]) -> None:
     form, takes = ANSWERS.get(metric or "", (".*", ""))
     if wrong := [answer for answer in answers if not re.fullmatch(form, answer, re.DOTALL)]:
         raise ValueError(f"answer {wrong[0]!r}: metric {metric!r} takes {takes}")
+    if metric in ("qa_f1", "code_similarity") and not any(measure.METRICS[metric](a, [a], ()) for a in answers):
+        raise ValueError(f"answer {answers[0]!r} scores 0 by metric {metric!r} even where a model gives it exactly")
 
 
 def _spans(row: dict[str, Any]) -> Spans:

@@ -159,6 +159,8 @@ def spans(*changes):
             "answer 'A': metric 'retrieval' takes the name of a paragraph, such as 'Paragraph 3'",
         ),
         ({"metric": "count", "answer": "three"}, "answer 'three': metric 'count' takes a number in digits"),
+        ({"metric": "qa_f1", "answer": "The."}, "answer 'The.' scores 0 by metric 'qa_f1' even where"),
+        ({"metric": "code_similarity", "answer": "# one"}, "answer '# one' scores 0 by metric 'code_similarity'"),
         ({"metric": "count", "answer": " 3"}, "answer ' 3': metric 'count' takes a number in digits"),
         ({"meta": {"metric": "ruler_all", "answers": ["A", ""]}}, "answer '': metric 'ruler_all' takes a text"),
         ({"meta": {"answers": ["B", "C"]}}, "answer 'A' beside meta's answers, which count instead"),

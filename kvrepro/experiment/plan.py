@@ -21,7 +21,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the missing results of a study will take. The numbers are upper bounds, since answers may end early."""
+    """What the missing results of a study will take, judged by a few of them: less where answers end early, more where
+    workers have yet to start or the machine is busy."""
 
     title: str
     work: str  # the missing results, in words
@@ -35,7 +36,7 @@ class Forecast:
         workers = f" by {processes} workers" if processes > 1 else ""
         held = f", caches of {self.held * processes / 1e6:,.0f} MB at a time" if self.held else ""
         seconds = clock(self.seconds / at_once)
-        return f"{self.title}: {self.work}; at most {seconds}{workers}, {self.stored / 1e6:.1f} MB of results{held}"
+        return f"{self.title}: {self.work}; about {seconds}{workers}, {self.stored / 1e6:.1f} MB of results{held}"
 
 
 class Plan(AbstractContextManager["Plan"]):

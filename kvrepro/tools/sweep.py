@@ -109,7 +109,7 @@ def read(file: Path) -> Sweep:
 
 def price(sweep: Sweep) -> pd.DataFrame:
     """An estimate of what is still to be computed, from a few tokens of each study: columns model, chapter, results,
-    hours (of all workers together, at most), MB, and note. Raises InputError for what a model or its items refuse."""
+    hours (of all workers together), MB, and note. Raises InputError for what a model or its items refuse."""
     rows = []
     for model, name, parameters in _parts(sweep):
         messages: list[dict[str, Any]] = []
@@ -219,7 +219,7 @@ def main(file: Path, dry_run: bool = False, **chosen: Any) -> None:
         cluster.connect(settings.address, settings.workers or 1)
     table = price(sweep)
     print(table.round({"hours": 3, "MB": 1}).to_string(index=False))
-    total = f"{table.results.sum():,} results, {progress.clock(table.hours.sum() * 3600)} at most"
+    total = f"{table.results.sum():,} results, about {progress.clock(table.hours.sum() * 3600)}"
     print(f"{total}, {table.MB.sum():,.1f} MB, to {sweep.results}", flush=True)
     if dry_run or settings.dry_run:
         return

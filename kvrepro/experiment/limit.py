@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from typing import NoReturn
+from types import FrameType
 
 from kvrepro.errors import InputError
 
@@ -30,15 +30,21 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         raise InputError(f"time_limit {seconds:g}: only a process's main thread can be stopped; leave it out here")
 
-    def ring(number: int, frame: object) -> NoReturn:
-        raise _Alarm
+    over = False
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        # An alarm as this context begins or ends would leave its clock running. While it begins, the next one counts.
+        if not over and not (frame is not None and frame.f_code.co_filename in (contextlib.__file__, __file__)):
+            raise _Alarm
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, max(1.0, seconds))  # repeated, in case that `except:` swallows it
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, max(1.0, seconds))  # repeated, in case `except:` swallows it
         yield
     except _Alarm:
+        over = True
         raise TimeLimit(f"more than {seconds:g} s") from None
     finally:
+        over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

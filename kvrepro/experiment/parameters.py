@@ -162,8 +162,8 @@ def check_folder(results: str | Path) -> None:
 
 def ensure_name(name: str) -> None:
     """Raise InputError for a study's name that cannot be a file's name in the folder of results."""
-    if not re.fullmatch(r"\w[\w.-]{0,99}", name):
-        raise InputError(f"name {name[:50]!r}: give letters, digits, '-', '_' and '.', no folder")
+    if not re.fullmatch(r"\w[\w.-]{0,99}", name) or len(os.fsencode(name)) > 150:  # parts of a file's 255 bytes
+        raise InputError(f"name {name[:50]!r}: give at most 100 letters, digits, '-', '_' and '.', no folder")
 
 
 def _refuse_lists_as_text(source: str) -> None:

@@ -4,13 +4,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from kvrepro.engine.allowed import Positive, Size, ensure_fields
+from kvrepro.engine.allowed import Number, Size, ensure_fields
 from kvrepro.errors import InputError, ensure_known
 from kvrepro.experiment import progress, workers
 from kvrepro.experiment.models import Dtype
 from kvrepro.paths import WORK
+
+Seconds = Annotated[float, Number(0, 10**9, above=True)]  # longer ones no clock of the system takes
 
 
 def ensure_options(options: object) -> None:
@@ -41,7 +43,7 @@ class Settings:
     engine: Literal["local", "ray"] | None = None  #: who runs workers; None: `$KVREPRO_ENGINE`, or local processes
     address: str | None = None  #: of a Ray cluster, host:port; None: `$KVREPRO_RAY_ADDRESS`, or this machine alone
     batch_rows: Size | None = None  #: rows that decode together; None: 64, on a GPU what its memory holds
-    time_limit: Positive | None = None  #: seconds for an item or a row; what takes longer fails, and the rest goes on
+    time_limit: Seconds | None = None  #: seconds for an item or a row; what takes longer fails, and the rest goes on
     progress: bool = True  #: show a progress bar
     dry_run: bool = False  #: print what a study would take, and compute nothing; also by `$KVREPRO_DRY_RUN`
 

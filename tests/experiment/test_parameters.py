@@ -4,7 +4,8 @@ import pytest
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import parameters
-from kvrepro.experiment.parameters import check_parameters, check_values, read
+from kvrepro.experiment.parameters import check_parameters, check_values, ensure_name, read
+from kvrepro.experiment.settings import Settings
 
 CELLS = ["import x", "n_items = None  # all\nseed = 0", "# Parameters\nn_items = 8\n", "%magic", "check_parameters()"]
 
@@ -73,6 +74,18 @@ def test_what_is_none_of_its_kind_is_refused_in_one_line(text):
     with pytest.raises(InputError, match="is no YAML value") as refused:
         read(text)
     assert "\n" not in str(refused.value)
+
+
+def test_a_studys_name_is_too_long_for_a_file_in_bytes_not_in_letters():
+    ensure_name("a" * 100)
+    with pytest.raises(InputError, match="at most 100 letters"):
+        ensure_name("漢" * 100)
+
+
+@pytest.mark.parametrize("seconds", [0, 1e18, 1e300])
+def test_a_time_limit_that_no_clock_takes_is_refused(seconds):
+    with pytest.raises(InputError, match="time_limit"):
+        Settings(time_limit=seconds)
 
 
 @pytest.mark.parametrize("name", ["policies", "rivals"])

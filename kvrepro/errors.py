@@ -1,6 +1,7 @@
 """The one exception for bad input, and how a program ends with it."""
 
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -78,7 +79,8 @@ def interrupted(interrupt: KeyboardInterrupt) -> int:
 
 
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
-    """Run a typer app and end the process. A wrong command line is one line on stderr and exit code 2."""
+    """Run a typer app and end the process. A wrong command line is one line on stderr and exit code 2, output that the
+    disk has no room for one line and code 1."""
     arguments, heard = sys.argv[1:] if arguments is None else arguments, list[int]()
     try:
         with signals_interrupt(heard), one_line_errors():
@@ -88,9 +90,14 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
             ended = app(arguments, prog_name=name, standalone_mode=False)
             if ended == 130 and heard:  # typer ended silently on an interrupt
                 raise KeyboardInterrupt(heard[-1])
+            sys.stdout.flush()
     except Exception as error:
         if heard:  # typer, or a library that was being imported, turned an interrupt into another error
             raise SystemExit(interrupted(KeyboardInterrupt(heard[-1]))) from None
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # from a stream
+            print(f"the output cannot be written ({error.strerror}): what was computed is stored", file=sys.stderr)
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, or Python would fail to flush at the very end
+            raise SystemExit(1) from None
         if not hasattr(error, "format_message"):  # only the errors of the command-line library have it
             raise
         message = " ".join(error.format_message().split())

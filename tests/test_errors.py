@@ -5,6 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +103,15 @@ def test_a_line_that_quotes_something_endless_keeps_its_ends(capsys):
     assert printed.startswith("models [1, 1,")
     assert printed.endswith(", 1]: give a list of at least one, each once\n")
     assert len(printed) < 2000
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("printed", ["x", "x" * 100_000])
+def test_output_that_the_disk_has_no_room_for_is_one_line(printed):
+    code = WAITS.partition("    print")[0] + f"    print({printed!r})\nprogram(app, 'prints', [])"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "the output cannot be written (No space left on device): what was computed is stored"
+    ]

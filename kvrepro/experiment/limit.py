@@ -20,7 +20,8 @@ class _Alarm(BaseException):
 @contextlib.contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
     """A context that raises TimeLimit after so many seconds, as soon as Python runs again: within a second in pure
-    Python, after the current operation of PyTorch, and never in a C function that does not end. None: no limit.
+    Python (two where the clock rings as the context begins), after the current operation of PyTorch, and never in a C
+    function that does not end. None: no limit.
 
     Raises InputError outside the main thread, which alone gets the system's signals.
     """

@@ -163,7 +163,8 @@ def test_a_run_is_the_study_that_it_names(call, tmp_path):
 
 WRONG = {
     "budget '1x': give a number": ["-b", "1x"],
-    "here has colour": ["-s", "colour=red"],
+    "here has colour: see": ["-s", "colour=red"],
+    "here has untill, did you mean 'until'?": ["-s", "untill=question"],
     "is not of the form name=value": ["-s", "window"],
     "is no YAML value": ["-s", "window=[8"],
     "regime 'sometimes'": ["-r", "sometimes"],

@@ -12,6 +12,7 @@ import datetime
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 import timeit
@@ -216,19 +217,26 @@ def compact(table: Path, delete: bool) -> tuple[int, int]:
 def gc(folder: Folder = USUAL, yes: Annotated[bool, typer.Option("--yes", help="delete")] = False) -> None:
     """Say what is left over: files that killed runs left half-written, and rows that newer ones replaced, which no
     chapter reads. Nothing is deleted without --yes. Tables per item say nothing about the code that made them: they
-    stay."""
-    total, tables = 0, tables_of(folder)
+    stay. A table that cannot be read stays too, and the exit code is 1."""
+    total, tables, unread = 0, tables_of(folder), 0
     for path in garbage(folder):
         total += (size := _bytes(path))
         print(f"{path}: half-written, {size:,} bytes")
         if yes:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     for name in tables:
-        rows, size = compact(folder / name, yes)
+        try:
+            rows, size = compact(folder / name, yes)
+        except (InputError, Stopped) as error:
+            print(error, file=sys.stderr)
+            unread += 1
+            continue
         total += size
         if rows:
             print(f"{folder / name}: {rows:,} rows that newer ones replaced, {'' if yes else 'about '}{size:,} bytes")
     print(f"{total:,} bytes {'deleted' if yes else 'to delete: --yes deletes them'}")
+    if unread:
+        raise typer.Exit(1)
 
 
 # ---- diff

@@ -127,6 +127,16 @@ def test_gc_deletes_what_no_one_reads_and_only_when_told(tmp_path):
     assert called("gc", tmp_path)[1] == ["0 bytes to delete: --yes deletes them"]
 
 
+def test_gc_goes_on_after_a_table_that_it_cannot_read(tmp_path):
+    written_by_version_1(tmp_path, [[row("a", 0.1), row("b", 0.2)], [row("b", 0.3, engine="e2")]])
+    (tmp_path / "c" / "a.parquet").mkdir()  # comes before the other
+    code, lines = called("gc", tmp_path, "--yes")
+    assert code == 1
+    assert any("1 rows that newer ones replaced" in line for line in lines)
+    assert dict(rows_of(tmp_path)) == {"a": 0.1, "b": 0.3}
+    assert (tmp_path / "c" / "a.parquet").is_dir()
+
+
 def test_gc_looks_into_a_folder_that_one_may_only_read(tmp_path, monkeypatch):
     written_by_version_1(tmp_path, [[row("a", 0.1)]])
 

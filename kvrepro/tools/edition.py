@@ -158,7 +158,7 @@ def _placed(output: Any, chapter: str, folder: Path, names: set[str], undrawn: s
     picture.write_text(output.data["image/svg+xml"].replace(WHITE, "", 1), encoding="utf-8")
     if "data" in facts:
         picture.with_suffix(".csv").write_text(facts["data"], encoding="utf-8")
-        caption += f" {{download}}`Data (CSV) <figures/{stem}.csv>`"
+        caption += f" {link(f'figures/{stem}.csv')}"
     options = {
         "name": f"fig-{stem}",
         "alt": facts["alt"],
@@ -168,6 +168,11 @@ def _placed(output: Any, chapter: str, folder: Path, names: set[str], undrawn: s
     lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in options.items()]
     text = "\n".join([f"::::{{figure}} figures/{stem}.svg", "---", *lines, "---", caption, "::::"])
     return nbformat.v4.new_output("display_data", data={"text/markdown": text})
+
+
+def link(data: str) -> str:
+    """A link to a figure's data. data: the file, as seen from the page."""
+    return f"{{download}}`Data (CSV) <{data}>`"
 
 
 def _findings_first(cells: list[Any]) -> list[Any]:

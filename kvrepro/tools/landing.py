@@ -54,7 +54,7 @@ PICTURE = """```{{figure}} generated/verdicts.svg
 :alt: A bar for each chapter, divided by verdict. {alt}
 
 {n} of this run by chapter: {signs}.{missing}{more} {{doc}}`claims` lists all verdicts one by one, those over
-the family of models, too.
+the family of models, too. {{download}}`Data (CSV) <generated/verdicts.csv>`
 ```"""  # noqa: E501
 
 

@@ -14,6 +14,7 @@ from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge, wording
 from kvrepro.paths import GPU, ROOT
 from kvrepro.tools import claims_page, cost, coverage, decide, family_page, landing, reference, reliability, shortcuts
+from kvrepro.tools.edition import link
 from kvrepro.tools.filterable import table
 
 POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
@@ -80,7 +81,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
 
 Each measurement of the table as a time over its target, on a logarithmic axis: one bar for *before*, one for *now*, and
 one for the *floor*, the time that moving the bytes takes at the least, where there is one. Left of the line at 1 the
-target is met. A bar is one number of the table and has no interval.
+target is met. A bar is one number of the table and has no interval. {link("../data/gpu/real.csv")}
 ```"""
     pages["floors_figure"] = f"""```{{figure}} generated/floors.svg
 :name: fig-floors
@@ -90,6 +91,7 @@ target is met. A bar is one number of the table and has no interval.
 Share of its floor that each kernel reaches on its longest input, in the largest batch of that length, for every variant
 and shape. At the line nothing can be gained; a dot beyond it moves its bytes faster than the copy that sets the floor.
 Torch's dots beside *compaction* are its indexing, and copies of as many bytes, which need no search.
+{link("../data/gpu/kernels.csv")}
 ```"""
     pages["floors"], pages["cost_failures"] = cost.floors_sentence(), cost.failures()
     pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
@@ -122,7 +124,8 @@ def _reliability(folder: Path) -> dict[str, str]:
         picture.savefig(folder / "determinism.svg", transparent=True)
         head = ":name: fig-determinism\n:alt: Shares of rows and verdicts that differ, for each variant."
         caption = (
-            "What differs from the usual run, by what was varied, in percent; without a dot: no verdicts were compared."
+            "What differs from the usual run, by what was varied, in percent; without a dot: no verdicts were "
+            f"compared. {link('../data/reliability/determinism.csv')}"
         )
         figure = f"```{{figure}} generated/determinism.svg\n{head}\n{caption}\n```"
     summary = table(reliability.summary(tables_of)) if tables_of else "Nothing was measured yet."

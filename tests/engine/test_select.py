@@ -182,7 +182,7 @@ def test_doubts_are_settled_later_in_their_order():
 
 
 @given(heads())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_one_launch_chooses_and_finds_what_is_amiss(case):
     pytest.importorskip("triton", reason="triton is packaged for Linux only")
     scores, protected, counts = case

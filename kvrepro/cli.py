@@ -204,19 +204,17 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, settings: 
         ensure(tuple(REGIMES), regime=regime)
     of_conditions = {f.name for f in fields(Condition)} - {"policy", "budget", "regime", "switches"}
     more = {name: settings[name] for name in of_conditions & settings.keys()}
-    conditions, used, settable = [Condition()], set(), of_conditions.copy()
+    conditions, settable = [Condition()], set()
     for policy in (name for name in policies if name != "full"):
         p = find(policy)
         kind = REGIMES[regime or p.regimes[0]]
         of_regime = {f.name for f in fields(kind)}
         of_policy = {*p.parameters, *p.as_run, *(() if p.shared else ("sinks", "recent"))}
-        settable |= of_regime | of_policy
-        of_regime, of_policy = of_regime & settings.keys(), of_policy & settings.keys()
-        used |= of_regime | of_policy | of_conditions
-        when = kind(**{name: settings[name] for name in of_regime})
-        switches = tuple((name, settings[name]) for name in sorted(of_policy))
+        settable |= of_regime | of_policy | of_conditions
+        when = kind(**{name: settings[name] for name in of_regime & settings.keys()})
+        switches = tuple((name, settings[name]) for name in sorted(of_policy & settings.keys()))
         conditions += [Condition(policy, _budget(size), when, switches=switches, **more) for size in budgets]
-    if unknown := sorted(settings.keys() - used):
+    if unknown := sorted(settings.keys() - settable):
         meant = suggestion(unknown[0], settable)
         raise InputError(
             f"no condition, regime or policy here has {', '.join(unknown)}{meant}: see `kvrepro policies NAME`"

@@ -33,7 +33,7 @@ longbench              the sixteen English sets of LongBench
 longbench:qasper,trec  some of its sets; longbench:qa are the six that answer questions
 longbench:long         its reports, meetings and news, with answers of up to 512 tokens
 longbench:protection   its question sets as the protection paper asks them
-protection-panel       the 162 items of that paper
+protection-panel       the 162 items of that paper; protection-panel:qasper are those of one of its six sets
 ruler, ruler:vt,cwe    RULER's thirteen tasks or some, made for the tokenizer of the model that runs
 questions.jsonl        a file of your own, described on the page `book/your-model.md`"""
 OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, workers=2, results=folder, dry_run=true"

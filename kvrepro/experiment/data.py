@@ -30,6 +30,7 @@ from kvrepro.item import Item, Span, plain
 from kvrepro.paths import CACHE, DATA, ROOT, replaced
 
 SOURCES = DATA / "sources.yml"
+PANEL_NAME = "protection-panel"
 PANEL = "artifact/data/longbench-balanced.jsonl"  # the protection paper's 162 items
 WORLD = (200, 4000)  # the least and the most tokens of a prompt of the embedded world, by its own tokenizer
 FILLED = 0.9  # a prompt stands for a length if it has at least this share of it
@@ -72,7 +73,7 @@ def load_items(
     - "longbench" (its sixteen English sets), "longbench:qasper,gov_report" (some of them), "longbench:qa" (the six QA
       sets), "longbench:long" (reports, meetings, news: answers of up to 512 tokens)
     - "longbench:protection": the QA sets as the protection paper asks them, passages of up to 6,000 words;
-      "protection-panel": its 162 items, ids as in `artifact.results`
+      "protection-panel": its 162 items, ids as in `artifact.results`; "protection-panel:qasper": those of some sets
     - "ruler" (thirteen tasks), "ruler:vt,cwe" (some), made for the model's `tokenizer`; `tokens` is the length of
       prompt and answer
     - the path of a .jsonl file, see `read_jsonl`
@@ -90,8 +91,10 @@ def load_items(
         return ruler.sample(names, n_items, seed, tokens, tokenizer, fetch)
     if kind == "longbench":
         loaded = _longbench(names)
+    elif kind == PANEL_NAME:
+        loaded = [item for item in read_jsonl(fetch(PANEL)) if not names or item.task in names.split(",")]
     else:
-        loaded = read_jsonl(fetch(PANEL) if items == "protection-panel" else _own_file(items))
+        loaded = read_jsonl(_own_file(items))
     loaded = balanced(loaded, n_items, seed, items)
     return loaded if tokenizer is None else spelled_out(loaded, tokenizer, items)
 
@@ -138,7 +141,9 @@ def check_items(items: object, n_items: object = None) -> None:
     elif str(items).endswith(".jsonl"):
         if not _own_file(str(items)).is_file():
             raise InputError(f"no file {items!r}: give the path of a .jsonl file that is there")
-    elif items != "protection-panel":
+    elif kind == PANEL_NAME:
+        ensure_known("set of the panel", names.split(",") if names else (), longbench.GROUPS["qa"])
+    else:
         choices = "tinyworld, longbench, protection-panel, ruler, or the path of a .jsonl file"
         raise InputError(f"unknown items {str(items)[:200]!r}: use {choices}")
 

@@ -16,7 +16,7 @@ from kvrepro.experiment import claims, judge, wording
 from kvrepro.experiment.claims import LABELS
 from kvrepro.experiment.wording import LOOKS
 from kvrepro.paths import DATA, ROOT
-from kvrepro.tools import claims_sources, family_page, filterable
+from kvrepro.tools import claims_sources, family_page, filterable, language_model_page
 from kvrepro.tools.edition import results_of
 from kvrepro.tools.family_claims import FULL
 from kvrepro.tools.filterable import TableCell
@@ -255,14 +255,16 @@ def pill(verdict: str) -> str:
 def blocks(chapter: str, frames: Mapping[str, pd.DataFrame], root: Path = ROOT) -> str:
     """A folded block for each claim of a chapter, with all that is known of it. `claims.html#P12` opens that of P12."""
     entry_of, rates, block_ids, drawn = entries(chapter), _rates(chapter), places(frames), figures_of(chapter, root)
+    elsewhere = language_model_page.by_claim(chapter)
     html = ['<div class="claims">', f'<p>Evidence: <a href="{page_of(chapter)}">the page that judges these</a>.</p>']
     for claim, rows in frames[chapter].groupby("claim", sort=False):
         entry = entry_of.get(str(claim), {})
         links = _links(chapter, entry, drawn) if entry else {}
+        other = {language_model_page.NAME: elsewhere[str(claim)]} if str(claim) in elsewhere else {}
         html += [
             f'<details id="{block_ids[chapter, str(claim)]}">',
             f"<summary>{_summary(str(claim), rows, entry)}</summary>",
-            f"<dl>{_entries(rows, entry, rates.get(str(claim), ''), links)}</dl>\n</details>",
+            f"<dl>{_entries(rows, entry, other, rates.get(str(claim), ''), links)}</dl>\n</details>",
         ]
     return filterable.raw("\n".join([*html, "</div>"]))
 
@@ -284,8 +286,11 @@ def _links(chapter: str, entry: Mapping[str, Any], drawn: list[str]) -> dict[str
     return {"Figure": figure} | claims_sources.links(chapter, entry)
 
 
-def _entries(rows: pd.DataFrame, entry: Mapping[str, Any], rates: str, links: Mapping[str, str]) -> str:
-    """The text of a claim's block, as terms and descriptions in HTML. links: further terms, whose text is HTML."""
+def _entries(
+    rows: pd.DataFrame, entry: Mapping[str, Any], other: Mapping[str, str], rates: str, links: Mapping[str, str]
+) -> str:
+    """The text of a claim's block, as terms and descriptions in HTML. other: verdicts on another model, by its name.
+    links: further terms, whose text is HTML."""
     first = rows.iloc[0]
     terms = {"Source": f"{first.source}. Printed: {wording.printed(first)}."}
     if first.rule:
@@ -299,6 +304,7 @@ def _entries(rows: pd.DataFrame, entry: Mapping[str, Any], rates: str, links: Ma
             full_numbers = (row.full_estimate, row.full_low, row.full_high)
             shown = "" if pd.isna(row.full_estimate) else wording.text_of(full_numbers, row.unit)
             terms[reading] += f" Full profile: {_outcome(claims.label(row.full_verdict), shown, row.full_n)}"
+    terms |= other
     terms |= {"Errors": rates} if rates else {}
     terms |= {head: entry[key] for key, head in NOTES.items() if key in entry}
     first_form = {**entry, **entry.get("first", {})}

@@ -56,8 +56,9 @@ def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any], root: Pa
         raise InputError(f"notebooks/{chapter}.ipynb stores no verdicts: it has no cell with claims.write")
     if chapter in PER_ITEM:
         PER_ITEM[chapter](space).to_parquet(own_folder / family_claims.ROWS)
-    timing = {"date": f"{date.today()}", "seconds": round(time.perf_counter() - start)}
-    ended[0].write_text(json.dumps(code | timing))
+    facts = {"date": f"{date.today()}", "seconds": round(time.perf_counter() - start)}
+    facts["items"] = Path(str(space.get("items", ""))).name  # of a file without its folders
+    ended[0].write_text(json.dumps(code | facts))
     (own_folder / FAILED).unlink(missing_ok=True)
     return True
 
@@ -96,6 +97,7 @@ def chosen_names(names: str, among: Sequence[str], what: str) -> list[str]:
 def run(
     results: Annotated[Path, typer.Option(help="a folder for the runs, each in a folder of its own")],
     models_: Annotated[str, typer.Option("--models", help="names with commas; otherwise all embedded models")] = "",
+    model: Annotated[str | None, typer.Option(help="in place of those: a checkpoint's folder, or a hub id")] = None,
     seeds: Annotated[str, typer.Option(help="of the items, with commas")] = "0",
     chapters: Annotated[str, typer.Option(help="names with commas; otherwise all that have claims")] = "",
     parameter: Annotated[list[str], typer.Option("-p", "--parameter", help=book.PARAMETER)] = [],  # noqa: B006
@@ -104,10 +106,12 @@ def run(
     status is 1 then."""
     names, failed = chosen_names(chapters, CHAPTERS, "chapter"), False
     wanted = [seed.strip() for seed in seeds.split(",")]
-    for seed, model in itertools.product(wanted, chosen_names(models_, list(models.embedded()), "model")):
-        parameters_of = book.parse_parameters([*parameter, NO_PROGRESS, f"model={model}", f"seed={seed}"], names)
+    chosen = [model] if model else chosen_names(models_, list(models.embedded()), "model")
+    for seed, name_or_path in itertools.product(wanted, chosen):
+        given = [*parameter, NO_PROGRESS, f"model={name_or_path}", f"seed={seed}"]
+        parameters_of = book.parse_parameters(given, names)
         for chapter in names:
-            start, folder = time.perf_counter(), results.resolve() / f"{model}-{seed}"
+            start, folder = time.perf_counter(), results.resolve() / f"{Path(name_or_path).name}-{seed}"
             try:
                 outcome = "done" if run_chapter(chapter, folder, parameters_of[chapter]) else "was done"
             except Exception as error:  # whatever a cell raises, one model's refusal too
@@ -122,8 +126,8 @@ def run(
 # ---------------------------------------------------------------- one table
 
 
-def collected(results: Path, seed: int = 0) -> pd.DataFrame:
-    """A row per model, claim and reading of all runs with a seed, with `COLUMNS`. The estimate and its interval are
+def collected(results: Path, seed: int = 0, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
+    """A row per model, claim and reading of all runs with a seed, with these columns. The estimate and its interval are
     those of the member that decides. A chapter that failed has one row, without a claim. Raises InputError where there
     is no such run."""
     parts = []
@@ -133,15 +137,15 @@ def collected(results: Path, seed: int = 0) -> pd.DataFrame:
         verdicts = table[table.model == model].rename(columns={"ours": "estimate"})
         done = file.with_name(DONE)
         stamp = json.loads(done.read_text()) if done.is_file() else {}
-        code, day = stamp.get("code", "")[:8], stamp.get("date", "")
+        facts = {"code": stamp.get("code", "")[:8], "date": stamp.get("date", ""), "items": stamp.get("items", "")}
         note = verdicts.note.where(verdicts.verdict == claims.NOT_TESTABLE, "")
-        parts.append(verdicts.assign(chapter=chapter, note=note, code=code, date=day))
+        parts.append(verdicts.assign(chapter=chapter, note=note, **facts))
     for file in sorted(results.glob(f"*-{seed}/*/{FAILED}")):
         row = {"model": file.parent.parent.name.removesuffix(f"-{seed}"), "chapter": file.parent.name}
         parts.append(pd.DataFrame([row | {"verdict": NOT_RUN, "note": file.read_text()}]))
     if not parts:
         raise InputError(f"no verdicts in {results}/<model>-{seed}/<chapter>/claims.csv: first family run")
-    return pd.concat(parts, ignore_index=True).reindex(columns=COLUMNS)
+    return pd.concat(parts, ignore_index=True).reindex(columns=list(columns))
 
 
 @app.command()

@@ -171,16 +171,19 @@ def rates(judged: pd.DataFrame) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def drawn(file: Path = TABLE) -> Figure:
+def drawn(verdicts: pd.DataFrame | None = None, every: bool = True) -> Figure:
     """The figure: a panel per chapter, with a row per model and a column per claim and reading; those with equal
-    verdicts come first."""
-    verdicts = wide(pd.read_csv(file))
-    groups = list(verdicts.groupby(level=0, sort=False))
-    down = verdicts.shape[1]
+    verdicts come first. verdicts: as of `wide`; None: those of the family. every: also draw a model where it has no
+    verdict in a chapter."""
+    verdicts = wide(pd.read_csv(TABLE)) if verdicts is None else verdicts
+    panels = [(str(name), part) for name, part in verdicts.groupby(level=0, sort=False)]
+    panels = panels if every else [(name, part.dropna(axis=1, how="all")) for name, part in panels]
+    heights = [part.shape[1] + 2 for _, part in panels]
     with plt.rc_context(figure.STYLE | {"axes.grid": False}):
-        size = (figure.WIDTH, 0.9 + 0.17 * (down + 2) * len(groups))
-        shown, grid = plt.subplots(len(groups), 1, figsize=size, squeeze=False)
-        for axes, (chapter, part) in zip(grid[:, 0], groups, strict=True):
+        size = (figure.WIDTH, 0.9 + 0.17 * sum(heights))
+        shown, grid = plt.subplots(len(panels), 1, figsize=size, squeeze=False, height_ratios=heights)
+        for axes, (chapter, part) in zip(grid[:, 0], panels, strict=True):
+            down = part.shape[1]
             differ = part.nunique(axis=1).sub(1).clip(0)
             part = part.loc[differ.sort_values(kind="stable").index]
             numbers = {verdict: number for number, verdict in enumerate(claims.VERDICTS)}

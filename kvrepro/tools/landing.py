@@ -15,7 +15,7 @@ from kvrepro.chapters.synthesis import grid, stored, variance
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, claims, figure, stats, wording
 from kvrepro.paths import ROOT
-from kvrepro.tools import claims_page
+from kvrepro.tools import claims_page, language_model_page
 from kvrepro.tools.edition import figure_data, results_of
 from kvrepro.tools.family_page import COLOURS, SIGNS
 
@@ -64,12 +64,14 @@ def parts(root: Path = ROOT) -> dict[str, str]:
 
 
 def answers(root: Path = ROOT) -> str:
-    """A list: each chapter's question, its answer in a sentence, and a link."""
+    """A list: each chapter's question, its answer in a sentence, and a link; then what a language model changes."""
     special = {"reanalysis": _reanalysis, "synthesis": _synthesis, "reclamation": _reclamation, "leakage": _leakage}
     lines = []
     for chapter, question in QUESTIONS.items():
         text = special[chapter](root) if chapter in special else _judged(chapter, root)
         lines.append(f"- **{question}** {text} {{doc}}`The chapter <executed/{chapter}>`.")
+    other = f"{language_model_page.headline()} {{doc}}`The page <language-model>`."
+    lines.append(f"- **Does this hold on a language model?** {other}")
     return "\n".join(lines)
 
 

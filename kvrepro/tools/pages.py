@@ -13,7 +13,18 @@ from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge, wording
 from kvrepro.paths import GPU, ROOT
-from kvrepro.tools import claims_page, cost, coverage, decide, family_page, landing, reference, reliability, shortcuts
+from kvrepro.tools import (
+    claims_page,
+    cost,
+    coverage,
+    decide,
+    family_page,
+    landing,
+    language_model_page,
+    reference,
+    reliability,
+    shortcuts,
+)  # fmt: skip
 from kvrepro.tools.edition import link
 from kvrepro.tools.filterable import table
 
@@ -101,7 +112,7 @@ Torch's dots beside *compaction* are its indexing, and copies of as many bytes, 
     pages |= {name: table(rows.to_dict("records")) for name, rows in costs.items()}
     for name, part in family_page.page().items():
         pages[f"family_{name}"] = part if isinstance(part, str) else table(part) if part else "None."
-    pages |= _reliability(folder)
+    pages |= _reliability(folder) | _language_model(folder)
     family_page.drawn().savefig(folder / "family.svg", transparent=True)
     cost.bars().savefig(folder / "targets.svg", transparent=True)
     cost.floors().savefig(folder / "floors.svg", transparent=True)
@@ -114,6 +125,14 @@ Torch's dots beside *compaction* are its indexing, and copies of as many bytes, 
     at_a_glance.savefig(folder / "static" / "preview.png", dpi=120)
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+
+
+def _language_model(folder: Path) -> dict[str, str]:
+    """The parts of the page on a language model, and its figures."""
+    for name, picture in language_model_page.drawn().items():
+        picture.savefig(folder / f"language_model_{name}.svg", transparent=True)
+    parts = language_model_page.page()
+    return {f"language_model_{name}": p if isinstance(p, str) else table(p) for name, p in parts.items()}
 
 
 def _reliability(folder: Path) -> dict[str, str]:

@@ -6,13 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrepro.errors import InputError
-from kvrepro.tools import family
+from kvrepro.tools import family, trial
 
 CELLS = """import pandas as pd
 from kvrepro.experiment import claims
 from pathlib import Path
 ---
 model = "m"
+items = "folder/questions.jsonl"
 results = "data/results"
 options = {}
 ---
@@ -46,6 +47,9 @@ def test_a_chapter_runs_as_far_as_its_verdicts_and_once(root):
     (folder / "other" / family.FAILED).write_text("InputError: why")
     lost = family.collected(root / "out", seed=3).iloc[-1]
     assert (lost.chapter, lost.verdict, lost.note) == ("other", family.NOT_RUN, "InputError: why")
+    [row] = family.collected(root / "out", 3, ["claim", "items"]).dropna().itertuples()
+    assert row.items == "questions.jsonl"
+    [row] = family.collected(root / "out", seed=3).dropna(subset="claim").itertuples()
     assert row.code == json.loads((folder / "tiny" / family.DONE).read_text())["code"][:8]
 
 
@@ -88,3 +92,15 @@ def test_names_that_do_not_exist_are_refused_before_anything_runs(tmp_path):
     assert family.chosen_names("a, b", ["a", "b", "c"], "model") == ["a", "b"]
     with pytest.raises(InputError, match="unknown model 'd'"):
         family.chosen_names("a,d", ["a", "b"], "model")
+
+
+def test_a_checkpoint_of_ones_own_runs_under_its_folders_name(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(family, "run_chapter", lambda chapter, folder, given: ran.append((folder.name, given["model"])))
+    (tmp_path / "mine").mkdir()
+    trial.checkpoint(tmp_path / "mine", "two-layer", ["a text"], 300)
+    given = ["--model", str(tmp_path / "mine"), "--chapters", "fragility"]
+    assert CliRunner().invoke(family.app, ["run", "--results", str(tmp_path), *given]).exit_code == 0
+    assert ran == [("mine-0", str(tmp_path / "mine"))]
+    given[1] = str(tmp_path / "none")
+    assert "none" in str(CliRunner().invoke(family.app, ["run", "--results", str(tmp_path), *given]).exception)

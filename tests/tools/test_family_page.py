@@ -69,8 +69,12 @@ def test_the_page_says_who_cannot_answer_and_what_was_found(table, tmp_path):
         "P9 authors' code",
     ]
     assert page["dependent"][0]["small-mqa"] == "✗"
-    [axes] = family_page.drawn(tmp_path / "family.csv").axes
+    wide = family_page.wide(pd.read_csv(tmp_path / "family.csv"))
+    [axes] = family_page.drawn(wide).axes
     assert axes.collections[0].get_array().size == 6 * 8
+    wide["small-mqa"] = None
+    [axes] = family_page.drawn(wide, every=False).axes
+    assert axes.collections[0].get_array().size == 5 * 8
 
 
 def test_the_stored_tables_are_of_claims_and_models_that_exist():

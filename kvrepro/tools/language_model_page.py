@@ -1,0 +1,240 @@
+"""The page about a language model that others trained on real text: what the chapters find on it.
+
+From `data/language_model*.csv` (`kvrepro.tools.language_model`) and `data/full_profile.csv`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from kvrepro.chapters.protection.grid import PROTECTION_SEVEN
+from kvrepro.experiment import claims, figure, models, wording
+from kvrepro.experiment.claims import LABELS, NOT_TESTABLE
+from kvrepro.paths import DATA
+from kvrepro.tools import family_page
+from kvrepro.tools.family_claims import FULL
+
+VERDICTS, RUNS, SCORES = (DATA / f"language_model{part}.csv" for part in ("", "_runs", "_scores"))
+DETERMINISM = DATA / "reliability" / "determinism.csv"
+NO_PASSAGE = "no_passage"  # in place of a policy's name: the model's answers to the questions alone
+NAME = "SmolLM2-135M-Instruct"
+ITEMS = {  # items of the runs, in the order of the page -> their name there
+    "ruler:niah_single_1,niah_single_2,niah_multikey_1,niah_multivalue": "needles",
+    "protection-panel:multifieldqa_en": "real questions",
+    "protection-panel": "the panel",
+    "longbench-summarization.jsonl": "news to summarise",
+    "ifeval": "IFEval",
+}
+AGAIN = "SmolLM2: kernels on an H200, plain PyTorch on a CPU"  # in the table of determinism
+KEY = ["chapter", "claim", "reading"]
+GUARDS = {"0% + 0%": "no guards", "10% + 10%": "guards"}  # shares at both ends -> rows of the figure
+WINDOWED = ("streaming_llm", "snapkv", "cake", "ada_kv", "defensive_kv", "layer_defensive_kv")
+NEEDLES, QUESTIONS = list(ITEMS.values())[:2]
+CENTRAL = {  # claim -> the beginning of a sentence about it, and its reading
+    ("protection", "P6", "as_run"): "guards at both ends bring back most of the full cache's score",
+    (
+        "fragility",
+        "C1e",
+        "any",
+    ): "half of the cache, chosen by one past query, retains 92% of the importance on average",
+    ("fragility", "C4e", "as_run"): "on RULER, DefensiveKV and Layer-DefensiveKV beat CriticalKV",
+    ("dropkv_bound", "D1", "any"): "the cone condition of DropKV's theorem holds on most triples",
+    ("dropkv_bound", "D3", "any"): "the set that DropKV evicts is near the joint optimum",
+    ("reclamation", "R1f", "any"): "eviction alone frees almost no blocks",
+}
+
+
+def read() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The verdicts, the runs and the scores, with `ITEMS` for items."""
+    verdicts, runs, scores = (pd.read_csv(file).replace({"items": ITEMS}) for file in (VERDICTS, RUNS, SCORES))
+    return verdicts, runs, scores
+
+
+def side_by_side(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """A row per chapter, claim and reading that some run could test: the verdict of the default model's full profile,
+    and of each run, by items."""
+    tested = verdicts[verdicts.verdict.isin(claims.VERDICTS) & (verdicts.verdict != NOT_TESTABLE)]
+    wide = tested.pivot_table("verdict", KEY, "items", aggfunc="first", sort=False)
+    full = pd.read_csv(FULL).set_index(KEY).verdict.replace({NOT_TESTABLE: None})
+    wide.insert(0, models.DEFAULT, full.reindex(wide.index))
+    return wide.reindex(columns=[models.DEFAULT, *(name for name in ITEMS.values() if name in wide)])
+
+
+def agreement(wide: pd.DataFrame) -> list[dict[str, object]]:
+    """A row per chapter and items: verdicts that both models have, equal ones, both decided, turned over."""
+    rows = []
+    for chapter, part in wide.groupby(level=0, sort=False):
+        for items in [name for name in part if name != models.DEFAULT]:
+            both = part[[models.DEFAULT, items]].dropna()
+            if len(both):
+                rows.append({
+                    "chapter": chapter, "items": items, "verdicts on both": len(both),
+                    "the same": int((both[models.DEFAULT] == both[items]).sum()),
+                    "differently decided": int(both.apply(family_page.decided, axis=1).sum()),
+                    "turn over": int(both.apply(family_page.turns, axis=1).sum()),
+                })  # fmt: skip
+    return rows
+
+
+def run_rows(runs: pd.DataFrame) -> list[dict[str, object]]:
+    """A row per run as the page shows it."""
+    place = {name: number for number, name in enumerate(ITEMS.values())}
+    rows = []
+    for row in runs.sort_values("items", key=lambda names: names.map(place), kind="stable").itertuples():
+        full = f"{wording.text_of((row.score, row.low, row.high))}, n = {row.n:.0f}"
+        rows.append({
+            "items": row.items, "chapter": row.chapter.replace("_", " "), "seconds": row.seconds,
+            "answers": f"{row.answers:,}" if row.answers else "-", "failed": row.failed if row.answers else "-",
+            "by kernels": "-" if pd.isna(row.kernels) else f"{row.kernels:.0%}",
+            "the full cache scores": "-" if pd.isna(row.score) else full,
+        })  # fmt: skip
+    return rows
+
+
+def _value(row: object) -> str:
+    return wording.text_of((row.estimate, row.low, row.high), row.unit)  # type: ignore[attr-defined]
+
+
+def turned(verdicts: pd.DataFrame, wide: pd.DataFrame) -> list[dict[str, object]]:
+    """A row per claim and items whose verdict turns over between the two models."""
+    ours = pd.read_csv(FULL).set_index(KEY)
+    statements = {(name, entry["id"]): entry["statement"] for name in wide.index.unique(0)
+                  for entry in claims.load_claims(name)["claims"]}  # fmt: skip
+    rows = []
+    for row in verdicts.itertuples():
+        key = (row.chapter, row.claim, row.reading)
+        if key in wide.index and family_page.turns(pd.Series([wide.loc[key, models.DEFAULT], row.verdict])):
+            where = LABELS.get(row.reading, "")
+            rows.append({
+                "claim": wording.link(row.claim, f"{row.claim} {where}".strip(), "claims.html"), "items": row.items,
+                "statement": statements.get(key[:2], ""),
+                f"{models.DEFAULT}, full profile": f"{claims.label(ours.verdict[key])}: {_value(ours.loc[key])}",
+                NAME: f"{claims.label(row.verdict)}: {_value(row)}",
+            })  # fmt: skip
+    return rows
+
+
+def without_passage(scores: pd.DataFrame, kept: int = 256) -> str:
+    """What guarded policies score on the protection chapter's items, beside the full cache and the questions alone."""
+    of_code = scores[(scores.chapter == "protection") & (scores.reading == "as_run")]
+    parts = []
+    for items, part in of_code.groupby("items", sort=False):
+        mean = part.set_index("policy").value
+        guarded = part[part.policy.isin(PROTECTION_SEVEN) & (part.guard == "10% + 10%") & (part.kept == kept)].value
+        parts.append(
+            f"on {items} {guarded.min():.2f} to {guarded.max():.2f}, where the full cache scores "
+            f"{mean['full']:.2f} and the model without any passage {mean[NO_PASSAGE]:.2f}"
+        )
+    return f"- Behind guards, with {kept} tokens kept, the seven policies score {'; '.join(parts)}."
+
+
+def found(verdicts: pd.DataFrame, runs: pd.DataFrame, wide: pd.DataFrame, scores: pd.DataFrame) -> str:
+    """The page's result as a list of sentences."""
+    rows = pd.DataFrame(agreement(wide))
+    total = rows[["verdicts on both", "the same", "differently decided", "turn over"]].sum()
+    lines = [
+        f"- {NAME} gave {runs.answers.sum():,} answers in {len(runs)} runs of chapters, {runs.failed.sum()} of which "
+        f"failed. Of {total['verdicts on both']} verdicts that it and the full profile of {models.DEFAULT} have, "
+        f"**{total['the same']} ({total['the same'] / total['verdicts on both']:.0%}) are the same**; "
+        f"{total['differently decided']} are definite on both and differ, {total['turn over']} of them turn over "
+        "(*reproduced* on one model, *not reproduced* on the other)."
+    ]
+    for (chapter, claim, reading), subject in CENTRAL.items():
+        of_claim = verdicts[
+            (verdicts[KEY] == [chapter, claim, reading]).all(axis=1) & (verdicts.verdict != NOT_TESTABLE)
+        ]
+        parts = [f"*{claims.label(row.verdict)}* on {row.items} ({_value(row)})" for row in of_claim.itertuples()]
+        where = f", {LABELS[reading]}" if reading in LABELS else ""
+        if parts:
+            lines.append(f"- That {subject} ({wording.link(claim, page='claims.html')}{where}): {'; '.join(parts)}.")
+    return "\n".join([*lines[:2], without_passage(scores), *lines[2:]])
+
+
+def _floors(scores: pd.DataFrame) -> pd.DataFrame:
+    """The lines to compare with: the full cache's scores, and those without the passage."""
+    lines = scores[scores.policy.isin(["full", NO_PASSAGE]) & (scores.value > 0)]
+    return lines.rename(columns={"policy": "control"})[["items", "control", "value", "low", "high"]]
+
+
+def protection_drawn(scores: pd.DataFrame, policies: Sequence[str] = PROTECTION_SEVEN) -> Figure:
+    """Score by tokens kept, without guards and behind them, on the protection chapter's items."""
+    scores = scores[(scores.chapter == "protection") & (scores.reading == "as_run")]
+    part = scores[scores.policy.isin(policies)].assign(guards=scores.guard.map(GUARDS)).dropna(subset=["guards"])
+    part = part.assign(kept=part.kept.astype(float))
+    labels = {"value": "score", "kept": "tokens kept"}
+    return figure.estimates(part, "kept", "value", colour="policy", panel="items", row="guards", line=True,
+                            reference=_floors(scores), labels=labels, height=2.3, sharey="col")  # fmt: skip
+
+
+def fragility_drawn(scores: pd.DataFrame, policies: Sequence[str] = WINDOWED) -> Figure:
+    """Score by share kept, the question unseen, on the fragility chapter's items."""
+    scores = scores[(scores.chapter == "fragility") & (scores.reading == "as_run") & (scores.guard == "0% + 0%")]
+    part = scores[scores.policy.isin(policies)]
+    part = part.assign(kept=part.kept.astype(float))
+    labels = {"value": "score", "kept": "share of the context kept"}
+    return figure.estimates(part, "kept", "value", colour="policy", panel="items", line=True, height=2.6,
+                            reference=_floors(scores), labels=labels, sharey=False)  # fmt: skip
+
+
+def drawn() -> dict[str, Figure]:
+    """The page's figures by name; `verdicts` are those of both models, a panel per chapter."""
+    verdicts, _, scores = read()
+    return {
+        "protection": protection_drawn(scores), "fragility": fragility_drawn(scores),
+        "verdicts": family_page.drawn(side_by_side(verdicts), every=False),
+    }  # fmt: skip
+
+
+def headline() -> str:
+    """The page's result in a sentence, for the book's first page."""
+    verdicts, _, scores = read()
+    total = pd.DataFrame(agreement(side_by_side(verdicts)))[["verdicts on both", "the same"]].sum()
+    of_p6 = verdicts[(verdicts.claim == "P6") & (verdicts.reading == "as_run")].set_index("items")
+    alone = scores[(scores.chapter == "protection") & (scores.policy == NO_PASSAGE)].set_index("items").value
+    full = scores[(scores.chapter == "protection") & (scores.policy == "full")].set_index("items").value
+    shown = {name: wording.spoken(of_p6.loc[name].rename({"estimate": "ours"})) for name in (QUESTIONS, NEEDLES)}
+    return (
+        f"{NAME}, which others trained on real text, gives the same verdict as {models.DEFAULT} in "
+        f"{total['the same']} of {total['verdicts on both']} cases. Behind guards, the adaptive policy that decides "
+        f"{wording.link('P6', page='claims.html')} recovers {shown[QUESTIONS]} of the full cache's score on questions "
+        f"about real texts, where the question alone, without the text, scores "
+        f"{alone[QUESTIONS] / full[QUESTIONS]:.0%} of it; and {shown[NEEDLES]} on needles, where it scores "
+        f"{alone[NEEDLES] / full[NEEDLES]:.0%}."
+    )
+
+
+def by_claim(chapter: str) -> dict[str, str]:
+    """For each claim of a chapter that some run could test, by id: its verdicts there, as text."""
+    verdicts = read()[0]
+    tested = verdicts[(verdicts.chapter == chapter) & verdicts.claim.notna() & (verdicts.verdict != NOT_TESTABLE)]
+    texts: dict[str, list[str]] = {}
+    for row in tested.itertuples():
+        where = ", ".join(filter(None, [LABELS.get(row.reading, ""), row.items]))
+        value = "" if pd.isna(row.estimate) else f" {_value(row)}"
+        texts.setdefault(str(row.claim), []).append(f"{where}: {claims.label(row.verdict)}{value}")
+    return {claim: f"{'; '.join(parts)}." for claim, parts in texts.items()}
+
+
+def again(table: Path = DETERMINISM) -> str:
+    """How far plain PyTorch on a CPU gives the same answers, in a sentence; "" where that was not compared."""
+    rows = pd.read_csv(table)
+    rows = rows[rows.varied == AGAIN]
+    return " ".join(
+        f"Plain PyTorch on a CPU computed {row.rows:,} answers of the {row.chapter.replace('_', ' ')} chapter again: "
+        f"{1 - row.text:.1%} are the same, token by token, and {1 - row.kept:.1%} keep the same tokens; "
+        f"{row.changed:.0f} of {row.verdicts:.0f} verdicts change."
+        for row in rows.itertuples()
+    )
+
+
+def page() -> dict[str, list[dict[str, object]] | str]:
+    """The page's parts by name: sentences, and tables as rows."""
+    verdicts, runs, scores = read()
+    wide = side_by_side(verdicts)
+    facts = f"{runs.processor.dropna().iloc[0]}, {runs.dtype.dropna().iloc[0]}, torch {runs.torch.dropna().iloc[0]}"
+    return {
+        "found": found(verdicts, runs, wide, scores), "runs": run_rows(runs), "agreement": agreement(wide),
+        "turned": turned(verdicts, wide), "facts": f"Run on {runs.date.iloc[0]}: {facts}. {again()}".rstrip(),
+    }  # fmt: skip

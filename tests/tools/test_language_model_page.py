@@ -1,0 +1,68 @@
+import pandas as pd
+import pytest
+
+from kvrepro.experiment import claims, models
+from kvrepro.tools import language_model_page as page
+from kvrepro.tools.family_claims import FULL
+
+
+def test_the_stored_tables_are_of_claims_and_items_that_the_page_knows():
+    verdicts, runs, scores = page.read()
+    assert set(runs["items"]) == set(page.ITEMS.values()) >= set(verdicts["items"]) >= set(scores["items"])
+    for chapter, rows in verdicts.groupby("chapter"):
+        assert set(rows.claim) <= {claim["id"] for claim in claims.load_claims(chapter)["claims"]}
+    assert set(verdicts.verdict) <= set(claims.VERDICTS)
+    assert not runs.failed.any()
+    for chapter, claim, reading in page.CENTRAL:
+        chosen = verdicts[(verdicts.chapter == chapter) & (verdicts.claim == claim) & (verdicts.reading == reading)]
+        assert (chosen.verdict != claims.NOT_TESTABLE).any()
+
+
+def test_verdicts_are_compared_where_both_models_have_one(monkeypatch, tmp_path):
+    full = pd.DataFrame([("protection", "P1", "any", "reproduced"), ("protection", "P2", "any", "partly"),
+                         ("protection", "P3", "any", claims.NOT_TESTABLE)],
+                        columns=["chapter", "claim", "reading", "verdict"])  # fmt: skip
+    full.assign(estimate=1.0, low=0.5, high=2.0, unit="F1").to_csv(tmp_path / "full.csv", index=False)
+    monkeypatch.setattr(page, "FULL", tmp_path / "full.csv")
+    assert FULL != page.FULL
+    verdicts = full.assign(items="needles", verdict=["not reproduced", "partly", "partly"], unit="F1",
+                           estimate=0.0, low=0.0, high=0.1)  # fmt: skip
+    wide = page.side_by_side(verdicts)
+    assert list(wide) == [models.DEFAULT, "needles"]
+    [row] = page.agreement(wide)
+    assert (row["verdicts on both"], row["the same"], row["differently decided"], row["turn over"]) == (2, 1, 1, 1)
+    [row] = page.turned(verdicts, wide)
+    assert "P1" in row["claim"]
+    assert row[page.NAME] == "not reproduced: 0.000 [0.000, 0.100]"
+
+
+def test_a_claims_block_tells_every_run_that_could_test_it():
+    texts = page.by_claim("protection")
+    assert texts["P6"].startswith("authors' code, needles: not reproduced")
+    assert "real questions: reproduced" in texts["P6"]
+    assert "the panel" not in texts["P6"]  # not testable there
+    assert page.by_claim("family") == {}
+
+
+def test_figures_have_a_panel_for_each_kind_of_items():
+    drawn = page.drawn()
+    assert len(drawn["protection"].axes) == 6
+    assert len(drawn["fragility"].axes) == 3
+    assert len(drawn["verdicts"].axes) == 5
+
+
+def test_the_comparison_with_a_cpu_is_told_where_it_was_made(tmp_path):
+    row = {"varied": page.AGAIN, "chapter": "dropkv_bound", "rows": 1000, "text": 0.01, "kept": 0.0, "changed": 1,
+           "verdicts": 32}  # fmt: skip
+    pd.DataFrame([row]).to_csv(tmp_path / "table.csv", index=False)
+    assert "1,000 answers" in page.again(tmp_path / "table.csv")
+    assert "99.0% are the same" in page.again(tmp_path / "table.csv")
+    pd.DataFrame([row | {"varied": "other"}]).to_csv(tmp_path / "table.csv", index=False)
+    assert page.again(tmp_path / "table.csv") == ""
+
+
+@pytest.mark.parametrize("kept", [128, 512])
+def test_what_guards_bring_back_stands_beside_the_questions_alone(kept):
+    text = page.without_passage(page.read()[2], kept)
+    assert text.count("without any passage") == 3
+    assert "nan" not in text

@@ -183,8 +183,17 @@ def drawn() -> dict[str, Figure]:
     verdicts, _, scores = read()
     return {
         "protection": protection_drawn(scores), "fragility": fragility_drawn(scores),
-        "verdicts": family_page.drawn(side_by_side(verdicts), every=False),
+        "synthesis": synthesis_drawn(scores), "verdicts": family_page.drawn(side_by_side(verdicts), every=False),
     }  # fmt: skip
+
+
+def synthesis_drawn(scores: pd.DataFrame) -> Figure:
+    """Score of published methods by share kept, the question visible, on the synthesis' items."""
+    scores = scores[scores.chapter == "synthesis"]
+    part = scores[~scores.policy.isin(["full", NO_PASSAGE])]
+    labels = {"value": "score", "kept": "share of the prompt kept"}
+    return figure.estimates(part.assign(kept=part.kept.astype(float)), "kept", "value", colour="policy", line=True,
+                            reference=_floors(scores).drop(columns="items"), labels=labels, height=2.8)  # fmt: skip
 
 
 def headline() -> str:
@@ -202,6 +211,18 @@ def headline() -> str:
         f"about real texts, where the question alone, without the text, scores "
         f"{alone[QUESTIONS] / full[QUESTIONS]:.0%} of it; and {shown[NEEDLES]} on needles, where it scores "
         f"{alone[NEEDLES] / full[NEEDLES]:.0%}."
+    )
+
+
+def advice(scores: pd.DataFrame) -> str:
+    """What the best published methods of the synthesis score on needles, for the page of advice."""
+    of_grid = scores[(scores.chapter == "synthesis") & (scores.policy != NO_PASSAGE)]
+    methods, [full] = of_grid[of_grid.policy != "full"], of_grid[of_grid.policy == "full"].value
+    best = methods.loc[methods.groupby("kept").value.idxmax()]
+    parts = [f"{float(row.kept):.0%} kept: {figure.look(row.policy).name} {row.value:.2f}" for row in best.itertuples()]
+    return (
+        f"**Try your model before you choose.** On {NAME} and numbers hidden among essays, the best published methods "
+        f"score ({'; '.join(parts)}), where the full cache scores {full:.2f}: {{doc}}`language-model`."
     )
 
 
@@ -236,5 +257,6 @@ def page() -> dict[str, list[dict[str, object]] | str]:
     facts = f"{runs.processor.dropna().iloc[0]}, {runs.dtype.dropna().iloc[0]}, torch {runs.torch.dropna().iloc[0]}"
     return {
         "found": found(verdicts, runs, wide, scores), "runs": run_rows(runs), "agreement": agreement(wide),
-        "turned": turned(verdicts, wide), "facts": f"Run on {runs.date.iloc[0]}: {facts}. {again()}".rstrip(),
+        "advice": advice(scores), "turned": turned(verdicts, wide),
+        "facts": f"Run on {runs.date.iloc[0]}: {facts}. {again()}".rstrip(),
     }  # fmt: skip

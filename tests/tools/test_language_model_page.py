@@ -48,6 +48,7 @@ def test_figures_have_a_panel_for_each_kind_of_items():
     drawn = page.drawn()
     assert len(drawn["protection"].axes) == 6
     assert len(drawn["fragility"].axes) == 3
+    assert len(drawn["synthesis"].axes) == 1
     assert len(drawn["verdicts"].axes) == 5
 
 

@@ -192,7 +192,7 @@ def drawn(verdicts: pd.DataFrame | None = None, every: bool = True) -> Figure:
             axes.axvline(int((differ == 0).sum()), color="black", lw=1)
             axes.set_yticks(np.arange(down) + 0.5, list(part), fontsize=6.5)
             axes.set(xticks=[], ylim=(down, 0), xlim=(0, codes.shape[1]))
-            axes.set_title(f"{chapter}: {len(part)} verdicts", fontsize=8, loc="left")
+            axes.set_title(f"{chapter.replace('_', ' ')}: {len(part)} verdicts", fontsize=8, loc="left")
         legend = [Patch(fc=c, ec="grey", label=claims.label(v)) for c, v in zip(COLOURS, claims.VERDICTS, strict=True)]
         below = dict(loc="upper center", bbox_to_anchor=(0.5, -0.08))
         grid[-1, 0].legend(handles=legend, ncols=5, fontsize=7, frameon=False, **below)

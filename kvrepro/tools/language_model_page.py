@@ -5,6 +5,8 @@ From `data/language_model*.csv` (`kvrepro.tools.language_model`) and `data/full_
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -32,16 +34,15 @@ KEY = ["chapter", "claim", "reading"]
 GUARDS = {"0% + 0%": "no guards", "10% + 10%": "guards"}  # shares at both ends -> rows of the figure
 WINDOWED = ("streaming_llm", "snapkv", "cake", "ada_kv", "defensive_kv", "layer_defensive_kv")
 NEEDLES, QUESTIONS = list(ITEMS.values())[:2]
-CENTRAL = {  # claim -> the beginning of a sentence about it, and its reading
+BOX = 3  # the first of `CENTRAL` stand in the box, the others below
+CENTRAL = {  # chapter, claim and reading -> the middle of a sentence about it
     ("protection", "P6", "as_run"): "guards at both ends bring back most of the full cache's score",
-    (
-        "fragility",
-        "C1e",
-        "any",
-    ): "half of the cache, chosen by one past query, retains 92% of the importance on average",
-    ("fragility", "C4e", "as_run"): "on RULER, DefensiveKV and Layer-DefensiveKV beat CriticalKV",
+    ("fragility", "C4e", "as_run"): "at two fifths of the cache DefensiveKV and Layer-DefensiveKV beat CriticalKV",
     ("dropkv_bound", "D1", "any"): "the cone condition of DropKV's theorem holds on most triples",
     ("dropkv_bound", "D3", "any"): "the set that DropKV evicts is near the joint optimum",
+    ("fragility", "C1e", "any"): "half of the cache, chosen by one past query, retains most importance on average",
+    ("fragility", "C1f", "any"): "at the worst step of an answer, that half retains about a third",
+    ("leakage", "L5", "as_run"): "StreamingLLM and SnapKV keep defense and directive at very different rates",
     ("reclamation", "R1f", "any"): "eviction alone frees almost no blocks",
 }
 
@@ -70,7 +71,7 @@ def agreement(wide: pd.DataFrame) -> list[dict[str, object]]:
             both = part[[models.DEFAULT, items]].dropna()
             if len(both):
                 rows.append({
-                    "chapter": chapter, "items": items, "verdicts on both": len(both),
+                    "chapter": str(chapter).replace("_", " "), "items": items, "verdicts on both": len(both),
                     "the same": int((both[models.DEFAULT] == both[items]).sum()),
                     "differently decided": int(both.apply(family_page.decided, axis=1).sum()),
                     "turn over": int(both.apply(family_page.turns, axis=1).sum()),
@@ -93,8 +94,9 @@ def run_rows(runs: pd.DataFrame) -> list[dict[str, object]]:
     return rows
 
 
-def _value(row: object) -> str:
-    return wording.text_of((row.estimate, row.low, row.high), row.unit)  # type: ignore[attr-defined]
+def _value(row: Any) -> str:
+    """An estimate with its interval and unit, rounded for reading."""
+    return wording.spoken(SimpleNamespace(ours=row.estimate, low=row.low, high=row.high, unit=row.unit))
 
 
 def turned(verdicts: pd.DataFrame, wide: pd.DataFrame) -> list[dict[str, object]]:
@@ -130,6 +132,19 @@ def without_passage(scores: pd.DataFrame, kept: int = 256) -> str:
     return f"- Behind guards, with {kept} tokens kept, the seven policies score {'; '.join(parts)}."
 
 
+def said(verdicts: pd.DataFrame) -> list[str]:
+    """A line of a list for each of `CENTRAL`: its verdicts by items, with their values."""
+    lines = []
+    for (chapter, claim, reading), subject in CENTRAL.items():
+        of_claim = verdicts[
+            (verdicts[KEY] == [chapter, claim, reading]).all(axis=1) & (verdicts.verdict != NOT_TESTABLE)
+        ]
+        parts = [f"*{claims.label(row.verdict)}* on {row.items} ({_value(row)})" for row in of_claim.itertuples()]
+        where = f", {LABELS[reading]}" if reading in LABELS else ""
+        lines.append(f"- That {subject} ({wording.link(claim, page='claims.html')}{where}): {'; '.join(parts)}.")
+    return lines
+
+
 def found(verdicts: pd.DataFrame, runs: pd.DataFrame, wide: pd.DataFrame, scores: pd.DataFrame) -> str:
     """The page's result as a list of sentences."""
     rows = pd.DataFrame(agreement(wide))
@@ -141,15 +156,8 @@ def found(verdicts: pd.DataFrame, runs: pd.DataFrame, wide: pd.DataFrame, scores
         f"{total['differently decided']} are definite on both and differ, {total['turn over']} of them turn over "
         "(*reproduced* on one model, *not reproduced* on the other)."
     ]
-    for (chapter, claim, reading), subject in CENTRAL.items():
-        of_claim = verdicts[
-            (verdicts[KEY] == [chapter, claim, reading]).all(axis=1) & (verdicts.verdict != NOT_TESTABLE)
-        ]
-        parts = [f"*{claims.label(row.verdict)}* on {row.items} ({_value(row)})" for row in of_claim.itertuples()]
-        where = f", {LABELS[reading]}" if reading in LABELS else ""
-        if parts:
-            lines.append(f"- That {subject} ({wording.link(claim, page='claims.html')}{where}): {'; '.join(parts)}.")
-    return "\n".join([*lines[:2], without_passage(scores), *lines[2:]])
+    judged = said(verdicts)
+    return "\n".join([*lines, judged[0], without_passage(scores), *judged[1:BOX]])
 
 
 def _floors(scores: pd.DataFrame) -> pd.DataFrame:
@@ -203,7 +211,7 @@ def headline() -> str:
     of_p6 = verdicts[(verdicts.claim == "P6") & (verdicts.reading == "as_run")].set_index("items")
     alone = scores[(scores.chapter == "protection") & (scores.policy == NO_PASSAGE)].set_index("items").value
     full = scores[(scores.chapter == "protection") & (scores.policy == "full")].set_index("items").value
-    shown = {name: wording.spoken(of_p6.loc[name].rename({"estimate": "ours"})) for name in (QUESTIONS, NEEDLES)}
+    shown = {name: _value(of_p6.loc[name]) for name in (QUESTIONS, NEEDLES)}
     return (
         f"{NAME}, which others trained on real text, gives the same verdict as {models.DEFAULT} in "
         f"{total['the same']} of {total['verdicts on both']} cases. Behind guards, the adaptive policy that decides "
@@ -257,6 +265,6 @@ def page() -> dict[str, list[dict[str, object]] | str]:
     facts = f"{runs.processor.dropna().iloc[0]}, {runs.dtype.dropna().iloc[0]}, torch {runs.torch.dropna().iloc[0]}"
     return {
         "found": found(verdicts, runs, wide, scores), "runs": run_rows(runs), "agreement": agreement(wide),
-        "advice": advice(scores), "turned": turned(verdicts, wide),
+        "also": "\n".join(said(verdicts)[BOX:]), "advice": advice(scores), "turned": turned(verdicts, wide),
         "facts": f"Run on {runs.date.iloc[0]}: {facts}. {again()}".rstrip(),
     }  # fmt: skip

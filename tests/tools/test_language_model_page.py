@@ -33,7 +33,7 @@ def test_verdicts_are_compared_where_both_models_have_one(monkeypatch, tmp_path)
     assert (row["verdicts on both"], row["the same"], row["differently decided"], row["turn over"]) == (2, 1, 1, 1)
     [row] = page.turned(verdicts, wide)
     assert "P1" in row["claim"]
-    assert row[page.NAME] == "not reproduced: 0.000 [0.000, 0.100]"
+    assert row[page.NAME] == "not reproduced: 0.00 F1 [0.00, 0.10]"
 
 
 def test_a_claims_block_tells_every_run_that_could_test_it():

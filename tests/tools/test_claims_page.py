@@ -114,6 +114,10 @@ def test_the_full_profiles_verdict_stands_beside_the_quick_ones(page, tmp_path):
     assert f"Of the {quick} verdicts that both runs have, {open_} (" in claims_page.runs_sentence(
         {"protection": beside}
     )
+    for verdict, outcome in (("partly", "meets"), ("inconclusive", "misses")):
+        assert f"This run {outcome} the aim" in claims_page.runs_sentence(
+            {"protection": beside.assign(verdict=verdict)}
+        )
     for other in (frame.assign(model="other"), frame.assign(profile="full")):
         none = claims_page.with_full_profile(other, "protection", table)
         assert not none.full_verdict.any()

@@ -25,6 +25,7 @@ from kvrepro.tools.language_model_page import NO_PASSAGE, RUNS, SCORES, VERDICTS
 
 COLUMNS = ["model", "items", *family.COLUMNS[1:]]
 MAIN = {"protection": "main", "fragility": "every", "dropkv_bound": "quality-1900", "synthesis": "grid"}
+GAIN = {"value": "gain", "low": "gain_low", "high": "gain_high"}
 BY = ["chapter", "items", "policy", "reading", "guard", "kept"]  # of `scores_of`
 
 
@@ -66,7 +67,8 @@ def run_of(folder: Path) -> dict[str, object]:
 
 
 def scores_of(folder: Path) -> pd.DataFrame:
-    """Mean scores of a chapter's main study with their intervals: columns `BY`, value, low, high, n.
+    """Mean scores of a chapter's main study with their intervals: columns `BY`, value, low, high, n; and gain,
+    gain_low, gain_high, the mean of what an item gains over its question alone.
 
     Policies of a notebook or a grid's cells are left out; `NO_PASSAGE` is among the policies. guard: shares of the
     budget at the prompt's beginning and end. kept: tokens, or a share of the prompt; none for the full cache.
@@ -79,7 +81,9 @@ def scores_of(folder: Path) -> pd.DataFrame:
     kept = rows.capacity.astype(float).fillna(rows.share.astype(float)).map("{:g}".format).replace("nan", "")
     items = json.loads((folder / family.DONE).read_text())["items"]
     rows = rows.assign(guard=guard, kept=kept, chapter=folder.name, items=items)
-    return stats.means(rows, BY, "score", "item")
+    alone = rows[rows.policy == NO_PASSAGE]
+    gains = stats.contrasts(rows, alone, BY, "score", clusters="item").rename(columns=GAIN)
+    return stats.means(rows, BY, "score", "item").merge(gains[[*BY, *GAIN.values()]], on=BY, how="left")
 
 
 def main(

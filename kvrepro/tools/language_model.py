@@ -75,7 +75,7 @@ def scores_of(folder: Path) -> pd.DataFrame:
     """
     rows = main_study(folder)
     if rows.empty:
-        return rows
+        return pd.DataFrame()
     rows = rows[rows.error.isna() & ~rows.policy.str.contains(":")]
     guard = [f"{start:.0%} + {end:.0%}" for start, end in rows[["prefix", "suffix"]].astype(float).fillna(0).to_numpy()]
     kept = rows.capacity.astype(float).fillna(rows.share.astype(float)).map("{:g}".format).replace("nan", "")

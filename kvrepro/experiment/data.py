@@ -295,7 +295,7 @@ def by_line(path: Path, build: Callable[[dict[str, Any], int], Any], needed: str
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_object)
             if not isinstance(row, dict):
                 raise TypeError("not an object")
             item = build(row, number)
@@ -313,11 +313,22 @@ def by_line(path: Path, build: Callable[[dict[str, Any], int], Any], needed: str
     return list(items.values())
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose keys must differ: Python's reader would keep the last of two."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return row
+
+
 def _item(row: dict[str, Any], identity: str) -> Item:
     """The item of a .jsonl file's row; its id is `identity` where the row has none."""
     if unknown := next((key for key in row if key not in FIELDS), None):
         raise ValueError(f"unknown field {unknown!r}{suggestion(unknown, FIELDS)}; anything else goes into meta")
     json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair can be stored nowhere: a ValueError
+    if row.get("form") and not {"messages", "context"} <= row.keys():
+        raise ValueError("form says how context and question became messages: give all of them, or leave it out")
     meta, answers = row.get("meta") or {}, _answers(row)
     if not isinstance(meta, dict):
         raise ValueError(f"meta is {meta!r}, not an object")
@@ -330,7 +341,7 @@ def _item(row: dict[str, Any], identity: str) -> Item:
     _check_scored(counted, meta)
     name = _name("id", row["id"] if row.get("id") is not None else identity)
     tasks = (*map(row.get, ("task", "domain", "dataset")), meta.get("benchmark"))
-    task = _name("task", next(filter(None, tasks), "items"))
+    task = _name("task", next((task for task in tasks if task is not None), "items"))
     if "messages" in row:
         spans = _spans(row)
         item = Item(name, task, tuple(row["messages"]), answers[0], spans, meta=meta)
@@ -353,7 +364,7 @@ def _item(row: dict[str, Any], identity: str) -> Item:
 
 def _name(field: str, value: object) -> str:
     """An id or a task as every page may show it."""
-    if not isinstance(value, str | int) or not str(value).strip():
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise ValueError(f"{field} is {value!r}, not a text")
     return plain(str(value))
 

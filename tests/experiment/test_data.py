@@ -164,6 +164,9 @@ def spans(*changes):
         ({"metric": "count", "answer": " 3"}, "answer ' 3': metric 'count' takes a number in digits"),
         ({"meta": {"metric": "ruler_all", "answers": ["A", ""]}}, "answer '': metric 'ruler_all' takes a text"),
         ({"meta": {"answers": ["B", "C"]}}, "answer 'A' beside meta's answers, which count instead"),
+        ({"id": True}, "id is True, not a text"),
+        ({"task": False}, "task is False, not a text"),
+        ({"task": " "}, "task is ' ', not a text"),
         ({"messages": []}, "messages hold no text"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "messages hold no text"),
     ],
@@ -179,6 +182,19 @@ def test_spans_are_of_messages(tmp_path):
     row = {"context": "C", "question": "Q", "answer": "A"}
     with pytest.raises(InputError, match="line 1: spans beside context"):
         data.load_items(jsonl(tmp_path / "bad.jsonl", row | spans({})))
+
+
+@pytest.mark.parametrize("row", [{"context": "C", "question": "Q", "answer": "A"}, ROW])
+def test_a_form_is_of_a_passage_and_its_messages(tmp_path, row):
+    with pytest.raises(InputError, match="line 1: form says how context and question became messages"):
+        data.load_items(jsonl(tmp_path / "bad.jsonl", row | {"form": "qasper"}))
+
+
+@pytest.mark.parametrize("line", ['"answer": "A", "answer": "B"', '"answer": "A", "meta": {"answer": 1, "answer": 2}'])
+def test_a_key_that_stands_twice_is_a_bad_row(tmp_path, line):
+    (tmp_path / "bad.jsonl").write_text(f'{{"context": "C", "question": "Q", {line}}}\n')
+    with pytest.raises(InputError, match="line 1: key 'answer' stands twice"):
+        data.load_items(str(tmp_path / "bad.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -263,8 +279,8 @@ def test_text_that_is_not_utf8_is_a_bad_row(tmp_path):
 
 
 def test_numbers_as_ids_and_tasks_become_text(tmp_path):
-    item = data.load_items(jsonl(tmp_path / "n.jsonl", ROW | {"id": 3, "task": 7}))[0]
-    assert (item.id, item.task) == ("3", "7")
+    items = data.load_items(jsonl(tmp_path / "n.jsonl", ROW | {"id": 3, "task": 7}, ROW | {"id": 0, "task": 0}))
+    assert [(item.id, item.task) for item in items] == [("3", "7"), ("0", "0")]
 
 
 @pytest.mark.parametrize(

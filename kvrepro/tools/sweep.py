@@ -80,6 +80,8 @@ def studied() -> list[str]:
 def read(file: Path) -> Sweep:
     """Read and check a sweep file: keys, models, chapters, and every parameter as far as that is possible before a
     model is loaded. Raises InputError."""
+    if file.exists() and not file.is_file():  # a pipe that nobody writes into would keep the command waiting
+        raise InputError(f"sweep file {file} is no regular file: give the path of a YAML file")
     try:
         with file.open(encoding="utf-8") as text:
             content = yaml.load(text, Loader=Yaml)

@@ -1,5 +1,6 @@
 """Sweep files: what is refused, what it costs, what runs, and that the book reads its rows and computes none."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from kvrepro import cli
 from kvrepro.errors import InputError
 from kvrepro.experiment import cluster, data, models, store
+from kvrepro.experiment.limit import time_limit
 from kvrepro.tools import book, sweep
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +96,13 @@ def test_a_file_that_is_no_sweep_is_refused_in_one_line(tmp_path, text, why):
     with pytest.raises(InputError, match=why) as refused:
         sweep.read(file)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_is_no_sweep_file_and_keeps_nobody_waiting(tmp_path, make):
+    make(tmp_path / "sweep.yml")
+    with time_limit(10), pytest.raises(InputError, match="sweep.yml is no regular file"):
+        sweep.read(tmp_path / "sweep.yml")
 
 
 def test_values_reach_the_chapters_as_they_are_written(tmp_path):

@@ -13,6 +13,7 @@ from kvrepro.experiment.models import Dtype
 from kvrepro.paths import WORK
 
 Seconds = Annotated[float, Number(0, 10**9, above=True)]  # longer ones no clock of the system takes
+Workers = Annotated[int, Number(1, 10_000, whole=True)]  # a typing error beyond, on any machine or cluster
 
 
 def ensure_options(options: object) -> None:
@@ -39,7 +40,7 @@ class Settings:
     device: str = "cpu"  #: or "cuda"
     dtype: Dtype = "auto"  #: of weights and caches; "auto": the checkpoint's own on a GPU, float32 on the CPU
     backend: Literal["auto", "torch", "triton"] = "auto"  #: "auto": kernels where they agree with plain PyTorch
-    workers: Size | None = None  #: processes, one thread or GPU each; None: `$KVREPRO_WORKERS`, or all cores or GPUs
+    workers: Workers | None = None  #: processes, one thread or GPU each; None: `$KVREPRO_WORKERS`, or all cores or GPUs
     engine: Literal["local", "ray"] | None = None  #: who runs workers; None: `$KVREPRO_ENGINE`, or local processes
     address: str | None = None  #: of a Ray cluster, host:port; None: `$KVREPRO_RAY_ADDRESS`, or this machine alone
     batch_rows: Size | None = None  #: rows that decode together; None: 64, on a GPU what its memory holds

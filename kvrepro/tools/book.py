@@ -246,7 +246,7 @@ def main(
     names = chapters()
     parameters = parse_parameters(parameter, names)
     wanted = any(given.get("options", {}).get("dry_run") for given in parameters.values())
-    if dry_run or wanted or run.Settings().dry_run:
+    if run.Settings().dry_run or dry_run or wanted:
         rehearse_all(names, parameters)
         return
     for name in names:

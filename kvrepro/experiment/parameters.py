@@ -162,8 +162,10 @@ def check_folder(results: str | Path) -> None:
 
 def ensure_name(name: str) -> None:
     """Raise InputError for a study's name that cannot be a file's name in the folder of results."""
-    if not re.fullmatch(r"\w[\w.-]{0,99}", name) or len(os.fsencode(name)) > 150:  # parts of a file's 255 bytes
+    if not re.fullmatch(r"\w[\w.-]{0,99}", name):
         raise InputError(f"name {name[:50]!r}: give at most 100 letters, digits, '-', '_' and '.', no folder")
+    if (count := len(os.fsencode(name))) > 150:  # parts of a file's 255
+        raise InputError(f"name {name[:50]!r}: {len(name)} signs of {count} bytes in all, give at most 150 bytes")
 
 
 def _refuse_lists_as_text(source: str) -> None:

@@ -78,8 +78,10 @@ def test_what_is_none_of_its_kind_is_refused_in_one_line(text):
 
 def test_a_studys_name_is_too_long_for_a_file_in_bytes_not_in_letters():
     ensure_name("a" * 100)
+    with pytest.raises(InputError, match="60 signs of 180 bytes in all, give at most 150 bytes"):
+        ensure_name("漢" * 60)
     with pytest.raises(InputError, match="at most 100 letters"):
-        ensure_name("漢" * 100)
+        ensure_name("a" * 101)
 
 
 @pytest.mark.parametrize("seconds", [0, 1e18, 1e300])

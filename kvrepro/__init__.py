@@ -4,7 +4,6 @@
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,6 +50,8 @@ def policies() -> "pd.DataFrame":
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
+        from importlib.metadata import version  # takes longer to import than all that a command needs to begin
+
         return version("kvrepro")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvrepro' has no attribute {name!r}")

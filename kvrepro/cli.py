@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from kvrepro.errors import InputError, one_line_errors, program, suggestion
+from kvrepro.errors import InputError, one_line_errors, suggestion
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,11 +45,6 @@ PROGRAMS = {  # name: module with a `main`, what it is for
     "trial": ("kvrepro.tools.trial", "Run all chapters on random weights of a real model's shape."),
 }
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
-
-
-def main() -> None:
-    """The console script."""
-    program(app, "kvrepro")
 
 
 @app.command()

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -14,8 +15,9 @@ import pandas as pd
 import pytest
 
 import kvrepro as kv
-from kvrepro import cli
+from kvrepro import __main__, cli
 from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.errors import INTERRUPTED
 from kvrepro.experiment import data, models, store
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +31,7 @@ def call(capsys, monkeypatch):
     def called(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["kvrepro", *arguments])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            __main__.main()
         printed = capsys.readouterr()
         return ended.value.code or 0, printed.out, printed.err
 
@@ -38,7 +40,7 @@ def call(capsys, monkeypatch):
 
 def test_help_loads_no_library_and_names_every_command():
     at_the_end = "print([m for m in ('torch', 'pandas', 'papermill') if m in sys.modules])"
-    code = f"import sys, atexit, kvrepro.cli; atexit.register(lambda: {at_the_end}); kvrepro.cli.main()"
+    code = f"import sys, atexit, kvrepro.__main__; atexit.register(lambda: {at_the_end}); kvrepro.__main__.main()"
     printed = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True).stdout
     assert printed.endswith("[]\n")
     for name in ("run", "policies", "items", *cli.PROGRAMS):
@@ -48,13 +50,24 @@ def test_help_loads_no_library_and_names_every_command():
 def test_the_module_is_the_console_script(tmp_path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["kvrepro"].partition(":")
-    assert getattr(importlib.import_module(module), name) is cli.main
+    assert getattr(importlib.import_module(module), name) is __main__.main
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     for arguments, usage in (((), "kvrepro [OPTIONS] COMMAND"), (("data",), "kvrepro data [OPTIONS] COMMAND")):
         command = [sys.executable, "-m", "kvrepro", *arguments, "--help"]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert f"Usage: {usage}" in done.stdout
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
+    (tmp_path / "typer.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-m", "kvrepro"], cwd=tmp_path, env=env, text=True, **pipes)
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=10)
+    assert (printed.strip(), process.returncode) == (INTERRUPTED, 130)
 
 
 def test_a_program_says_which_extra_it_needs(call, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrepro import cli
+from kvrepro import __main__
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "book" / "own-code.md").read_text()
@@ -42,7 +42,7 @@ def test_its_commands_run(line, tmp_path, monkeypatch, capsys):
     more = ["-o", f"results={tmp_path}", "-o", "progress=false"] if words[1] == "run" else []
     monkeypatch.setattr(sys, "argv", [*words, *more])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        __main__.main()
     captured = capsys.readouterr()
     assert not ended.value.code, captured.err
     assert captured.out.count("\n") > 1 or "dry_run" in line

@@ -8,7 +8,7 @@ import pytest
 from stored import Nursery, row, rows_of, written_by_version_1
 from typer.testing import CliRunner
 
-from kvrepro import cli
+from kvrepro import __main__
 from kvrepro.errors import InputError, Stopped
 from kvrepro.experiment import sharing, store
 from kvrepro.experiment.sharing import HOST
@@ -43,7 +43,7 @@ def nursery():
 def test_the_command_is_there(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["kvrepro", "store", "--help"])
     with pytest.raises(SystemExit, match="0"):
-        cli.main()
+        __main__.main()
     output = capsys.readouterr().out
     assert all(name in output for name in ("verify", "gc", "diff", "merge"))
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 import yaml
 
-from kvrepro import cli
+from kvrepro import __main__
 from kvrepro.errors import InputError
 from kvrepro.experiment import cluster, data, models, store
 from kvrepro.experiment.limit import time_limit
@@ -188,7 +188,7 @@ def test_the_command_hands_engine_and_workers_on_and_refuses_mixtures(tmp_path, 
     ):  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["kvrepro", "run", file, *arguments])
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            __main__.main()
         assert end.value.code == code, arguments
         for name in ("ENGINE", "RAY_ADDRESS", "WORKERS"):
             monkeypatch.setenv(f"KVREPRO_{name}", "")

@@ -3,6 +3,7 @@
 import difflib
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,6 +15,8 @@ INTERRUPTED = "interrupted: what is computed is stored, the next call goes on fr
 ENDING = tuple(  # of Ctrl-C, a batch system, a terminal that is closed, where the system has these signals
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
+TOO_SMALL = "memory is too small: free some, or raise the limit (ulimit -v); what was computed is stored"
+NO_MEMORY = "failed to map segment|cannot allocate memory"  # what the system says where memory is too small
 LONGEST = 4096  # characters that an argument, or the name of a model, may have
 LONG = 1500  # characters of an error's line; of a longer one the beginning and the end (the way out) are printed
 
@@ -79,8 +82,8 @@ def interrupted(interrupt: KeyboardInterrupt) -> int:
 
 
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
-    """Run a typer app and end the process. A wrong command line is one line on stderr and exit code 2, output that the
-    disk has no room for one line and code 1."""
+    """Run a typer app and end the process. A wrong command line is one line on stderr and exit code 2; output that the
+    disk has no room for, and too little memory, are one line and code 1."""
     arguments, heard = sys.argv[1:] if arguments is None else arguments, list[int]()
     try:
         with signals_interrupt(heard), one_line_errors():
@@ -98,12 +101,21 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
             print(f"the output cannot be written ({error.strerror}): what was computed is stored", file=sys.stderr)
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115, or Python would fail to flush at the very end
             raise SystemExit(1) from None
+        if _of_memory(error):
+            print(TOO_SMALL, file=sys.stderr)
+            raise SystemExit(1) from None
         if not hasattr(error, "format_message"):  # only the errors of the command-line library have it
             raise
         message = " ".join(error.format_message().split())
         print(f"{message} Given: {' '.join(arguments)[:200]!r}; --help says what there is", file=sys.stderr)
         raise SystemExit(2) from None
     raise SystemExit(ended or 0)
+
+
+def _of_memory(error: Exception) -> bool:
+    """Whether memory did not suffice, also for a library that was being loaded."""
+    refused = isinstance(error, OSError | ImportError) and re.search(NO_MEMORY, str(error), re.IGNORECASE)
+    return isinstance(error, MemoryError) or bool(refused)
 
 
 def first_line(error: BaseException) -> str:

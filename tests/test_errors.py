@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrepro.errors import ENDING, INTERRUPTED, InputError, ensure_known, one_line_errors
+from kvrepro.errors import ENDING, INTERRUPTED, TOO_SMALL, InputError, ensure_known, one_line_errors
 
 WAITS = """import sys, time, typer
 from kvrepro.errors import program
@@ -103,6 +103,20 @@ def test_a_line_that_quotes_something_endless_keeps_its_ends(capsys):
     assert printed.startswith("models [1, 1,")
     assert printed.endswith(", 1]: give a list of at least one, each once\n")
     assert len(printed) < 2000
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "MemoryError",
+        "ImportError('libtorch_cpu.so: failed to map segment from shared object')",
+        "OSError(12, 'Cannot allocate memory')",
+    ],
+)
+def test_too_little_memory_is_one_line(error):
+    code = WAITS.partition("    print")[0] + f"    raise {error}\nprogram(app, 'starts', [])"
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, TOO_SMALL + "\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

@@ -7,6 +7,7 @@ import platform
 import re
 import secrets
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from kvrepro.errors import InputError
 
 UNFINISHED = re.compile(r".*@(.+)-(\d+)-[0-9a-f]{8}(\.parquet)?\.tmp")  # names of `named`; groups: host, process
 LOG = "sweep.log"  # in a folder of results: what a sweep's chapters printed
-HOST = re.sub(r"[^\w.]", "_", platform.node())
+HOST = re.sub(r"[^\w.]", "_", platform.node() or f"{uuid.getnode():x}")  # a machine without a name has a number
 
 
 @contextlib.contextmanager

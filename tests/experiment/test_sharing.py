@@ -1,5 +1,6 @@
 """A folder that several processes write: locks, and what the system refuses."""
 
+import importlib.util
 import os
 import platform
 import shlex
@@ -12,7 +13,7 @@ import stored
 from stored import row, rows_of
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import store
+from kvrepro.experiment import sharing, store
 from kvrepro.experiment.store import Store
 from kvrepro.experiment.table import parts
 
@@ -36,6 +37,16 @@ def test_a_lock_of_another_host_is_respected_and_one_of_a_dead_process_is_not(tm
     lock.write_text(f"4194304\n{platform.node()}\n")  # no such process
     table.close()
     assert list(pd.read_parquet(table.table)["item"]) == ["a"]
+
+
+def test_a_host_without_a_name_recognises_its_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "node", lambda: "")
+    module = importlib.util.module_from_spec(sharing.__spec__)
+    sharing.__spec__.loader.exec_module(module)
+    monkeypatch.setattr(module.psutil, "pid_exists", lambda process: False)
+    file = tmp_path / f"{module.named(1)}.tmp"
+    file.touch()
+    assert module.leftovers(tmp_path) == [file]
 
 
 def test_a_full_disk_loses_no_row_that_was_stored(tmp_path):

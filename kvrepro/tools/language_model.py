@@ -39,19 +39,22 @@ def rows_of(folder: Path) -> pd.DataFrame:
 
 
 def main_study(folder: Path) -> pd.DataFrame:
-    """The rows of a chapter's main study with their `score`, those of `NO_PASSAGE` among them; none without one."""
+    """The rows of a chapter's main study with their `score`; none without one. Those of `NO_PASSAGE` are among them, of
+    the same items: some chapters ask more items without their passages than the main study has."""
     main, controls = folder / f"{MAIN.get(folder.name)}.parquet", folder / "controls.parquet"
     if not main.is_file():
         return pd.DataFrame(columns=["policy", "score"])
     rows = pd.read_parquet(main)
     if controls.is_file():
-        rows = pd.concat([rows, pd.read_parquet(controls).assign(policy=NO_PASSAGE)], ignore_index=True)
+        alone = pd.read_parquet(controls)
+        alone = alone[alone.item.isin(rows.item)].assign(policy=NO_PASSAGE)
+        rows = pd.concat([rows, alone], ignore_index=True)
     return rows.assign(score=scores(rows))
 
 
 def run_of(folder: Path) -> dict[str, object]:
-    """What a chapter's run was: its items, answers, failed ones, the share that kernels computed, seconds, and the full
-    cache's score in the main study with its interval."""
+    """What a chapter's run was: its items, answers, failed ones, the share that kernels computed, seconds, and of the
+    main study the full cache's score with its interval, the median prompt in tokens, and the share of prompts cut."""
     done, rows = json.loads((folder / family.DONE).read_text()), rows_of(folder)
     row: dict[str, object] = {"chapter": folder.name, "items": done["items"], "seconds": done["seconds"]}
     row |= {"date": done["date"], "answers": len(rows), "failed": int(rows.error.notna().sum())}
@@ -59,10 +62,11 @@ def run_of(folder: Path) -> dict[str, object]:
         row["kernels"] = (computed.backend == "triton").mean()
         facts = ("model", "processor", "dtype", "torch")
         row |= {name: ", ".join(sorted(computed[name].dropna().unique())) for name in facts}
-    full = main_study(folder).query("policy == 'full'").score
+    full = main_study(folder).query("policy == 'full'")
     if len(full):
-        mean = stats.interval(full, bounds=stats.UNIT)
+        mean = stats.interval(full.score, bounds=stats.UNIT)
         row |= {"score": mean.value, "low": mean.low, "high": mean.high, "n": mean.n}
+        row |= {"tokens": full.prompt_tokens.median(), "cut": (full.cut > 0).mean()}
     return row
 
 

@@ -35,15 +35,15 @@ GUARDS = {"0% + 0%": "no guards", "10% + 10%": "guards"}  # shares at both ends 
 WINDOWED = ("streaming_llm", "snapkv", "cake", "ada_kv", "defensive_kv", "layer_defensive_kv")
 NEEDLES, QUESTIONS = list(ITEMS.values())[:2]
 BOX = 3  # the first of `CENTRAL` stand in the box, the others below
-CENTRAL = {  # chapter, claim and reading -> the middle of a sentence about it
-    ("protection", "P6", "as_run"): "guards at both ends bring back most of the full cache's score",
-    ("fragility", "C4e", "as_run"): "at two fifths of the cache DefensiveKV and Layer-DefensiveKV beat CriticalKV",
-    ("dropkv_bound", "D1", "any"): "the cone condition of DropKV's theorem holds on most triples",
-    ("dropkv_bound", "D3", "any"): "the set that DropKV evicts is near the joint optimum",
-    ("fragility", "C1e", "any"): "half of the cache, chosen by one past query, retains most importance on average",
-    ("fragility", "C1f", "any"): "at the worst step of an answer, that half retains about a third",
-    ("leakage", "L5", "as_run"): "StreamingLLM and SnapKV keep defense and directive at very different rates",
-    ("reclamation", "R1f", "any"): "eviction alone frees almost no blocks",
+CENTRAL = {  # chapter and claim -> the middle of a sentence about it
+    ("protection", "P6"): "guards at both ends bring every adaptive policy back to most of the full cache's score",
+    ("fragility", "C4e"): "at two fifths of the cache DefensiveKV and Layer-DefensiveKV beat CriticalKV",
+    ("dropkv_bound", "D1"): "the cone condition of DropKV's theorem holds on most triples",
+    ("dropkv_bound", "D3"): "the set that DropKV evicts is near the joint optimum",
+    ("fragility", "C1e"): "half of the cache, chosen by one past query, keeps most of the importance on average",
+    ("fragility", "C1f"): "at the worst step of an answer, that half keeps less than half of the importance",
+    ("leakage", "L5"): "StreamingLLM and SnapKV keep defense and directive at very different rates",
+    ("reclamation", "R1f"): "a policy that keeps a tenth of the tokens frees almost no blocks without compaction",
 }
 
 
@@ -87,6 +87,8 @@ def run_rows(runs: pd.DataFrame) -> list[dict[str, object]]:
         full = f"{wording.text_of((row.score, row.low, row.high))}, n = {row.n:.0f}"
         rows.append({
             "items": row.items, "chapter": row.chapter.replace("_", " "), "seconds": row.seconds,
+            "tokens": "-" if pd.isna(row.tokens) else f"{row.tokens:,.0f}",
+            "cut": "-" if pd.isna(row.cut) else f"{row.cut:.0%}",
             "answers": f"{row.answers:,}" if row.answers else "-", "failed": row.failed if row.answers else "-",
             "by kernels": "-" if pd.isna(row.kernels) else f"{row.kernels:.0%}",
             "the full cache scores": "-" if pd.isna(row.score) else full,
@@ -129,19 +131,24 @@ def without_passage(scores: pd.DataFrame, kept: int = 256) -> str:
             f"on {items} {guarded.min():.2f} to {guarded.max():.2f}, where the full cache scores "
             f"{mean['full']:.2f} and the model without any passage {mean[NO_PASSAGE]:.2f}"
         )
-    return f"- Behind guards, with {kept} tokens kept, the seven policies score {'; '.join(parts)}."
+    return (
+        f"- Behind guards in the authors' code, with {kept} tokens kept, the seven policies of the paper score "
+        f"{'; '.join(parts)}."
+    )
 
 
 def said(verdicts: pd.DataFrame) -> list[str]:
-    """A line of a list for each of `CENTRAL`: its verdicts by items, with their values."""
+    """A line of a list for each of `CENTRAL`: its verdicts by reading and items, with their values."""
     lines = []
-    for (chapter, claim, reading), subject in CENTRAL.items():
-        of_claim = verdicts[
-            (verdicts[KEY] == [chapter, claim, reading]).all(axis=1) & (verdicts.verdict != NOT_TESTABLE)
-        ]
-        parts = [f"*{claims.label(row.verdict)}* on {row.items} ({_value(row)})" for row in of_claim.itertuples()]
-        where = f", {LABELS[reading]}" if reading in LABELS else ""
-        lines.append(f"- That {subject} ({wording.link(claim, page='claims.html')}{where}): {'; '.join(parts)}.")
+    for (chapter, claim), subject in CENTRAL.items():
+        tested = verdicts[(verdicts.chapter == chapter) & (verdicts.claim == claim)]
+        parts = []
+        for reading, rows in tested[tested.verdict != NOT_TESTABLE].groupby("reading", sort=False):
+            results = ", ".join(
+                f"*{claims.label(row.verdict)}* on {row.items} ({_value(row)})" for row in rows.itertuples()
+            )
+            parts.append(f"in the {LABELS[reading]} {results}" if reading in LABELS else results)
+        lines.append(f"- That {subject} ({wording.link(claim, page='claims.html')}): {'; '.join(parts)}.")
     return lines
 
 
@@ -149,12 +156,17 @@ def found(verdicts: pd.DataFrame, runs: pd.DataFrame, wide: pd.DataFrame, scores
     """The page's result as a list of sentences."""
     rows = pd.DataFrame(agreement(wide))
     total = rows[["verdicts on both", "the same", "differently decided", "turn over"]].sum()
+    pairs = pd.concat([wide[[models.DEFAULT, name]].dropna().set_axis(["a", "b"], axis=1) for name in list(wide)[1:]])
+    open_ = (pairs == "inconclusive").sum(axis=1)
+    definite = pairs[open_ == 0]
     lines = [
         f"- {NAME} gave {runs.answers.sum():,} answers in {len(runs)} runs of chapters, {runs.failed.sum()} of which "
-        f"failed. Of {total['verdicts on both']} verdicts that it and the full profile of {models.DEFAULT} have, "
-        f"**{total['the same']} ({total['the same'] / total['verdicts on both']:.0%}) are the same**; "
-        f"{total['differently decided']} are definite on both and differ, {total['turn over']} of them turn over "
-        "(*reproduced* on one model, *not reproduced* on the other)."
+        f"failed. A verdict on one kind of item can be compared with that of {models.DEFAULT}'s full profile in "
+        f"{total['verdicts on both']} cases. **In {total['the same']} of them "
+        f"({total['the same'] / total['verdicts on both']:.0%}) both are the same**; in {(open_ == 1).sum()} just one "
+        f"is inconclusive. Of the {len(definite)} cases that are definite on both, {(definite.a == definite.b).sum()} "
+        f"are the same and {total['differently decided']} differ; {total['turn over']} turn over (*reproduced* on one "
+        "model, *not reproduced* on the other)."
     ]
     judged = said(verdicts)
     return "\n".join([*lines, judged[0], without_passage(scores), *judged[1:BOX]])
@@ -213,12 +225,12 @@ def headline() -> str:
     full = scores[(scores.chapter == "protection") & (scores.policy == "full")].set_index("items").value
     shown = {name: _value(of_p6.loc[name]) for name in (QUESTIONS, NEEDLES)}
     return (
-        f"{NAME}, which others trained on real text, gives the same verdict as {models.DEFAULT} in "
-        f"{total['the same']} of {total['verdicts on both']} cases. Behind guards, the adaptive policy that decides "
-        f"{wording.link('P6', page='claims.html')} recovers {shown[QUESTIONS]} of the full cache's score on questions "
-        f"about real texts, where the question alone, without the text, scores "
-        f"{alone[QUESTIONS] / full[QUESTIONS]:.0%} of it; and {shown[NEEDLES]} on needles, where it scores "
-        f"{alone[NEEDLES] / full[NEEDLES]:.0%}."
+        f"On {NAME}, which others trained on real text, {total['the same']} of {total['verdicts on both']} verdicts "
+        f"are those of {models.DEFAULT}, counted for each kind of item. Behind guards, the adaptive policy that "
+        f"decides {wording.link('P6', page='claims.html')} in the authors' code recovers {shown[QUESTIONS]} of the "
+        f"full cache's score on questions about real texts, where the question alone, without the text, scores "
+        f"{alone[QUESTIONS] / full[QUESTIONS]:.0%} of it; and {shown[NEEDLES]} on needles, where the question alone "
+        f"scores {alone[NEEDLES] / full[NEEDLES]:.0%}."
     )
 
 
@@ -227,10 +239,12 @@ def advice(scores: pd.DataFrame) -> str:
     of_grid = scores[(scores.chapter == "synthesis") & (scores.policy != NO_PASSAGE)]
     methods, [full] = of_grid[of_grid.policy != "full"], of_grid[of_grid.policy == "full"].value
     best = methods.loc[methods.groupby("kept").value.idxmax()]
-    parts = [f"{float(row.kept):.0%} kept: {figure.look(row.policy).name} {row.value:.2f}" for row in best.itertuples()]
+    parts = [f"{row.value:.2f} at {float(row.kept):.0%} ({figure.look(row.policy).name})" for row in best.itertuples()]
     return (
-        f"**Try your model before you choose.** On {NAME} and numbers hidden among essays, the best published methods "
-        f"score ({'; '.join(parts)}), where the full cache scores {full:.2f}: {{doc}}`language-model`."
+        f"**Try your model before you choose.** {NAME} was asked for numbers hidden in text, the question visible to "
+        f"the policy. By the share of the prompt kept, the best of {methods.policy.nunique()} published methods scores "
+        f"{', '.join(parts[:-1])} and {parts[-1]}, where the full cache scores {full:.2f} (n = {methods.n.min()}): "
+        "{doc}`language-model`."
     )
 
 
@@ -242,6 +256,7 @@ def by_claim(chapter: str) -> dict[str, str]:
     for row in tested.itertuples():
         where = ", ".join(filter(None, [LABELS.get(row.reading, ""), row.items]))
         value = "" if pd.isna(row.estimate) else f" {_value(row)}"
+        value += "" if pd.isna(row.n) else f" (n = {row.n:,.0f})"
         texts.setdefault(str(row.claim), []).append(f"{where}: {claims.label(row.verdict)}{value}")
     return {claim: f"{'; '.join(parts)}." for claim, parts in texts.items()}
 

@@ -87,10 +87,10 @@ def run_rows(runs: pd.DataFrame) -> list[dict[str, object]]:
         full = f"{wording.text_of((row.score, row.low, row.high))}, n = {row.n:.0f}"
         rows.append({
             "items": row.items, "chapter": row.chapter.replace("_", " "), "seconds": row.seconds,
+            "answers": f"{row.answers:,}" if row.answers else "-",
+            "by kernels": "-" if pd.isna(row.kernels) else f"{row.kernels:.0%}",
             "tokens": "-" if pd.isna(row.tokens) else f"{row.tokens:,.0f}",
             "cut": "-" if pd.isna(row.cut) else f"{row.cut:.0%}",
-            "answers": f"{row.answers:,}" if row.answers else "-", "failed": row.failed if row.answers else "-",
-            "by kernels": "-" if pd.isna(row.kernels) else f"{row.kernels:.0%}",
             "the full cache scores": "-" if pd.isna(row.score) else full,
         })  # fmt: skip
     return rows

@@ -64,6 +64,12 @@ def test_scores_without_the_passage_are_of_the_items_that_the_full_cache_answers
     assert rows.groupby(["chapter", "items"]).n.agg(lambda n: len(set(n))).eq(1).all()
 
 
+def test_the_table_of_runs_says_how_many_prompts_were_cut():
+    rows = {(row["items"], row["chapter"]): row["cut"] for row in page.run_rows(page.read()[1])}
+    assert rows["needles", "protection"] == "0%"
+    assert rows["IFEval", "leakage"] == "-"
+
+
 def test_figures_have_a_panel_for_each_kind_of_items():
     drawn = page.drawn()
     assert len(drawn["protection"].axes) == 6

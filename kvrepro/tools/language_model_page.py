@@ -125,11 +125,13 @@ def without_passage(scores: pd.DataFrame, kept: int = 256) -> str:
     of_code = scores[(scores.chapter == "protection") & (scores.reading == "as_run")]
     parts = []
     for items, part in of_code.groupby("items", sort=False):
-        mean = part.set_index("policy").value
+        of_policy = part.set_index("policy")
+        full, alone = of_policy.loc["full"], of_policy.value[NO_PASSAGE]
         guarded = part[part.policy.isin(PROTECTION_SEVEN) & (part.guard == "10% + 10%") & (part.kept == kept)].value
         parts.append(
-            f"on {items} {guarded.min():.2f} to {guarded.max():.2f}, where the full cache scores "
-            f"{mean['full']:.2f} and the model without any passage {mean[NO_PASSAGE]:.2f}"
+            f"on {items} {guarded.min():.2f} to {guarded.max():.2f}, where the full cache scores {full.value:.2f} and "
+            f"the model without any passage {alone:.2f}, {full.gain:.2f} less "
+            f"[{full.gain_low:.2f}, {full.gain_high:.2f}]"
         )
     return (
         f"- Behind guards in the authors' code, with {kept} tokens kept, the seven policies of the paper score "

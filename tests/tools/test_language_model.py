@@ -48,7 +48,16 @@ def test_the_tables_of_a_run_are_its_verdicts_what_it_computed_and_mean_scores(f
                                 (language_model_page.NO_PASSAGE, "0% + 0%", ""): 0.3})  # fmt: skip
     gain = scores.set_index("policy").gain.to_dict()
     assert gain == pytest.approx({"full": 0.4, "lru": 0.45, language_model_page.NO_PASSAGE: 0})
-    assert set(scores) == {*language_model.BY, "value", "low", "high", "n", "gain", "gain_low", "gain_high"}  # item c is not in it
+    assert set(scores) == {
+        *language_model.BY,
+        "value",
+        "low",
+        "high",
+        "n",
+        "gain",
+        "gain_low",
+        "gain_high",
+    }  # item c is not in it
 
 
 def test_two_runs_of_a_chapter_on_the_same_items_are_refused(folder):

@@ -215,9 +215,8 @@ def _secret(table: pd.DataFrame) -> str:
 def _all(table: pd.DataFrame) -> str:
     """The table that readers filter, sorted by quality."""
     filters = ("kept", "guards", "tokens leave", "heads", "on kernels")
-    minor = ("blocks returned", "leak-safe from", "first token", "on kernels", "loses most at")
     rows = table.to_dict("records")
     for row in rows:  # "none measurable" sorts as 0
         first = str(row["first token"])
         row["first token"] = TableCell(escape(first, quote=False), 0 if first.startswith(NOTHING) else None)
-    return filterable.interactive(rows, "conditions", "All conditions", filters, minor, ("scores by",))
+    return filterable.interactive(rows, "conditions", "All conditions", filters, wide=("scores by",))

@@ -243,6 +243,22 @@ def test_rows_are_filtered(tab, address):
     assert all("both ends" in row.inner_text() for row in left)
 
 
+def test_a_phone_reaches_every_column_of_the_advice_beside_the_name_of_its_row(browser, address):
+    context = browser.new_context(viewport=PHONE)
+    page = context.new_page()
+    page.goto(address + ADVICE)
+    name, *others = page.locator("div.filterable th").all() or [None]
+    if name is None:
+        pytest.skip("no table of advice: the chapter on synthesis has no results")
+    for head in others:
+        head.scroll_into_view_if_needed()
+        left, right = name.bounding_box(), head.bounding_box()
+        assert 0 <= left["x"] < left["x"] + left["width"] <= right["x"] + 1
+        assert right["x"] + right["width"] <= PHONE["width"]
+    assert page.evaluate(TOO_WIDE) <= 0
+    context.close()
+
+
 @pytest.mark.parametrize("name", [FIRST, ADVICE, *CHAPTERS[:1]])
 def test_pages_read_without_scripts(browser, address, name):
     context = browser.new_context(viewport=WIDE, java_script_enabled=False)

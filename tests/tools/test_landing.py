@@ -193,6 +193,7 @@ def test_a_condition_has_the_costs_of_the_method_with_its_scorer_and_its_aggrega
     page = decide._all(conditions.reset_index())
     assert f'<td data-key="0">{decide.NOTHING}</td>' in page  # is sorted before what adds something
     assert "<td>+3.8%</td>" in page
+    assert "display: none" not in page  # on a narrow screen the frame scrolls, and no column is left out
 
 
 def test_a_lucky_choice_among_fewer_is_called_lucky():

@@ -30,7 +30,7 @@ ITEMS = {  # items of the runs, in the order of the page -> their name there
     "ifeval": "IFEval",
 }
 EVERY = "all"  # in place of a chapter, in that table
-AGAIN = "SmolLM2: kernels on an H200, plain PyTorch on a CPU"  # in the table of determinism
+AGAIN = "SmolLM2: GPU or CPU"  # in the table of determinism
 KEY = ["chapter", "claim", "reading"]
 GUARDS = {"0% + 0%": "no guards", "10% + 10%": "guards"}  # shares at both ends -> rows of the figure
 WINDOWED = ("streaming_llm", "snapkv", "cake", "ada_kv", "defensive_kv", "layer_defensive_kv")

@@ -62,11 +62,12 @@ def test_the_module_is_the_console_script(tmp_path):
 def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
     (tmp_path / "typer.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-m", "kvrepro"], cwd=tmp_path, env=env, text=True, **pipes)
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    given["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
+    process = subprocess.Popen([sys.executable, "-m", "kvrepro"], cwd=tmp_path, env=env, **given)
     assert process.stdout.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=10)
+    _, printed = process.communicate(timeout=60)
     assert (printed.strip(), process.returncode) == (INTERRUPTED, 130)
 
 

@@ -4,6 +4,7 @@
     python -m kvrepro.tools.family run --results /tmp/family --models small-gqa --seeds 1,2 --chapters protection
     python -m kvrepro.tools.family collect --results /tmp/family                # data/family*.csv
     python -m kvrepro.tools.family run --results /tmp/full --models small-gqa -p profile=full
+    python -m kvrepro.tools.family run --results /tmp/mine --model folder -p items=ruler:vt  # a model of one's own
     python -m kvrepro.tools.family full --results /tmp/full                     # data/full_profile.csv
 
 A run goes into `<results>/<model>-<seed>/<chapter>`, apart from the book's own: its rows, `claims.csv`, and what the

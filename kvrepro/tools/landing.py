@@ -50,7 +50,7 @@ ANSWERS = {  # chapter -> the claims that answer its question; the other chapter
 
 PICTURE = """```{{figure}} generated/verdicts.svg
 :name: fig-verdicts
-:class: dark-light kvrepro-figure
+:class: dark-light kvrepro-figure light-ground
 :alt: A bar for each chapter, divided by verdict. {alt}
 
 {n} of this run by chapter: {signs}.{missing}{more} {{doc}}`claims` lists all verdicts one by one, those over

@@ -1,16 +1,20 @@
 """What the built pages need to read well on every device: a Sphinx extension, named in `_config.yml`.
 
-Formulas become MathML, so that no script draws them. Icons come from a font cut down to those that the pages show. What
-nobody here uses is left out: Thebe, and Font Awesome's scripts. Markup that readers' tools stumble over is mended.
+Formulas become MathML, so that no script draws them. Icons come from a font cut down to those that the pages show, and
+the theme's style sheets lose what no page needs. What nobody here uses is left out: Thebe, and Font Awesome's scripts.
+Markup that readers' tools stumble over is mended.
 """
 
 import functools
+import itertools
 import os
 import re
 import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import tinycss2
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from fontTools import subset
@@ -37,6 +41,8 @@ MENDED = (  # in a page's text
 SIDEBAR = 'class="bd-sidebar-primary bd-sidebar'  # around it
 FIGURE = re.compile(r'<img\b[^>]*kvrepro-figure[^>]*\bsrc="[^"]*_images/([^"]+\.svg)"[^>]*>')
 POINT = re.compile(r'<circle cx="([\d.-]+)" cy="([\d.-]+)" r="6" opacity="0"><title>(.*?)</title>')  # of figures
+SHEETS = ("bootstrap.css", "pydata-sphinx-theme.css")  # of the theme: most of it is for pages that look otherwise
+NAME = re.compile(r"[A-Za-z_][\w-]*")  # of a class, among other words
 FOOTER = """<p>MIT licence. <a href="{about}">Cite this book, licence, changes</a>.</p>"""
 
 
@@ -98,7 +104,36 @@ def _finish(app: Sphinx, error: Exception | None) -> None:
     for page, text in pages.items():
         text = FIGURE.sub(lambda image: image[0] + points(image[1]), framed(text))
         page.write_text(text, encoding="utf-8")
-    icons(out / "_static", "".join(pages.values()))
+    whole = "".join(pages.values())
+    icons(out / "_static", whole)
+    scripts = [script.read_text(encoding="utf-8") for script in (out / "_static").rglob("*.js")]
+    names = set(NAME.findall(whole)).union(*(NAME.findall(script) for script in scripts))
+    for sheet in (out / "_static" / "styles" / name for name in SHEETS):
+        if sheet.is_file():
+            sheet.write_text(trimmed(sheet.read_text(encoding="utf-8"), names), encoding="utf-8")
+
+
+def trimmed(css: str, names: Collection[str]) -> str:
+    """A style sheet without the selectors of classes that are none of `names`."""
+    rules = tinycss2.parse_stylesheet(css, skip_comments=True, skip_whitespace=True)
+    return "".join(filter(None, (_trimmed(rule, names) for rule in rules)))
+
+
+def _trimmed(rule: Any, names: Collection[str]) -> str:
+    """A rule as text; "" where no selector of it, and no rule inside it, is left."""
+    if rule.type == "at-rule" and rule.lower_at_keyword in ("media", "supports") and rule.content:
+        inside = trimmed(tinycss2.serialize(rule.content), names)
+        return f"@{rule.at_keyword}{tinycss2.serialize(rule.prelude)}{{{inside}}}" if inside else ""
+    if rule.type != "qualified-rule":
+        return str(rule.serialize())
+    selectors = [list(part) for comma, part in itertools.groupby(rule.prelude, lambda token: token == ",") if not comma]
+    kept = [tinycss2.serialize(tokens).strip() for tokens in selectors if _classes(tokens) <= set(names)]
+    return f"{','.join(kept)}{{{tinycss2.serialize(rule.content)}}}" if kept else ""
+
+
+def _classes(tokens: Sequence[Any]) -> set[str]:
+    """The classes that a selector demands, but for those inside functions such as :not(.a)."""
+    return {name.value for dot, name in itertools.pairwise(tokens) if dot == "." and name.type == "ident"}
 
 
 def _points(svg: str) -> str:

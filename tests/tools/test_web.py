@@ -93,3 +93,19 @@ def test_figures_are_counted_on_each_page():
     numbers = {"a": {"figure": {"x": (7,), "y": (8,)}}, "b": {"figure": {"z": (9,)}, "table": {"t": (1,)}}}
     web._number(None, SimpleNamespace(toc_fignumbers=numbers))
     assert numbers == {"a": {"figure": {"x": (1,), "y": (2,)}}, "b": {"figure": {"z": (1,)}, "table": {"t": (1,)}}}
+
+
+@pytest.mark.parametrize(
+    ("css", "left"),
+    [
+        (".a .b, .c{x:1}", ".c{x:1}"),
+        (".a.b,.unknown{x:1}", ""),
+        ("p:not(.unknown),[title=\",\"] > .c{x:1}", "p:not(.unknown),[title=\",\"] > .c{x:1}"),
+        ("@media (min-width:3px){.unknown{x:1}}", ""),
+        ("@media (min-width:3px){.unknown{x:1}.a{y:2}}", "@media (min-width:3px){.a{y:2}}"),
+        ("@font-face{src:url(a.woff)}@keyframes k{from{x:1}}", "@font-face{src:url(a.woff)}@keyframes k{from{x:1}}"),
+        ("/* .a */:root{--x:\".b\"}", ":root{--x:\".b\"}"),
+    ],
+)  # fmt: skip
+def test_a_style_sheet_keeps_what_the_pages_name(css, left):
+    assert web.trimmed(css, {"a", "c"}) == left

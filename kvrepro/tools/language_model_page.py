@@ -268,8 +268,8 @@ def again(table: Path = DETERMINISM) -> str:
     """How far plain PyTorch on a CPU gives the same answers, in a sentence; "" where that was not compared."""
     rows = pd.read_csv(table)
     return " ".join(
-        f"Plain PyTorch on a CPU computed {row.rows:,} answers of the {row.chapter.replace('_', ' ')} chapter again: "
-        f"{row.text} of them differ in some token, {row.kept} in what is kept, {row.score} in their score."
+        f"Plain PyTorch on a CPU computed {row.rows:,} answers of the chapter {row.chapter.replace('_', ' ')} again: "
+        f"the text differs in {row.text} of them, the set that is kept in {row.kept}, the score in {row.score}."
         for row in rows[(rows.varied == AGAIN) & (rows.chapter != EVERY)].itertuples()
     )
 

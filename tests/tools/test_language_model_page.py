@@ -82,7 +82,7 @@ def test_the_comparison_with_a_cpu_is_told_where_it_was_made(tmp_path):
     row = {"varied": page.AGAIN, "chapter": "dropkv_bound", "rows": 1000, "text": 3, "kept": 20, "score": 0}
     pd.DataFrame([row, row | {"chapter": "all"}]).to_csv(tmp_path / "table.csv", index=False)
     text = page.again(tmp_path / "table.csv")
-    assert "1,000 answers of the dropkv bound chapter again: 3 of them differ in some token, 20 in what is kept" in text
+    assert "1,000 answers of the chapter dropkv bound again: the text differs in 3 of them, the set that is" in text
     assert text.count("again") == 1
     pd.DataFrame([row | {"varied": "other"}]).to_csv(tmp_path / "table.csv", index=False)
     assert page.again(tmp_path / "table.csv") == ""

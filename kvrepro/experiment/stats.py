@@ -465,6 +465,11 @@ def percents(shares: Iterable[float]) -> str:
 # ---------------------------------------------------------------- tests
 
 
+def correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Pearson's correlation, of ranks Spearman's; nan where one of them does not vary."""
+    return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else math.nan
+
+
 def wilcoxon(a: Sequence[float], b: Sequence[float]) -> float:
     """p of the two-sided Wilcoxon signed-rank test on the nonzero differences (zeros dropped, Wilcoxon's own handling).
 

@@ -7,6 +7,7 @@ GGUF is the format of llama.cpp: one file with weights, mostly quantised, and th
 the package `gguf`, and takes the quantisation back. What rounding to a few bits has lost stays lost.
 """
 
+import shutil
 import tempfile
 import zipfile
 from pathlib import Path
@@ -32,8 +33,7 @@ def unpacked(file: Path, folder: Path) -> Path:
                 raise InputError(f"{file} holds {len(names)} .gguf files: give one that holds one, or the file itself")
             inner = folder / "model.gguf"  # whatever its name in the archive: a path could leave the folder
             with archive.open(names[0]) as source, inner.open("wb") as target:
-                while block := source.read(1 << 20):
-                    target.write(block)
+                shutil.copyfileobj(source, target)
         file = inner
     with file.open("rb") as stream:
         if stream.read(len(MAGIC)) != MAGIC:

@@ -52,7 +52,7 @@ def main_study(folder: Path) -> pd.DataFrame:
     return rows.assign(score=scores(rows))
 
 
-def run_of(folder: Path) -> dict[str, object]:
+def run_of(folder: Path, main: pd.DataFrame) -> dict[str, object]:
     """What a chapter's run was: its items, answers, failed ones, the share that kernels computed, seconds, and of the
     main study the full cache's score with its interval, the median prompt in tokens, and the share of prompts cut."""
     done, rows = json.loads((folder / family.DONE).read_text()), rows_of(folder)
@@ -62,7 +62,7 @@ def run_of(folder: Path) -> dict[str, object]:
         row["kernels"] = (computed.backend == "triton").mean()
         facts = ("model", "processor", "dtype", "torch")
         row |= {name: ", ".join(sorted(computed[name].dropna().unique())) for name in facts}
-    full = main_study(folder).query("policy == 'full'")
+    full = main.query("policy == 'full'")
     if len(full):
         mean = stats.interval(full.score, bounds=stats.UNIT)
         row |= {"score": mean.value, "low": mean.low, "high": mean.high, "n": mean.n}
@@ -70,17 +70,16 @@ def run_of(folder: Path) -> dict[str, object]:
     return row
 
 
-def scores_of(folder: Path) -> pd.DataFrame:
+def scores_of(folder: Path, main: pd.DataFrame) -> pd.DataFrame:
     """Mean scores of a chapter's main study with their intervals: columns `BY`, value, low, high, n; and gain,
     gain_low, gain_high, the mean of what an item gains over its question alone.
 
     Policies of a notebook or a grid's cells are left out; `NO_PASSAGE` is among the policies. guard: shares of the
     budget at the prompt's beginning and end. kept: tokens, or a share of the prompt; none for the full cache.
     """
-    rows = main_study(folder)
-    if rows.empty:
+    if main.empty:
         return pd.DataFrame()
-    rows = rows[rows.error.isna() & ~rows.policy.str.contains(":")]
+    rows = main[main.error.isna() & ~main.policy.str.contains(":")]
     guard = [f"{start:.0%} + {end:.0%}" for start, end in rows[["prefix", "suffix"]].astype(float).fillna(0).to_numpy()]
     kept = rows.capacity.astype(float).fillna(rows.share.astype(float)).map("{:g}".format).replace("nan", "")
     items = json.loads((folder / family.DONE).read_text())["items"]
@@ -106,8 +105,9 @@ def collected(results: Sequence[Path]) -> tuple[pd.DataFrame, pd.DataFrame, pd.D
     for folder in results:
         verdicts.append(family.collected(folder, columns=COLUMNS))
         for chapter in sorted(file.parent for file in folder.glob(f"*/*/{family.DONE}")):
-            runs.append(run_of(chapter))
-            means.append(scores_of(chapter))
+            study = main_study(chapter)
+            runs.append(run_of(chapter, study))
+            means.append(scores_of(chapter, study))
     table = pd.DataFrame(runs)
     if len(twice := table[table.duplicated(["chapter", "items"])]):
         raise InputError(f"{twice.chapter.iloc[0]} was run twice on {twice['items'].iloc[0]}: give one of the two")

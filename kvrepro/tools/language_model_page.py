@@ -4,6 +4,7 @@ From `data/language_model*.csv` (`kvrepro.tools.language_model`) and `data/full_
 """
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,7 @@ CENTRAL = {  # chapter and claim -> the middle of a sentence about it
 }
 
 
+@cache
 def read() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """The verdicts, the runs and the scores, with `ITEMS` for items."""
     verdicts, runs, scores = (pd.read_csv(file).replace({"items": ITEMS}) for file in (VERDICTS, RUNS, SCORES))

@@ -110,8 +110,7 @@ Torch's dots beside *compaction* are its indexing, and copies of as many bytes, 
     pages["error_rates"], pages["stability"] = table(claims_page.error_rates()), table(claims_page.stability())
     costs = {"cost": cost.overview(), "cost_all": cost.table(), "targets": cost.targets()}
     pages |= {name: table(rows.to_dict("records")) for name, rows in costs.items()}
-    for name, part in family_page.page().items():
-        pages[f"family_{name}"] = part if isinstance(part, str) else table(part) if part else "None."
+    pages |= _parts("family", family_page.page())
     pages |= _reliability(folder) | _language_model(folder)
     family_page.drawn().savefig(folder / "family.svg", transparent=True)
     cost.bars().savefig(folder / "targets.svg", transparent=True)
@@ -131,8 +130,15 @@ def _language_model(folder: Path) -> dict[str, str]:
     """The parts of the page on a language model, and its figures."""
     for name, picture in language_model_page.drawn().items():
         picture.savefig(folder / f"language_model_{name}.svg", transparent=True)
-    parts = language_model_page.page()
-    return {f"language_model_{name}": p if isinstance(p, str) else table(p) for name, p in parts.items()}
+    return _parts("language_model", language_model_page.page())
+
+
+def _parts(page: str, parts: Mapping[str, list[dict[str, object]] | str]) -> dict[str, str]:
+    """The parts of a page by the names of their files. parts: sentences, and tables as rows."""
+    return {
+        f"{page}_{name}": part if isinstance(part, str) else table(part) if part else "None."
+        for name, part in parts.items()
+    }
 
 
 def _reliability(folder: Path) -> dict[str, str]:

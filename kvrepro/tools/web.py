@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -113,21 +113,21 @@ def _finish(app: Sphinx, error: Exception | None) -> None:
             sheet.write_text(trimmed(sheet.read_text(encoding="utf-8"), names), encoding="utf-8")
 
 
-def trimmed(css: str, names: Collection[str]) -> str:
-    """A style sheet without the selectors of classes that are none of `names`."""
+def trimmed(css: str | list[Any], names: Set[str]) -> str:
+    """A style sheet, or what a rule holds, without the selectors of classes that are none of `names`."""
     rules = tinycss2.parse_stylesheet(css, skip_comments=True, skip_whitespace=True)
-    return "".join(filter(None, (_trimmed(rule, names) for rule in rules)))
+    return "".join(_trimmed(rule, names) for rule in rules)
 
 
-def _trimmed(rule: Any, names: Collection[str]) -> str:
+def _trimmed(rule: Any, names: Set[str]) -> str:
     """A rule as text; "" where no selector of it, and no rule inside it, is left."""
     if rule.type == "at-rule" and rule.lower_at_keyword in ("media", "supports") and rule.content:
-        inside = trimmed(tinycss2.serialize(rule.content), names)
+        inside = trimmed(rule.content, names)
         return f"@{rule.at_keyword}{tinycss2.serialize(rule.prelude)}{{{inside}}}" if inside else ""
     if rule.type != "qualified-rule":
         return str(rule.serialize())
     selectors = [list(part) for comma, part in itertools.groupby(rule.prelude, lambda token: token == ",") if not comma]
-    kept = [tinycss2.serialize(tokens).strip() for tokens in selectors if _classes(tokens) <= set(names)]
+    kept = [tinycss2.serialize(tokens).strip() for tokens in selectors if _classes(tokens) <= names]
     return f"{','.join(kept)}{{{tinycss2.serialize(rule.content)}}}" if kept else ""
 
 

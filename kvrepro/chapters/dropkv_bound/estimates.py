@@ -48,15 +48,11 @@ def disagreement(alignment: pd.DataFrame) -> pd.DataFrame:
         gone, stays = f.dropkv.rank(method="first") <= len(f) / 2, f.andpro.rank(method="first") > len(f) / 2
         rows.append(
             dict(zip(["item", *WHERE], key, strict=True))
-            | {"rho": _correlation(f.andpro, f.dropkv), "rho_value": _correlation(f.andpro_value, f.dropkv_value)}
+            | {"rho": stats.correlation(f.andpro, f.dropkv)}
+            | {"rho_value": stats.correlation(f.andpro_value, f.dropkv_value)}
             | {"kept": stays[gone].mean(), "cosine": f.cosine.median(), "distinct": f.andpro_value.nunique()}
         )
     return pd.DataFrame(rows)
-
-
-def _correlation(x: pd.Series, y: pd.Series) -> float:
-    """Pearson's correlation, of ranks Spearman's; nan where one of them does not vary."""
-    return x.corr(y) if np.ptp(x) and np.ptp(y) else math.nan
 
 
 # ---------------------------------------------------------------- estimates with intervals; whole prompts are resampled

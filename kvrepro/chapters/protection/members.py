@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvrepro.engine.policy import is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, history, judge
+from kvrepro.experiment import claims, history, judge, stats
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 from kvrepro.experiment.stats import CONTRASTS
 
@@ -125,8 +125,7 @@ def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: fl
 def _correlation(values: np.ndarray) -> float:
     """Correlation of the means of the first half of the columns with those of the second half; nan where one half is
     constant. values: [items, columns]."""
-    x, y = np.split(values.mean(0), 2)
-    return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else np.nan
+    return stats.correlation(*np.split(values.mean(0), 2))
 
 
 def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:

@@ -246,7 +246,8 @@ def main(
     names = chapters()
     parameters = parse_parameters(parameter, names)
     wanted = any(given.get("options", {}).get("dry_run") for given in parameters.values())
-    if run.Settings().dry_run or dry_run or wanted:
+    usual = run.Settings()  # refuses what the environment says of workers, once for all chapters
+    if dry_run or wanted or usual.dry_run:
         rehearse_all(names, parameters)
         return
     for name in names:

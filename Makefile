@@ -44,7 +44,7 @@ $(READY): pyproject.toml constraints.txt
 	@start=$$(date +%s); \
 	  $(PYTHON) -m venv $(VENV) && \
 	  $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt pip setuptools wheel && \
-	  $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[book,hub,cluster,dev]' && \
+	  $(PY) -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[book,hub,cluster,dev]' && \
 	  printf '%s\n' '$(CURDIR)' '$(CURDIR)/kernels' > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvrepro-clone.pth" && \
 	  echo "set up in $$(( $$(date +%s) - start )) s"
 	@touch $@

@@ -253,6 +253,7 @@ def drive(model, folder, address):
     run(Answers("c", "n", ITEMS, CONDITIONS, 6), models.load(model), on_ray(folder, address))
 
 
+@pytest.mark.slow
 def test_after_the_death_of_the_driver_the_next_run_goes_on(loaded, tmp_path):
     folder, settings = tmp_path / "killed", on_ray(tmp_path / "killed")
     driver = forked(drive, str(loaded.path), folder, ray.get_runtime_context().gcs_address)

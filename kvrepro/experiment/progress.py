@@ -14,7 +14,7 @@ from tqdm import tqdm
 from kvrepro.paths import replaced
 
 FILE = "KVREPRO_PROGRESS"  # the builder sets this variable to a path, where each line replaces the one before
-ENDED = ".ended"  # suffix of the file beside it that says that the studies have ended
+TURN, ENDED = ".turn", ".ended"  # suffixes of files beside it: studies may compute; they have ended
 
 _listeners: list[Callable[[dict[str, Any]], None]] = []
 
@@ -35,6 +35,18 @@ def send(**message: Any) -> None:
     """Send a message to the listeners."""
     for listener in _listeners:
         listener(message)
+
+
+def wait_for_turn() -> None:
+    """Wait until the builder, if there is one, lets this chapter's studies compute: those of one chapter at a time."""
+    if file := os.environ.get(FILE):
+        while not Path(file).with_suffix(TURN).exists():
+            time.sleep(0.1)
+
+
+def give_turn(file: Path) -> None:
+    """Let the studies of the chapter that writes to `file` compute."""
+    file.with_suffix(TURN).touch()
 
 
 def end_studies() -> None:

@@ -20,7 +20,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.parameters import ensure_name
 from kvrepro.experiment.per_item import PerItem, Result
 from kvrepro.experiment.plan import Plan
-from kvrepro.experiment.progress import Progress, clock, send
+from kvrepro.experiment.progress import Progress, clock, send, wait_for_turn
 from kvrepro.experiment.settings import Settings
 
 __all__ = ["Answers", "PerItem", "Settings", "StudyFailed", "run"]
@@ -81,10 +81,12 @@ def _compute(plan: Plan, settings: Settings) -> int:
     if not jobs:
         return 0
     processes = 1
-    if len(jobs) > 1 and (settings.workers is not None or not _testing()):
-        several = settings.engine == "local" and settings.workers != 1 and not plan.alone
-        if several and not workers.studies_ended.is_set():
-            workers.get_ready(workers.recipe_of(plan.loaded))
+    shared = len(jobs) > 1 and (settings.workers is not None or not _testing())
+    several = shared and settings.engine == "local" and settings.workers != 1 and not plan.alone
+    if several and not workers.studies_ended.is_set():
+        workers.get_ready(workers.recipe_of(plan.loaded))
+    wait_for_turn()
+    if shared:
         with workers.one_thread():
             expected = plan.forecast()
         processes = _processes(plan, settings, expected.seconds)

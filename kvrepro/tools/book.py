@@ -236,8 +236,8 @@ def main(
 ) -> None:
     """Execute what changed, build the book, print where it lies and how long each step took.
 
-    Chapters run one after another, each with all workers; one begins while the one before draws its figures. One that
-    fails leaves the others in the book, which says so on its page; the exit status is 1 then. An interrupt ends all
+    Chapters compute one after another, each with all workers, while the one before draws its figures. One that fails
+    leaves the others in the book, which says so on its page; the exit status is 1 then. An interrupt ends all
     processes; the exit status is 128 + its number.
     """
     if workers is not None:
@@ -368,10 +368,10 @@ def _works(names: Sequence[str], parameters: dict[str, Any], force: bool) -> Ite
 
 
 def _together(parameters: dict[str, Any]) -> int:
-    """How many chapters may hold a model at a time: 2 where models are small and no GPU is shared, so that one begins
-    while another draws its figures; otherwise 1."""
+    """How many chapters may hold a model at a time: 3 where models are small and no GPU is shared, so that one computes
+    while the one before draws its figures and the next one loads what it needs; otherwise 1."""
     small = all(given.get("model", models.DEFAULT) in models.embedded() for given in parameters.values())
-    return 2 if small and all(given.get("device", "cpu") == "cpu" for given in parameters.values()) else 1
+    return 3 if small and all(given.get("device", "cpu") == "cpu" for given in parameters.values()) else 1
 
 
 def _begin(step: str) -> float:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Chapter:
     """
 
     def __init__(self, name: str, work: Callable[[], bool]):
-        self.name, self.began = name, time.monotonic()
+        self.name, self.began, self.waits = name, time.monotonic(), True
         self.folder = tempfile.TemporaryDirectory()
         self.file = Path(self.folder.name) / "progress.json"
         self.answer, there = multiprocessing.Pipe(duplex=False)
@@ -77,9 +77,15 @@ class Chapter:
             del os.environ[progress.FILE]
         there.close()
 
+    def give_turn(self) -> None:
+        """Let its studies compute. Its time counts from now on."""
+        if self.waits and self.at_work:
+            progress.give_turn(self.file)
+            self.began, self.waits = time.monotonic(), False
+
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Since it got its turn; of one that needed none, since it began."""
         return time.monotonic() - self.began
 
     @property
@@ -123,17 +129,18 @@ class Chapter:
 Ended = tuple[str, float, bool, str]  # a chapter, its seconds, whether it ran, its error or ""
 
 
-def in_turn(works: Iterable[tuple[str, Callable[[], bool]]], most: int = 2) -> Iterator[Ended]:
-    """Run chapters one after the other, with a live line of the newest. Yields what became of each, as it ends.
+def in_turn(works: Iterable[tuple[str, Callable[[], bool]]], most: int = 3) -> Iterator[Ended]:
+    """Run chapters, with a live line of the one whose studies compute. Yields what became of each, as it ends.
 
-    A chapter begins when the studies of the one before have ended, which then only draws its figures. At most `most`
-    chapters run at a time.
+    The studies of one chapter compute at a time. Meanwhile the one before draws its figures, and the next one loads
+    what it needs, which keep busy the cores that workers leave idle. At most `most` chapters run at a time.
     """
     running: list[Chapter] = []
     try:
         for name, work in works:
             running.append(Chapter(name, work))
-            while running and (running[-1].computing or len(running) >= most):
+            _give_turn(running)
+            while len(running) >= most or (running and running[-1].waits):
                 yield from _ended(running)
         while running:
             yield from _ended(running)
@@ -142,10 +149,19 @@ def in_turn(works: Iterable[tuple[str, Callable[[], bool]]], most: int = 2) -> I
             chapter.end()
 
 
+def _give_turn(running: Sequence[Chapter]) -> Chapter:
+    """Give the turn to the first chapter whose studies have not ended, and return it; otherwise the newest chapter."""
+    for chapter in running:
+        if chapter.computing:
+            chapter.give_turn()
+            return chapter
+    return running[-1]
+
+
 def _ended(running: list[Chapter]) -> Iterator[Ended]:
     """Wait half a second at most, remove the chapters that have ended from the list, and yield what became of them."""
     multiprocessing.connection.wait([chapter.answer for chapter in running], 0.5)
-    running[-1].show()
+    _give_turn(running).show()
     for chapter in [chapter for chapter in running if not chapter.at_work]:
         running.remove(chapter)
         yield chapter.name, chapter.seconds, *chapter.end()

@@ -25,30 +25,54 @@ def test_time_left_is_the_chapters(monkeypatch):
 
 
 def first_and_second(folder, most, studies_end=True):
-    """What `in_turn` makes of a chapter that waits for the next one after its studies, and of that next one."""
+    """What `in_turn` makes of a chapter that waits for the studies of the next one after its own, and of that one."""
 
     def first():
+        waited((folder / "second begins").exists, 30 if most > 1 else 1.5)
         if studies_end:
             progress.end_studies()
-        waited((folder / "second").exists, 30 if most == 2 and studies_end else 1.5)
+        waited((folder / "second").exists, 30 if most > 1 and studies_end else 1.5)
         (folder / "first").touch()
         return (folder / "second").exists()
 
     def second():
+        (folder / "second begins").touch()
+        began_late = (folder / "first").exists()
+        progress.wait_for_turn()
         (folder / "second").touch()
-        return (folder / "first").exists()
+        return began_late or (folder / "first").exists()
 
     ended = processes.in_turn([("a", first), ("b", second)], most)
     return {name: (ran, error) for name, _, ran, error in ended}
 
 
-def test_a_chapter_begins_when_the_studies_of_the_one_before_have_ended(tmp_path):
-    assert first_and_second(tmp_path, most=2) == {"a": (True, ""), "b": (False, "")}
+@pytest.mark.parametrize("most", [2, 3])
+def test_the_next_chapter_loads_at_once_and_computes_when_studies_have_ended(tmp_path, most):
+    assert first_and_second(tmp_path, most) == {"a": (True, ""), "b": (False, "")}
 
 
-@pytest.mark.parametrize(("most", "studies_end"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("most", "studies_end"), [(1, True), (3, False)])
 def test_otherwise_it_waits_for_its_end(tmp_path, most, studies_end):
     assert first_and_second(tmp_path, most, studies_end) == {"a": (False, ""), "b": (True, "")}
+    began_late = (tmp_path / "second begins").stat().st_mtime > (tmp_path / "first").stat().st_mtime
+    assert began_late == (most == 1)
+
+
+def test_of_three_chapters_one_computes_one_waits_and_the_last_begins_later(tmp_path):
+    """A chapter that begins while another one waits would only take memory."""
+
+    def chapter(name, after):
+        def work():
+            (tmp_path / f"{name} begins").touch()
+            progress.wait_for_turn()
+            began = (tmp_path / f"{after} begins").exists()
+            progress.end_studies()
+            return began
+
+        return name, work
+
+    works = [chapter("a", "c"), chapter("b", "a"), chapter("c", "b")]
+    assert {name: ran for name, _, ran, _ in processes.in_turn(works)} == {"a": False, "b": True, "c": True}
 
 
 def test_what_fails_or_dies_leaves_the_others(tmp_path):

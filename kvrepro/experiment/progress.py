@@ -37,11 +37,14 @@ def send(**message: Any) -> None:
         listener(message)
 
 
-def wait_for_turn() -> None:
-    """Wait until the builder, if there is one, lets this chapter's studies compute: those of one chapter at a time."""
+def wait_for_turn() -> float:
+    """Wait until the builder, if there is one, lets this chapter's studies compute: those of one chapter at a time.
+    Returns how many seconds that took."""
+    began = time.perf_counter()
     if file := os.environ.get(FILE):
         while not Path(file).with_suffix(TURN).exists():
             time.sleep(0.1)
+    return time.perf_counter() - began
 
 
 def give_turn(file: Path) -> None:

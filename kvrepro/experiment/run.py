@@ -58,10 +58,10 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
             send(study=plan.title, results=expected.results, seconds=expected.seconds, bytes=expected.stored,
                  processes=at_once)  # fmt: skip
             return plan.rehearsal()
-        computed = _compute(plan, settings)
+        computed, waited = _compute(plan, settings)
         results = plan.results()
     failed = plan.failures()
-    taken = time.perf_counter() - started
+    taken = time.perf_counter() - started - waited
     send(study=plan.title, results=plan.total, failed=len(failed), seconds=taken)
     text = f"{plan.title}: {plan.total} {plan.unit}s, {computed} computed now, {len(failed)} failed"
     print(f"{text}, {clock(taken)}", *plan.remarks(), sep="\n")
@@ -74,18 +74,19 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     return results
 
 
-def _compute(plan: Plan, settings: Settings) -> int:
-    """Do a plan's jobs, in this process or in workers, and store the result of each. Returns how many results."""
+def _compute(plan: Plan, settings: Settings) -> tuple[int, float]:
+    """Do a plan's jobs, in this process or in workers, and store the result of each. Returns how many results, and the
+    seconds before the chapter's turn."""
     jobs = plan.jobs()
     count = sum(job.size for job in jobs)
     if not jobs:
-        return 0
+        return 0, 0.0
     processes = 1
     shared = len(jobs) > 1 and (settings.workers is not None or not _testing())
     several = shared and settings.engine == "local" and settings.workers != 1 and not plan.alone
     if several and not workers.studies_ended.is_set():
         workers.get_ready(workers.recipe_of(plan.loaded))
-    wait_for_turn()
+    waited = wait_for_turn()
     if shared:
         with workers.one_thread():
             expected = plan.forecast()
@@ -101,7 +102,7 @@ def _compute(plan: Plan, settings: Settings) -> int:
         for job, result in results:
             plan.add(job, result)
             bar.update(job.size)
-    return count
+    return count, waited
 
 
 def _processes(plan: Plan, settings: Settings, seconds: float) -> int:

@@ -31,7 +31,10 @@ ITEMS = {  # items of the runs, in the order of the page -> their name there
     "ifeval": "IFEval",
 }
 EVERY = "all"  # in place of a chapter, in that table
-AGAIN = "SmolLM2: GPU or CPU"  # in the table of determinism
+AGAIN = {  # in the table of determinism -> who computed answers again
+    "SmolLM2: GPU or CPU": "Plain PyTorch on a CPU computed {rows:,} answers of the chapter {chapter} again",
+    "SmolLM2: H200 or H100": "An H200 and an H100 both computed {rows:,} answers of the chapter {chapter}",
+}
 KEY = ["chapter", "claim", "reading"]
 GUARDS = {"0% + 0%": "no guards", "10% + 10%": "guards"}  # shares at both ends -> rows of the figure
 WINDOWED = ("streaming_llm", "snapkv", "cake", "ada_kv", "defensive_kv", "layer_defensive_kv")
@@ -267,12 +270,12 @@ def by_claim(chapter: str) -> dict[str, str]:
 
 
 def again(table: Path = DETERMINISM) -> str:
-    """How far plain PyTorch on a CPU gives the same answers, in a sentence; "" where that was not compared."""
+    """How far other devices give the same answers, a sentence for each comparison and chapter; "" without one."""
     rows = pd.read_csv(table)
     return " ".join(
-        f"Plain PyTorch on a CPU computed {row.rows:,} answers of the chapter {row.chapter.replace('_', ' ')} again: "
+        f"{AGAIN[row.varied].format(rows=row.rows, chapter=row.chapter.replace('_', ' '))}: "
         f"the text differs in {row.text} of them, the set that is kept in {row.kept}, the score in {row.score}."
-        for row in rows[(rows.varied == AGAIN) & (rows.chapter != EVERY)].itertuples()
+        for row in rows[rows.varied.isin(AGAIN) & (rows.chapter != EVERY)].itertuples()
     )
 
 
@@ -280,9 +283,9 @@ def page() -> dict[str, list[dict[str, object]] | str]:
     """The page's parts by name: sentences, and tables as rows."""
     verdicts, runs, scores = read()
     wide = side_by_side(verdicts)
-    facts = f"{runs.processor.dropna().iloc[0]}, {runs.dtype.dropna().iloc[0]}, torch {runs.torch.dropna().iloc[0]}"
+    facts = "; ".join(" or ".join(sorted(runs[name].dropna().unique())) for name in ("processor", "dtype", "torch"))
     return {
         "found": found(verdicts, runs, wide, scores), "runs": run_rows(runs), "agreement": agreement(wide),
         "also": "\n".join(said(verdicts)[BOX:]), "advice": advice(scores), "turned": turned(verdicts, wide),
-        "facts": f"Run on {runs.date.iloc[0]}: {facts}. {again()}".rstrip(),
+        "facts": f"Run on {' and '.join(sorted(runs.date.unique()))}: {facts}. {again()}".rstrip(),
     }  # fmt: skip

@@ -62,6 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the tests' models and tensors live")
 
 
+LONG = {f"test_{name}.py" for name in ("trial", "cluster", "package", "family_claims", "notebook", "workers")}
 NIGHTLY = 300  # times as many cases of each property as in `make test`: more than a million over all
 
 
@@ -72,7 +73,9 @@ def cases(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--nightly`, the properties alone, each with many more cases; how many these are is printed."""
+    """Long tests first, so that no process waits for one at the end. With `--nightly`, the properties alone, each with
+    many more cases; how many these are is printed."""
+    items.sort(key=lambda item: item.path.name not in LONG)
     if not config.getoption("--nightly"):
         return
     items[:] = [item for item in items if cases(item)]

@@ -283,9 +283,10 @@ def page() -> dict[str, list[dict[str, object]] | str]:
     """The page's parts by name: sentences, and tables as rows."""
     verdicts, runs, scores = read()
     wide = side_by_side(verdicts)
-    facts = "; ".join(" or ".join(sorted(runs[name].dropna().unique())) for name in ("processor", "dtype", "torch"))
+    names = ("date", "processor", "dtype", "torch")
+    date, gpu, dtype, version = (" or ".join(sorted(runs[name].dropna().unique())) for name in names)
     return {
         "found": found(verdicts, runs, wide, scores), "runs": run_rows(runs), "agreement": agreement(wide),
         "also": "\n".join(said(verdicts)[BOX:]), "advice": advice(scores), "turned": turned(verdicts, wide),
-        "facts": f"Run on {' and '.join(sorted(runs.date.unique()))}: {facts}. {again()}".rstrip(),
+        "facts": f"Run on {date}: {gpu}, {dtype}, torch {version}. {again()}".rstrip(),
     }  # fmt: skip

@@ -79,7 +79,7 @@ class Chapter:
 
     def give_turn(self) -> None:
         """Let its studies compute. Its time counts from now on."""
-        if self.waits and self.at_work:
+        if self.waits:
             progress.give_turn(self.file)
             self.began, self.waits = time.monotonic(), False
 
@@ -139,7 +139,6 @@ def in_turn(works: Iterable[tuple[str, Callable[[], bool]]], most: int = 3) -> I
     try:
         for name, work in works:
             running.append(Chapter(name, work))
-            _give_turn(running)
             while len(running) >= most or (running and running[-1].waits):
                 yield from _ended(running)
         while running:
@@ -160,8 +159,9 @@ def _give_turn(running: Sequence[Chapter]) -> Chapter:
 
 def _ended(running: list[Chapter]) -> Iterator[Ended]:
     """Wait half a second at most, remove the chapters that have ended from the list, and yield what became of them."""
+    computing = _give_turn(running)
     multiprocessing.connection.wait([chapter.answer for chapter in running], 0.5)
-    _give_turn(running).show()
+    computing.show()
     for chapter in [chapter for chapter in running if not chapter.at_work]:
         running.remove(chapter)
         yield chapter.name, chapter.seconds, *chapter.end()

@@ -38,12 +38,11 @@ def kept_at(
     """What the page needs: the prompt's `tokens` as text, `spans`, `budgets`, and `kept`, by
     "policy|reading|guarded|budget", a bit for each token, in base 64."""
     prompt = data.build_prompt(item, loaded.tokenizer, study.paper_limit(loaded, [item], settings.max_new_tokens))
+    rows = study.retention(loaded, item, budgets, policies, reading, settings)
     kept = {}
-    for budget in budgets:
-        rows = study.retention(loaded, item, budget, policies, reading, settings)
-        for (policy, row_reading, guarded), part in rows.groupby(["policy", "reading", "protected"]):
-            bits = np.isin(np.arange(len(prompt.ids)), part.position)
-            kept[f"{policy}|{row_reading}|{int(guarded)}|{budget}"] = base64.b64encode(np.packbits(bits)).decode()
+    for (policy, row_reading, guarded, budget), part in rows.groupby(["policy", "reading", "protected", "capacity"]):
+        bits = np.isin(np.arange(len(prompt.ids)), part.position)
+        kept[f"{policy}|{row_reading}|{int(guarded)}|{budget}"] = base64.b64encode(np.packbits(bits)).decode()
     spans = {name: [min(at), max(at)] for name, at in prompt.spans.items() if at}
     return {"tokens": texts(loaded.tokenizer, prompt.ids), "spans": spans, "budgets": list(budgets), "kept": kept}
 

@@ -191,25 +191,27 @@ def attention_by_region(model: PreTrainedModel, prompt: Sequence[int], fraction:
 
 
 def retention(
-    loaded: Loaded, item: Item, capacity: int, policies: Sequence[str], reading: str, settings: Settings
+    loaded: Loaded, item: Item, capacities: Sequence[int], policies: Sequence[str], reading: str, settings: Settings
 ) -> pd.DataFrame:
-    """Prompt positions that each policy keeps at its first reduction: columns policy, reading, protected, position.
+    """Prompt positions that each policy keeps at its first reduction: columns policy, reading, capacity, protected,
+    position.
 
     Where heads choose for themselves, positions that any head keeps count as kept. A policy that protects more tokens
-    than the capacity has no rows. `attrs["tokens"]` is the prompt's length, `attrs["spans"]` the first and last
+    than a capacity has no rows there. `attrs["tokens"]` is the prompt's length, `attrs["spans"]` the first and last
     position of each of its spans.
     """
     prompt = data.build_prompt(item, loaded.tokenizer, paper_limit(loaded, [item], settings.max_new_tokens))
-    conditions = grid.main([capacity], policies, settings.protect_frac, reading)[1:]
+    conditions = grid.main(capacities, policies, settings.protect_frac, reading)[1:]
     conditions = [condition for condition in conditions if _is_possible(condition, len(prompt.ids))]
     [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
+    columns = ["policy", "reading", "capacity", "protected", "position"]
     rows = [
-        {"policy": c.policy, "reading": c.reading, "protected": c.prefix > 0, "position": position}
+        (c.policy, c.reading, c.budget, c.prefix > 0, position)
         for c, answer in zip(conditions, answers, strict=True)
         if not isinstance(answer, Exception)  # the main study counts failures
         for position in answer.kept_positions
     ]
-    frame = pd.DataFrame(rows, columns=["policy", "reading", "protected", "position"])
+    frame = pd.DataFrame(rows, columns=columns)
     frame.attrs["tokens"] = len(prompt.ids)
     frame.attrs["spans"] = {name: (min(at), max(at)) for name, at in prompt.spans.items() if at}
     return frame

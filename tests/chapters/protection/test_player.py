@@ -30,7 +30,7 @@ def held(monkeypatch):
     prompt = SimpleNamespace(ids=[0, 1, 2, 3, 4, 0, 1, 2, 3, 4], spans={"question": [8, 9], "none": []})
     monkeypatch.setattr(data, "build_prompt", lambda *given: prompt)
     monkeypatch.setattr(study, "paper_limit", lambda *given: 100)
-    monkeypatch.setattr(study, "retention", lambda loaded, item, budget, *rest: kept(budget))
+    monkeypatch.setattr(study, "retention", lambda loaded, item, budgets, *rest: pd.concat(map(kept, budgets)))
     return player.kept_at(SimpleNamespace(tokenizer=Tokenizer()), None, [2, 4], ["lru"], "both", Settings())
 
 
@@ -40,7 +40,7 @@ def kept(budget):
     return pd.DataFrame(
         rows + [("lru", "as_run", True, i) for i in range(budget)],
         columns=["policy", "reading", "protected", "position"],
-    )
+    ).assign(capacity=budget)
 
 
 def test_tokens_have_their_spaces_and_spans_their_ends(held):

@@ -28,7 +28,7 @@ def loaded(tmp_path_factory):
 
 
 def test_retention_tells_what_each_condition_keeps(loaded):
-    kept = study.retention(loaded, ITEM, 64, ("lru", "random_sample"), "both", Settings(max_new_tokens=8))
+    kept = study.retention(loaded, ITEM, [64], ("lru", "random_sample"), "both", Settings(max_new_tokens=8))
     tokens = kept.attrs["tokens"]
     assert kept.groupby(["policy", "reading", "protected"]).size().tolist() == [64] * 8
     newest = kept[(kept.policy == "lru") & (kept.reading == "as_described") & ~kept.protected].position
@@ -42,9 +42,9 @@ def test_retention_tells_what_each_condition_keeps(loaded):
 
 
 def test_a_policy_that_protects_more_than_the_budget_keeps_no_positions(loaded):
-    kept = study.retention(loaded, ITEM, 48, ["lru", "snapkv"], "as_run", Settings(max_new_tokens=8))
+    kept = study.retention(loaded, ITEM, [48], ["lru", "snapkv"], "as_run", Settings(max_new_tokens=8))
     assert set(kept.policy) == {"lru"}
-    assert study.retention(loaded, ITEM, 48, ["snapkv"], "as_run", Settings(max_new_tokens=8)).empty
+    assert study.retention(loaded, ITEM, [48], ["snapkv"], "as_run", Settings(max_new_tokens=8)).empty
     page = player.kept_at(loaded, ITEM, [48, 96], ["lru", "snapkv"], "as_run", Settings(max_new_tokens=8))
     assert sorted(key for key in page["kept"] if "snapkv" in key) == ["snapkv|as_run|0|96", "snapkv|as_run|1|96"]
 

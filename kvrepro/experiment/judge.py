@@ -393,6 +393,12 @@ def rule_text(claim: Mapping[str, Any]) -> str:
     return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test", ""), ""))
 
 
+def _without_value(judged: Judged) -> NotTestable:
+    """Why a member has no verdict whose estimate is no number, however many items there are."""
+    what = f"{judged.label}: " * (judged.label != "all")
+    return NotTestable(f"{what}{judged.ours.n} items give no value, as a ratio to nothing has none")
+
+
 def _row(claim: Mapping[str, Any], members: Members | NotTestable) -> tuple[dict[str, Any], dict[str, str]]:
     """One row of the table, and the state of every member."""
     unit, exact = claim.get("unit", "F1"), claim.get("exact")
@@ -410,6 +416,10 @@ def _row(claim: Mapping[str, Any], members: Members | NotTestable) -> tuple[dict
         if all(j.ours.n < MIN_ITEMS and math.isnan(j.ours.low) for j in judged):
             most, kind = max(j.ours.n for j in judged), "run" if isinstance(judgeable[0].what, Measured) else "item"
             raise NotTestable(f"{most} {kind}{'s' * (most != 1)}: an interval needs at least {MIN_ITEMS}")
+        untestable += [_without_value(j) for j in judged if math.isnan(j.ours.value)]
+        judged = [j for j in judged if not math.isnan(j.ours.value)]
+        if not judged:
+            raise untestable[-1]
     except NotTestable as reason:
         untested = {"test": "none", "members": "", "decided_by": ""}
         return row | untested | {"verdict": NOT_TESTABLE, "note": str(reason)}, {}

@@ -172,6 +172,17 @@ def test_nothing_to_test_is_not_inconclusive():
     assert (gone.verdict, gone.note) == ("not testable here", "0 items: an interval needs at least 6")
 
 
+def test_a_ratio_to_nothing_is_not_testable_and_leaves_the_verdict_to_the_others():
+    """No number of such items would decide it."""
+    nothing = Sample(pd.DataFrame({"a": [0.0] * 9, "full": [0.0] * 9}), "share_of_ceiling")
+    something = Sample(pd.DataFrame({"a": [0.9] * 9, "full": [1.0] * 9}), "share_of_ceiling")
+    alone = table({"at_least": 0.5}, [Member("all", nothing)])
+    assert (alone.verdict, alone.note) == ("not testable here", "9 items give no value, as a ratio to nothing has none")
+    both = table({"at_least": 0.5}, [Member("quest", nothing), Member("h2o", something)])
+    assert (both.verdict, both.decided_by, both.ours) == ("reproduced", "h2o", pytest.approx(0.9))
+    assert both.members == "1 holds, 1 not testable (quest: 9 items give no value, as a ratio to nothing has none)"
+
+
 def test_members_that_cannot_be_tested_are_named_and_the_rest_decide():
     row = table({"at_least": 0.1}, [Member("one", Sample(scores(0.6, 40))), NotTestable("quest was not run")])
     assert row.verdict == "reproduced"

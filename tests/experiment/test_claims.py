@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 import synthetic
@@ -33,7 +34,17 @@ def test_twelve_claims_at_least_with_ids_in_order_and_a_tolerance():
     assert all(claim["contrast"] == "none" or claim.get("rule") for claim in BOOK["claims"])
 
 
-@pytest.mark.parametrize("chapter", sorted(path.stem for path in (DATA / "claims").glob("*.yml")))
+CHAPTERS = sorted(path.stem for path in (DATA / "claims").glob("*.yml"))
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_every_bound_but_a_sign_has_a_reason(chapter):
+    for claim in claims.load_claims(chapter)["claims"]:
+        if claim["contrast"] != "none" and not claim.get("exact") and np.any(list(claim["rule"].values())[0]):
+            assert re.fullmatch(r".{10,}\.", claim.get("why", "")), claim["id"]
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
 def test_every_statement_reads_alone(chapter):
     leaning = re.compile(r"(It|Its|There|But|So|And|Both|That|This(?! project's)|They|These|The two|The other)\b")
     for claim in claims.load_claims(chapter)["claims"]:

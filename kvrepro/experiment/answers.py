@@ -393,7 +393,7 @@ class AnswersPlan(Plan):
         tokens = sum(len(self.prompts[i].ids) for i in {i for i, _ in self.missing})
         count = len(self.missing)
         most = sum(self.heads[i, j]["max_new_tokens"] for i, j in self.missing)
-        work = f"{count:,} of {self.total:,} rows, prompts of {tokens:,} tokens, {most:,} new tokens"
+        work = f"{count:,} of {self.total:,} rows, prompts of {tokens:,} tokens, up to {most:,} new tokens"
         if not self.missing:
             return Forecast(self.title, work, 0, 0.0, 0.0)
         left = sorted({i for i, _ in self.missing})
@@ -413,7 +413,7 @@ class AnswersPlan(Plan):
         stored = sum(len(json.dumps(row)) for row in rows) / len(rows) * count / 2  # columns repeat themselves
         mean_held = sum(answer.bytes_held for answer in generations) / max(1, len(generations))
         held = mean_held * min(count, self._rows_together())
-        return Forecast(self.title, work, count, seconds, stored, held)
+        return Forecast(self.title, work, count, seconds, stored, held, "less where answers end early")
 
     def add(self, job: Job, result: list[dict[str, Any]]) -> None:
         """Store rows."""

@@ -30,13 +30,15 @@ class Forecast:
     seconds: float  # of one process
     stored: float  # bytes of results
     held: float = 0.0  # bytes of the caches that one process holds at a time
+    unless: str = ""  # when it takes less, in words
 
     def line(self, processes: int, at_once: int) -> str:
         """The forecast as one line. at_once: how many of the processes find a core or GPU of their own."""
         workers = f" by {processes} workers" if processes > 1 else ""
         held = f", caches of {self.held * processes / 1e6:,.0f} MB at a time" if self.held else ""
         seconds = clock(self.seconds / at_once)
-        return f"{self.title}: {self.work}; about {seconds}{workers}, {self.stored / 1e6:.1f} MB of results{held}"
+        expected = f"about {seconds}{workers}{self.unless and f' ({self.unless})'}"
+        return f"{self.title}: {self.work}; {expected}, {self.stored / 1e6:.1f} MB of results{held}"
 
 
 class Plan(AbstractContextManager["Plan"]):

@@ -34,8 +34,10 @@ Name = tuple[str, str]  # module, and a name that it binds
 UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.engine.policy", "OWN"),
                         ("kvrepro.engine.regime", "REGIMES")})  # fmt: skip
 REGIME_CLASSES = frozenset((kind.__module__, kind.__name__) for kind in REGIMES.values())
-SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)  # tuples: `isinstance` is asked a million times
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+INNER = SCOPES + COMPREHENSIONS
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def digest(*parts: Any) -> str:
@@ -59,6 +61,7 @@ class Module:
         self.name = name
         self.definitions: dict[str, list[ast.stmt]] = {}
         self.imports: dict[str, tuple[str, str]] = {}  # local name -> (module, name in it or "")
+        self._texts: dict[str, str] = {}
         loose = []
         for statement in ast.parse(source).body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -74,10 +77,11 @@ class Module:
             for name in self.definitions if elsewhere else self.definitions.keys() & set(read):
                 self.definitions[name].append(statement)
 
-    @cached_property
-    def text(self) -> dict[str, str]:
-        """Each definition without comments, docstrings and layout."""
-        return {name: "\n".join(map(plain, nodes)) for name, nodes in self.definitions.items()}
+    def text(self, name: str) -> str:
+        """A definition without comments, docstrings and layout."""
+        if name not in self._texts:
+            self._texts[name] = "\n".join(map(plain, self.definitions[name]))
+        return self._texts[name]
 
 
 class Code:
@@ -117,7 +121,7 @@ class Code:
                 continue
             if reader is not None and _of_engine(reader) and _within(name, apart) and not _within(reader, apart):
                 continue
-            sources[name] = module.text[name[1]]
+            sources[name] = module.text(name[1])
             queue += [(name, read) for read in self._read_by(module, name)]
         return sources
 
@@ -126,12 +130,12 @@ class Code:
         if reader not in self._reads:
             self._reads[reader] = []
             for node in module.definitions[reader[1]]:
-                local = {k: v for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)
+                local = {k: v for n in below(node) if isinstance(n, (ast.Import, ast.ImportFrom))
                          for k, v in imports(n).items()}  # fmt: skip
-                called = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+                seen = {**module.imports, **local}
                 for chain in chains(node):
-                    for name in self._definitions_of(module, {**module.imports, **local}, chain):
-                        if ".".join(chain) in called or not _only_tested_for(reader, name):
+                    for name in self._definitions_of(module, seen, chain):
+                        if not _only_tested_for(reader, name) or _calls(node, ".".join(chain)):
                             self._reads[reader].append(name)
         return self._reads[reader]
 
@@ -173,6 +177,11 @@ def _only_tested_for(reader: Name, name: Name) -> bool:
     return name in REGIME_CLASSES and _of_engine(reader) and reader[0] != name[0]
 
 
+def _calls(node: ast.AST, name: str) -> bool:
+    """Whether a statement calls what has this dotted name."""
+    return any(isinstance(call, ast.Call) and ast.unparse(call.func) == name for call in below(node))
+
+
 def imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
     """Local name -> (module, name in it; "" for the module itself)."""
     if isinstance(node, ast.ImportFrom):
@@ -183,15 +192,15 @@ def imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
 
 def bound(node: ast.AST) -> set[str]:
     """Names that a statement binds in its own scope; `x[...] = y` counts as x."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
     names = set()
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, SCOPES | COMPREHENSIONS) or hasattr(child, "name"):
+    for child in children(node):
+        if not isinstance(child, INNER) or hasattr(child, "name"):
             names |= bound(child)
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         names.add(node.id)
-    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+    if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
         names |= {chain[0] for chain in chains(node.value)}
     return names
 
@@ -211,23 +220,39 @@ def chains(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[list
         a = node.args
         parameters = {arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if arg}
         body = node.body if isinstance(node.body, list) else [node.body]
-        globals_ = {name for n in ast.walk(node) if isinstance(n, ast.Global) for name in n.names}
+        globals_ = {name for n in below(node) if isinstance(n, ast.Global) for name in n.names}
         inside = hidden | (parameters.union(*(bound(statement) for statement in body)) - globals_)
-        for child in ast.iter_child_nodes(node):  # defaults, decorators and annotations are read outside
+        for child in children(node):  # defaults, decorators and annotations are read outside
             yield from chains(child, inside if child in body else hidden)
         return
     if isinstance(node, COMPREHENSIONS):
         hidden = hidden.union(*(bound(generator.target) for generator in node.generators))
-    for child in ast.iter_child_nodes(node):
+    for child in children(node):
         yield from chains(child, hidden)
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """The nodes right below a node, but for `ctx`, which says how a name is used: half of all nodes."""
+    found: list[ast.AST] = []
+    for name in node._fields:
+        part = getattr(node, name, None)
+        if isinstance(part, list):
+            found += [item for item in part if isinstance(item, ast.AST)]
+        elif name != "ctx" and isinstance(part, ast.AST):
+            found.append(part)
+    return found
+
+
+def below(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, level by level."""
+    level = [node]
+    while level:
+        yield from level
+        level = [child for parent in level for child in children(parent)]
 
 
 def plain(node: ast.AST) -> str:
     """Source without comments, docstrings and layout, as a text that is the same in every version of Python."""
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for inner in ast.walk(node):
-        if isinstance(inner, documented) and ast.get_docstring(inner, clean=False) is not None:
-            inner.body = inner.body[1:] or [ast.Pass()]
     return json.dumps(_tree(node))
 
 
@@ -237,10 +262,12 @@ def _tree(part: Any) -> Any:
         return [_tree(item) for item in part]
     if not isinstance(part, ast.AST):
         return repr(part)
+    parts = {name: getattr(part, name, None) for name in part._fields}
     if isinstance(part, ast.JoinedStr):  # 3.12 ends some with an empty text
-        part.values = [item for item in part.values if not (isinstance(item, ast.Constant) and item.value == "")]  # noqa: PD011
-    fields = [[name, _tree(value)] for name, value in ast.iter_fields(part) if value not in (None, [])]
-    return [type(part).__name__, *fields]
+        parts["values"] = [item for item in part.values if not (isinstance(item, ast.Constant) and item.value == "")]  # noqa: PD011
+    if isinstance(part, DOCUMENTED) and ast.get_docstring(part, clean=False) is not None:
+        parts["body"] = part.body[1:] or [ast.Pass()]
+    return [type(part).__name__, *([name, _tree(value)] for name, value in parts.items() if value not in (None, []))]
 
 
 PROJECT = Code()

@@ -1,11 +1,9 @@
 """What makes rows stale: the code that decides them, and no other; on copies of the package with single edits."""
 
 import importlib
-import inspect
 import json
 import linecache
 import os
-import pkgutil
 import runpy
 import subprocess
 import sys
@@ -14,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from closures import closed_over
 from edits import stale
 from tiny import architecture, prompts
 
-from kvrepro import chapters
 from kvrepro.chapters.leakage import runs
 from kvrepro.chapters.synthesis import kept
 from kvrepro.engine.allowed import parameters_of
@@ -285,25 +283,12 @@ def _called(model, text, regime) -> set[tuple[str, str]]:
     return called
 
 
-def closed_over() -> dict[str, str]:
-    """Hashes of all functions of the chapters that close over something."""
-    keys = {}
-    for info in pkgutil.walk_packages(chapters.__path__, "kvrepro.chapters."):
-        module = importlib.import_module(info.name)
-        for name, value in vars(module).items():
-            if inspect.isfunction(value) and value.__module__ == info.name and value.__closure__:
-                keys[f"{info.name}.{name}"] = of(value)
-    return keys
-
-
 def test_a_study_has_the_same_keys_in_every_process():
     """What a decorated function of a chapter closes over has an address in memory, or sets in any order."""
-    folder = Path(__file__).parent
-    path = [str(folder), *sys.path]
     program = f"""
 import json, sys
-sys.path[:0] = {path!r}
-from test_fingerprint import closed_over
+sys.path[:0] = {sys.path!r}
+from closures import closed_over
 print(json.dumps(closed_over()))
 """
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
@@ -426,9 +411,9 @@ def test_every_version_of_python_makes_the_same_of_a_source(tmp_path):
 """,
         encoding="utf-8",
     )
-    text = Code({"kvrepro": tmp_path}).module("kvrepro.a").text["other"]
+    text = Code({"kvrepro": tmp_path}).module("kvrepro.a").text("other")
     assert fingerprint.digest(text) == "c3bde98f53b8b0b7"
-    lists = [package(tmp_path, b=f"X = [{prefix}'a']\n").module("kvrepro.b").text["X"] for prefix in ("", "'', ")]
+    lists = [package(tmp_path, b=f"X = [{prefix}'a']\n").module("kvrepro.b").text("X") for prefix in ("", "'', ")]
     assert lists[0] != lists[1]
 
 

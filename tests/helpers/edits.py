@@ -1,6 +1,7 @@
 """Whose keys an edit of this package changes. No file is touched: an edited module stands in for its own."""
 
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import TypeVar
 
 import pytest
@@ -20,12 +21,19 @@ def stale(keys: Callable[[], dict[Named, str]], file: str, line: str) -> set[Nam
     edit = "@staticmethod" if line.startswith(("def", "class")) else "# why"
     edited = text.replace(f"\n{line}", f"\n{edit}\n{line}", 1)
     assert edited != text
-    first = under(UNCHANGED, keys)
-    name = "kvrepro." + file.removesuffix(".py").replace("/", ".")
-    code = Code()
-    code._modules = UNCHANGED._modules | {name: Module(name, edited)}  # the others need no second parsing
+    first = unchanged(keys)
+    module = "kvrepro." + file.removesuffix(".py").replace("/", ".")
+    code = Code()  # the other modules need no second parsing, and their definitions read what they read
+    code._modules = UNCHANGED._modules | {module: Module(module, edited)}
+    code._reads = {reader: read for reader, read in UNCHANGED._reads.items() if reader[0] != module}
     second = under(code, keys)
     return {name for name, key in first.items() if second[name] != key}
+
+
+@cache
+def unchanged(keys: Callable[[], dict[Named, str]]) -> dict[Named, str]:
+    """`keys()` of this package's code as it is."""
+    return under(UNCHANGED, keys)
 
 
 def under(code: Code, keys: Callable[[], dict[Named, str]]) -> dict[Named, str]:

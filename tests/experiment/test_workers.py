@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -83,17 +82,6 @@ def test_workers_are_kept_and_after_the_death_of_one_there_are_new_ones(loaded, 
     assert not pids & workers("third")
 
 
-def test_a_notebooks_workers_end_with_its_studies_and_a_later_study_has_others(loaded, tmp_path):
-    settings, pids = Settings(tmp_path, workers=2, progress=False), []
-    for name in ("before", "after"):
-        pids.append(set(run(PerItem("c", name, ITEMS, process), loaded, settings).pid) - {os.getpid()})
-        left = {*pids[-1], forkserver._forkserver._forkserver_pid}
-        settings.end_studies()
-        assert waited(lambda left=left: not any(map(runs, left)), 20)
-        assert resource_tracker._resource_tracker._pid is None
-    assert not pids[0] & pids[1]
-
-
 def deadly(loaded, item, marks, always):
     """Kills the worker that computes item-3: the first one, or every one."""
     time.sleep(0.05)
@@ -145,31 +133,49 @@ def test_a_run_that_is_killed_goes_on_where_it_was(loaded, tmp_path):
     assert not list(folder.rglob("*.tmp"))
 
 
+def process_id(loaded, item):
+    time.sleep(0.1)
+    return pd.DataFrame({"pid": [os.getpid()]})
+
+
+def test_a_notebooks_workers_end_with_its_studies_and_a_later_study_has_others(tmp_path, monkeypatch):
+    """Behind the tests above, whose server it ends: the next one imports everything once more."""
+    monkeypatch.setattr(pool, "IMPORTED", pool.IMPORTED[:1])  # no model is loaded
+    settings, pids = Settings(tmp_path, workers=2, progress=False), []
+    for name in ("before", "after"):
+        pids.append(set(run(PerItem("c", name, ITEMS, process_id), None, settings).pid) - {os.getpid()})
+        left = {*pids[-1], forkserver._forkserver._forkserver_pid}
+        settings.end_studies()
+        assert waited(lambda left=left: not any(map(runs, left)), 20)
+        assert resource_tracker._resource_tracker._pid is None
+    assert not pids[0] & pids[1]
+
+
 BUSY = """
-import sys
-sys.path.insert(0, {tests!r})
-import test_workers as t
-from kvrepro.experiment.run import PerItem, Settings, run
-run(PerItem("c", "busy", t.ITEMS, t.busy, {{"pids": {pids!r}}}), None, Settings({folder!r}, workers=2, progress=False))
-"""
+import multiprocessing, os, time
+from pathlib import Path
+import pandas as pd
+from kvrepro.experiment import run, workers
+from kvrepro.item import Item
+workers.IMPORTED.remove("transformers.modeling_utils")  # which takes seconds, and no model is loaded
 
-
-def busy(loaded, item, pids):
-    """A worker, for a minute, once it has told which processes work on it."""
+def busy(loaded, item):
     if multiprocessing.parent_process() is None:  # the first item, by which the time is estimated
-        return pd.DataFrame({"done": [1]})
-    name = f"{os.getpid()} {os.getppid()}"
-    (Path(pids) / name).touch()
+        return pd.DataFrame({{"done": [1]}})
+    Path({pids!r}, f"{{os.getpid()}} {{os.getppid()}}").touch()
     time.sleep(60)
-    return pd.DataFrame({"done": [1]})
+    return pd.DataFrame({{"done": [1]}})
+
+items = [Item(f"item-{{i}}", "t", ({{"role": "user", "content": "x"}},), "x") for i in range(4)]
+run.run(run.PerItem("c", "busy", items, busy), None, run.Settings({folder!r}, workers=2, progress=False))
+"""
 
 
 def test_workers_and_their_server_end_with_the_process_that_is_killed(tmp_path):
     marker = tmp_path / "told"
     marker.mkdir()
-    code = BUSY.format(tests=__file__.rsplit("/", 1)[0], pids=str(marker), folder=str(tmp_path / "results"))
-    helpers = {"PYTHONPATH": os.pathsep.join([str(Path(checkpoint.__file__).parent), *sys.path])}
-    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | helpers)
+    code = BUSY.format(pids=str(marker), folder=str(tmp_path / "results"))
+    process = subprocess.Popen([sys.executable, "-c", code])
     waited(lambda: process.poll() is not None or len(list(marker.iterdir())) == 2, 120)
     assert process.poll() is None
     process.kill()
@@ -218,10 +224,17 @@ def test_an_interrupt_of_the_whole_group_finds_the_server_silent():
     assert process.communicate(timeout=60) == ("", "")
 
 
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory):
+    """The embedded model, twelve items, and their rows under the conditions that never fail."""
+    embedded, items = models.load(), data.load_items("tinyworld:domains", 12, tokens=300)
+    study = Answers("c", "alone", items, [Condition(), Condition("k_norm", 0.4, Prefill(until="question"))], 4)
+    return embedded, items, run(study, embedded, Settings(tmp_path_factory.mktemp("alone"), progress=False))
+
+
 @pytest.mark.parametrize("scorer", [broken, no_number])
-def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
-    embedded = models.load()
-    items = data.load_items("tinyworld:domains", 12, tokens=300)
+def test_a_condition_that_fails_on_an_item_costs_that_row(doors, tmp_path, scorer):
+    embedded, items, alone = doors
     global LONGEST
     LONGEST = max(min(data.build_prompt(item, embedded.tokenizer, 400).spans["question"]) for item in items)
     OWN["mine"] = Policy("Mine", "here", scorer)
@@ -234,7 +247,6 @@ def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
     assert 1 <= len(failed) <= 3
     assert set(failed.policy) == {"mine"}
     assert len(frame.attrs["failed"]) == len(failed)
-    alone = run(Answers("c", "alone", items, conditions[::2], 4), embedded, Settings(tmp_path, progress=False))
     others = frame[frame.policy != "mine"].reset_index(drop=True)
     pd.testing.assert_frame_equal(others[SAME[1:]], alone[SAME[1:]], check_dtype=False)
     assert torch.get_num_threads() >= 1
@@ -271,9 +283,10 @@ def test_workers_are_numbered_whoever_started_them():
 HERE = """
 import os, sys
 sys.path.insert(0, {folder!r})
-from kvrepro.experiment import run
+from kvrepro.experiment import run, workers
 from kvrepro.item import Item
 import mine
+workers.IMPORTED.remove("transformers.modeling_utils")
 print("once", flush=True)
 os.environ["LATER"] = "seen"
 items = [Item(f"item-{{i}}", "t", ({{"role": "user", "content": "x"}},), "x") for i in range(4)]
@@ -294,12 +307,13 @@ def told(loaded, item):
 
 
 FAULTS = """
-import resource, torch
+import resource
+import numpy as np
 for _ in range(24):  # while blocks of many sizes are made
-    torch.ones(2**24)
+    np.ones(2**24, np.float32)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(8):
-    torch.ones(2**24)
+    np.ones(2**24, np.float32)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 

@@ -231,6 +231,8 @@ def test_wilcoxon_with_ties_is_scipys(n):
     """By permutation up to 13 differences, from 14 on by the normal approximation."""
     d = np.random.default_rng(n).choice([-1.0, -0.5, 0.25, 0.5, 1.0], n)
     assert stats.wilcoxon(d, np.zeros(n)) == pytest.approx(scipy_stats.wilcoxon(d, method="auto").pvalue)
+    one_sided = scipy_stats.wilcoxon(d, method="auto", alternative="greater").pvalue
+    assert stats.wilcoxon(d, np.zeros(n), greater=True) == pytest.approx(one_sided)
 
 
 @pytest.mark.parametrize("d", [[1, 1], [1, -1], [1, 1, -2], [3, 3, -1, -1], [2, 2, 2, -1, 5, 7, 7, 8, 9, 9, 9, 9, -4]])
@@ -240,6 +242,8 @@ def test_wilcoxon_with_ties_counts_all_signs(d):
     sums = [sum(itertools.compress(ranks, signs)) for signs in itertools.product([0, 1], repeat=len(d))]
     rarer = min(sum(x <= seen for x in sums), sum(x >= seen for x in sums)) / len(sums)
     assert stats.wilcoxon(d, np.zeros(len(d))) == pytest.approx(min(1, 2 * rarer))
+    above = sum(x >= seen for x in sums) / len(sums)
+    assert stats.wilcoxon(d, np.zeros(len(d)), greater=True) == pytest.approx(above)
 
 
 def test_all_equal_inputs_give_p_one():

@@ -10,7 +10,6 @@ import typer
 
 from kvrepro.engine.allowed import Number, ensure
 from kvrepro.errors import LONGEST, InputError, program
-from kvrepro.experiment.parameters import check_values
 from kvrepro.paths import WORK
 
 MOST = 10**9  # the largest number that a program takes
@@ -29,7 +28,10 @@ def with_checked_values(main: Callable[..., Any]) -> Callable[..., Any]:
             if value != getattr(usual[name], "default", usual[name]):
                 for element in value if isinstance(value, list | tuple) else [value]:
                     _check(name, element)
-        check_values({name: given[name] for name in NAMES if isinstance(given.get(name), str)})
+        if named := {name: given[name] for name in NAMES if isinstance(given.get(name), str)}:
+            from kvrepro.experiment.parameters import check_values  # imports torch, which most programs need, not all
+
+            check_values(named)
         return main(**given)
 
     return behind

@@ -65,7 +65,10 @@ def cells(file: str, where: Mapping[str, object]) -> pd.DataFrame:
             values = wanted if isinstance(wanted, list) else [wanted]
             numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
             texts = [str(value) for value in values if isinstance(value, str | bool)]
-            keep &= table[column].isin(texts) | pd.to_numeric(table[column], errors="coerce").isin(numbers)
+            matches = table[column].isin(texts)
+            if numbers:
+                matches |= pd.to_numeric(table[column], errors="coerce").isin(numbers)
+            keep &= matches
     if not keep.any():
         raise InputError(f"no printed number in {file} matches {dict(where)}")
     return table[keep]

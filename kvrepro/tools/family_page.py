@@ -20,6 +20,7 @@ from kvrepro.tools.family_claims import JUDGED, RATES, TABLE, Kind, kinds
 
 CAUSES = ("seed", "KV heads", "sliding layers", "size")
 ONE = "one seed alone"
+TURNED = {"reproduced", "not reproduced"}
 SIGNS = {verdict: sign for verdict, (sign, _) in wording.LOOKS.items()}
 COLOURS = [colour for _, colour in wording.LOOKS.values()]
 UNABLE = "the full cache itself answers"  # what a verdict's note says of a model that knows too little
@@ -57,7 +58,7 @@ def depends_on(row: pd.Series, kind_of: Mapping[str, Kind]) -> str:
 
 def turns(row: pd.Series) -> bool:
     """Whether some model says reproduced and another not reproduced."""
-    return {"reproduced", "not reproduced"} <= set(row.dropna())
+    return set(row.dropna()) >= TURNED
 
 
 def decided(row: pd.Series) -> bool:
@@ -87,7 +88,8 @@ def differences_of_pairs(verdicts: pd.DataFrame, kind_of: Mapping[str, Kind]) ->
     parts = []
     for a, b in itertools.combinations(verdicts, 2):
         both = verdicts[[a, b]].dropna()
-        differ, turned = both[a] != both[b], both.apply(turns, axis=1)
+        differ = both[a] != both[b]
+        turned = differ & both.isin(TURNED).all(axis=1)
         if len(both):
             parts.append((kind_of[a].differs_in(kind_of[b]), len(both), differ.mean(), turned.mean()))
     table = pd.DataFrame(parts, columns=["the models differ in", "verdicts", "share", "turned"])

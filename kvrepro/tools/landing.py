@@ -144,12 +144,11 @@ def _leakage(root: Path) -> str:
 
 def _reanalysis(root: Path) -> str:
     """How many printed numbers come out of the public rows, and how much protection changes in these."""
-    scores = artifact.scores()
-    beside = printed.beside(scores)
+    beside = printed.beside_public_scores()
     public = beside[beside.same.notna()]
     other = public[~public.same.astype(bool)]
     where = "once rounded as the authors did" if other.why.str.contains("round").all() else "only in part or not at all"
-    rows = comparisons.panels(scores)
+    rows = comparisons.panels(artifact.scores())
     lru = rows[(rows["items"] == "longbench-pool") & (rows.policy == "lru")]
     guarded, bare, group = lru[lru.prefix == 0.1], lru[lru.prefix == 0], ["model_name", "capacity"]
     lift = stats.contrasts(guarded, bare, group, "token_f1", on=["item", *group]).value

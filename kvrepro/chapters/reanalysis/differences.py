@@ -93,7 +93,7 @@ def _sampling(scores: pd.DataFrame) -> tuple[str, str]:
 
 
 def _public(scores: pd.DataFrame) -> tuple[str, str]:
-    cells = printed.beside(scores)
+    cells = printed.beside_public_scores()
     means = cells[cells.metric.str.startswith("token_f1")]
     return (
         "all outputs are published per item",

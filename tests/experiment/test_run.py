@@ -248,6 +248,16 @@ def _table(ends, loaded, item):
     return ends(item)
 
 
+@pytest.fixture
+def little_to_collect():
+    """Each failed attempt collects garbage; what lives already is not looked through again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("little_to_collect")
 def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, tmp_path, capsys, monkeypatch):
     """Each attempt fills a cache and fails with more than one row; the next one must find that cache gone, and lets a
     quarter of the prompts pass through the model together."""

@@ -36,6 +36,7 @@ UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.eng
 REGIME_CLASSES = frozenset((kind.__module__, kind.__name__) for kind in REGIMES.values())
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)  # tuples: `isinstance` is asked a million times
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+PLAIN = frozenset({type(None), bool, int, str})  # values that describe themselves, such as a prompt's thousand tokens
 INNER = SCOPES + COMPREHENSIONS
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -311,7 +312,7 @@ def describe(value: Any, above: tuple[int, ...] = (), **left_out: frozenset[Name
     if isinstance(value, Mapping):
         return ["map", *sorted(([inner(k), inner(v)] for k, v in value.items()), key=json.dumps)]
     if isinstance(value, list | tuple):
-        return [inner(part) for part in value]
+        return list(value) if PLAIN.issuperset(map(type, value)) else [inner(part) for part in value]
     if isinstance(value, set | frozenset):
         return ["set", *sorted(map(inner, value), key=json.dumps)]
     if isinstance(value, functools.partial):

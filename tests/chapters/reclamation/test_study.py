@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import checkpoint
@@ -243,6 +244,7 @@ def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_pa
     loaded = models.load(str(checkpoint.save(tmp_path / "small")))
     ids = {name: tiny.prompts(100, seed=seed)[0] for seed, name in enumerate("ab")}
     ids = {name: [token % 100 + 3 for token in token_ids] for name, token_ids in ids.items()}
+    monkeypatch.setattr(r, "cadence", partial(r.cadence, tokens=64, draws=1))
 
     def stop(loaded, item, **settings):
         raise KeyboardInterrupt

@@ -234,14 +234,14 @@ def chains(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[list
 
 def children(node: ast.AST) -> list[ast.AST]:
     """The nodes right below a node, but for `ctx`, which says how a name is used: half of all nodes."""
-    found: list[ast.AST] = []
+    nodes: list[ast.AST] = []
     for name in node._fields:
         part = getattr(node, name, None)
         if isinstance(part, list):
-            found += [item for item in part if isinstance(item, ast.AST)]
+            nodes += [item for item in part if isinstance(item, ast.AST)]
         elif name != "ctx" and isinstance(part, ast.AST):
-            found.append(part)
-    return found
+            nodes.append(part)
+    return nodes
 
 
 def below(node: ast.AST) -> Iterator[ast.AST]:

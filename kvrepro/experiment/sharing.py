@@ -18,6 +18,7 @@ import psutil
 from kvrepro.errors import InputError
 
 UNFINISHED = re.compile(r".*@(.+)-(\d+)-[0-9a-f]{8}(\.parquet)?\.tmp")  # names of `named`; groups: host, process
+PATIENCE = 5.0  # seconds for which a lock file may be empty
 LOG = "sweep.log"  # in a folder of results: what a sweep's chapters printed
 HOST = re.sub(r"[^\w.]", "_", platform.node() or f"{uuid.getnode():x}")  # a machine without a name has a number
 
@@ -62,17 +63,17 @@ def named(number: int) -> str:
 
 
 def acquired(path: Path, wait: float) -> contextlib.AbstractContextManager[Any]:
-    """The lock at a path. Raises filelock.Timeout after `wait` seconds. A lock file that stays empty for five seconds
+    """The lock at a path. Raises filelock.Timeout after `wait` seconds. A lock file that stays empty for PATIENCE
     is that of a process that was killed before it wrote its name; it is removed, since filelock would keep it."""
-    lock, unnamed, patience = filelock.SoftFileLock(path, poll_interval=0.05), _unnamed(path), 5
+    lock, unnamed = filelock.SoftFileLock(path, poll_interval=0.05), _unnamed(path)
     try:
-        return lock.acquire(timeout=min(wait, patience))
+        return lock.acquire(timeout=min(wait, PATIENCE))
     except filelock.Timeout:
-        if wait < patience:
+        if wait < PATIENCE:
             raise
         if unnamed is not None and _unnamed(path) == unnamed:
             path.unlink(missing_ok=True)
-        return lock.acquire(timeout=wait - patience)
+        return lock.acquire(timeout=wait - PATIENCE)
 
 
 def _unnamed(path: Path) -> tuple[int, int] | None:

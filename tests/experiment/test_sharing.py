@@ -18,7 +18,8 @@ from kvrepro.experiment.store import Store
 from kvrepro.experiment.table import parts
 
 
-def test_a_lock_without_a_name_is_that_of_a_killed_process(tmp_path):
+def test_a_lock_without_a_name_is_that_of_a_killed_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharing, "PATIENCE", 0.5)
     with Store(tmp_path, "c", "n") as table:
         table.add([row("a", 0.5)])
         (tmp_path / "c" / "n.rows" / "fold.lock").touch()

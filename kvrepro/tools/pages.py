@@ -5,14 +5,16 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
+
 from kvrepro.chapters.protection import control, credit
 from kvrepro.chapters.reanalysis import differences
 from kvrepro.engine import allowed, policy
-from kvrepro.engine.catalogue import CATALOGUE, SHARED
+from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge, wording
-from kvrepro.paths import GPU, ROOT
+from kvrepro.paths import DATA, GPU, ROOT
 from kvrepro.tools import (
     claims_page,
     cost,
@@ -28,52 +30,8 @@ from kvrepro.tools import (
 from kvrepro.tools.edition import link
 from kvrepro.tools.filterable import table
 
-POSITION, KEYS, CUMULATIVE, HEADS, WINDOW = (
-    f"engine/score/test_{name}.py::test_" for name in ("position", "keys", "cumulative", "heads", "window")
-)
-GENERATE, ALLOCATE = "engine/test_generate.py::test_", "engine/test_allocate.py::test_"
-PINNED = {  # policy -> the tests that hold it to an independent transcription of its formula
-    "full": (GENERATE + "without_eviction_the_engine_is_a_greedy_loop_of_hugging_face",),
-    "streaming_llm": (POSITION + "streaming_llm_ranks_by_position",),
-    "random": (POSITION + "random_is_splitmix",),
-    "k_norm": (KEYS + "k_norm_transcription_and_rotation", HEADS + "whole_layers_keep_every_token"),
-    "key_diff": (KEYS + "key_diff_transcription", KEYS + "key_diff_in_blocks_leaves_the_same_survivors"),
-    "r_kv": (KEYS + "r_kv_transcription",),
-    "tri_attention": (KEYS + "tri_attention_transcription", KEYS + "shared_by_layers_is_the_mean_for_all"),
-    "tri_attention_layer": (KEYS + "tri_attention_transcription",),
-    "h2o": (CUMULATIVE + "h2o_is_the_mean_over_queries_that_could_see_the_token",),
-    "h2o_online": (CUMULATIVE + "h2o_identities", CUMULATIVE + "recent_share_protects_half_of_the_budget"),
-    "scissorhands": (CUMULATIVE + "scissorhands_counts_low_attention_against_a_token",),
-    "tova": (CUMULATIVE + "tova_asks_the_last_query_of_all_heads",),
-    "quest": (CUMULATIVE + "quest_bounds_transcription",),
-    "quest_pages": (CUMULATIVE + "page_mask_reads_the_best_pages",),
-    "kv_zip": (HEADS + "kv_zip_is_the_sum_that_the_repetition_gave", ALLOCATE + "joint_layers_is_one_sort_of_all"),
-    "kv_zip_plus": (HEADS + "kv_zip_plus_transcription", GENERATE + "kv_zip_plus_keeps_what_its_formula_ranks_first"),
-    "duo_attention": (
-        HEADS + "duo_streams_the_lowest_gates_and_meets_the_budget", HEADS + "duo_by_heads_keeps_more_than_its_budget",
-    ),
-    "snapkv": (WINDOW + "snapkv_as_run", WINDOW + "snapkv_as_described_keeps_the_union_of_its_query_heads"),
-    "pyramid_kv": (
-        WINDOW + "pyramid_and_ada_as_described_reduce_the_group_before_pooling",
-        ALLOCATE + "the_pyramid_inside_is_kvpress",
-        ALLOCATE + "the_pyramid_with_the_window_on_top_is_the_originals_first_half_mirrored",
-    ),
-    "ada_kv": (
-        WINDOW + "pyramid_and_ada_as_described_reduce_the_group_before_pooling",
-        ALLOCATE + "adaptive_against_a_plain_sort",
-    ),
-    "cake": (WINDOW + "cake", WINDOW + "cake_preference"),
-    "critical_kv": (WINDOW + "critical_fills_half_by_score_and_half_by_weighted_score",),
-    "critical_ada_kv": (WINDOW + "critical_exempts_the_floor_of_heads_with_small_counts",),
-    "andpro": (WINDOW + "andpro_as_described", WINDOW + "andpro_as_run_sums_chunks_against_the_droppable_anchor"),
-    "dropkv": (WINDOW + "dropkv",),
-    "defensive_kv": (WINDOW + "defensive_as_described", WINDOW + "defensive_as_run"),
-    "layer_defensive_kv": (WINDOW + "defensive_as_described", ALLOCATE + "joint_layers_is_one_sort_of_all"),
-    **dict.fromkeys(SHARED, (
-        "engine/test_shared_cap.py::test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol",
-    )),
-    "online_credit": ("chapters/protection/test_credit.py::test_keep_scores_blend_two_rankings",),
-}  # fmt: skip
+# Policy -> the tests that hold it to an independent transcription of its formula.
+PINNED: dict[str, list[str]] = yaml.safe_load((DATA / "formula_tests.yml").read_text(encoding="utf-8"))
 LETTERS = {"alpha": "α", "beta": "β", "gamma": "γ", "eps": "ε", "mu": "μ", "phi": "φ", "tau": "τ"}
 
 

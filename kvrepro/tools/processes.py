@@ -16,25 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 from papermill.exceptions import PapermillExecutionError
 
 from kvrepro.errors import ENDING, interrupted, signals_interrupt
 from kvrepro.experiment import progress
+from kvrepro.paths import DATA
 
-SECONDS = {  # of a chapter's studies in their order, quick profile, one core: they share out the time that is left
-    "protection": {"main": 360, "context-500": 14, "context-1000": 17, "context-1900": 18, "context-3800": 25,
-                   "attention": 8, "controls": 3, "question-0": 4, "question-1": 4, "question-2": 2, "question-3": 2,
-                   "question-4": 3, "question-5": 3, "real": 27, "once": 12},
-    "fragility": {"answers": 24, "retained": 12, "every": 41, "middle": 21, "needles": 11, "controls": 2},
-    "dropkv_bound": {"quality-500": 3, "quality-1900": 42, "quality-3000": 18, "triples": 110, "answer-losses": 20,
-                     "controls": 2},
-    "leakage": {"answers": 194, "timing": 6, "unasked": 1},
-    "reclamation": {"synthetic": 1, "toy": 1, "traffic": 7, "oldest": 1, "wall": 1, "passes": 7, "memory": 1,
-                    "arising": 6, "published": 6, "identity": 80, "latency": 31, "sharing": 4, "sparsity": 4,
-                    "pages": 1},
-    "own_policy": {"main": 9, "controls": 3},
-    "synthesis": {"grid": 90, "kept": 10, "controls": 2},
-}  # fmt: skip
+SECONDS: dict[str, dict[str, int]] = yaml.safe_load((DATA / "seconds.yml").read_text(encoding="utf-8"))  # of studies
 DIED = "its process ended: too little memory?"
 
 

@@ -5,31 +5,17 @@ From the tables in data/reliability; a part whose table is not there is left out
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 import seaborn as sns
+import yaml
 from matplotlib.figure import Figure
 
 from kvrepro.experiment import claims, figure
 from kvrepro.paths import DATA
-from kvrepro.tools.cost import ITEMS
 from kvrepro.tools.filterable import table
 
 FOLDER = DATA / "reliability"
-PROGRAM = "python -m kvrepro.tools."
-
-
-class Section(NamedTuple):
-    """One table: its title on the page, the command that makes it, and a function from its rows to two texts: how much
-    was tried, and what came out."""
-
-    title: str
-    command: str
-    summarize: Callable[[pd.DataFrame], tuple[str, str]]
-    means: str  # what a reader must know to read the table
-
-
 LEFT = {"processes_left": "processes of killed runs", "files_left": "unfinished files"}
 
 
@@ -101,61 +87,10 @@ def _scaling(frame: pd.DataFrame) -> tuple[str, str]:
     return f"{len(frame)} runs", result
 
 
-PARTS = {
-    "kills": Section(
-        "Kills at random moments",
-        f"for c in {' '.join(ITEMS)}; do {PROGRAM}faults kills --chapter $c --kills 20 --seed 0; done", _kills,
-        "A chapter is killed at random moments and started again until it is done. What it stored is then compared "
-        "with what an undisturbed run stores. The model has two layers of random weights, and each study two items: "
-        "only the moment of the kill matters. `while_computing` counts kills before the last row was stored, "
-        "`while_writing` those during a write; `quiet_seconds` is the time of an undisturbed run. `--who worker` kills "
-        "workers instead, `--engine ray` those of Ray. A process is left if it still runs after 20 s; two agents of "
-        "Ray itself end a minute after a killed driver.",
-    ),
-    "faults": Section(
-        "Faults", PROGRAM + "faults table", _faults,
-        "Each fault is produced for real. `seen` is the line that the reader gets, `lost` the rows that were stored "
-        "before and are gone.",
-    ),
-    "bad_values": Section(
-        "Bad values", "pytest tests/hostile -m slow --table", _bad_values,
-        "Values of the wrong kind are given to every parameter of the notebooks and to every command. Each one should "
-        "be refused in one line before anything is computed, unless the parameter allows it (*accepted*).",
-    ),
-    "properties": Section(
-        "Properties", "make test ARGS='--nightly --table'", _properties,
-        "A property is a statement about all inputs of a kind: the kept set has the size of the budget, whatever the "
-        "scores. Each is tried on hundreds of times as many random cases as in `make test`, fewer where no more "
-        "exist. A case that is drawn but does not meet the statement's conditions is *invalid* and does not count.",
-    ),
-    "mutants": Section(
-        "Mutants", "mutmut run, then " + PROGRAM + "mutants", _mutants,
-        "A mutant is the code with one operator, number or name changed. It is killed when a test fails or takes many "
-        "times as long. What survives is either the same computation written differently, or a gap in the tests. "
-        "Each module was tried with its tests alone (`tests/engine/test_select.py` for `kvrepro/engine/select.py`); "
-        "the others may notice more. Every survivor was read: `reason` says why no test tells it from the original.",
-    ),
-    "determinism": Section(
-        "The same again", PROGRAM + "repeat run --results /tmp/repeat", _determinism,
-        "Each variant is compared with the usual run, row by row and verdict by verdict. `text`, `kept` and `score` "
-        "count rows whose answer, kept tokens or score differ; `changed` counts verdicts that differ, `turned` those "
-        "that go from reproduced to not reproduced or back.",
-    ),
-    "store": Section(
-        "The store at twenty million rows", "kvrepro store bench", _store,
-        "Rows that the benchmark made are written, opened and read: the rows of one study (`study`: how many), "
-        "those of one item, two columns of all; `add` stores 64 rows more, `fold` merges them into the table. Seconds "
-        "are wall clock, from a cold start.",
-    ),
-    "scaling": Section(
-        "Several workers and GPUs",
-        PROGRAM + "scaling --workers 1,2,4,8,16 --engines local --n-items 48 --cells 16", _scaling,
-        "The synthesis' grid. Efficiency is the time with one worker divided by n times the time with n workers, on "
-        "the same items; 1 is ideal, 0.95 the aim. `efficiency_whole` includes the start of the workers. `equal` is "
-        "the share of rows that equal those of one worker, `same_text` the share of texts. GPUs: `--shape qwen2.5-3b "
-        "--device cuda --workers 1,2 --n-items 960 --cells 16`. One GPU decodes larger batches than each of two, in "
-        "which bfloat16 rounds differently: random weights, which prefer no word, then often generate another one.",
-    ),
+PARTS: dict[str, dict[str, str]] = yaml.safe_load((DATA / "reliability.yml").read_text(encoding="utf-8"))
+SUMMARIES: dict[str, Callable[[pd.DataFrame], tuple[str, str]]] = {  # how much was tried, and what came out
+    "kills": _kills, "faults": _faults, "bad_values": _bad_values, "properties": _properties, "mutants": _mutants,
+    "determinism": _determinism, "store": _store, "scaling": _scaling,
 }  # fmt: skip
 
 
@@ -172,8 +107,8 @@ def summary(tables_of: dict[str, pd.DataFrame]) -> list[dict[str, str]]:
     """A row per part: what was tried, how often, what came out, and the command."""
     rows = []
     for name, frame in tables_of.items():
-        part, (count, result) = PARTS[name], PARTS[name].summarize(frame)
-        rows.append({"what": part.title, "how many": count, "result": result, "command": f"`{part.command}`"})
+        part, (count, result) = PARTS[name], SUMMARIES[name](frame)
+        rows.append({"what": part["title"], "how many": count, "result": result, "command": f"`{part['command']}`"})
     return rows
 
 
@@ -183,7 +118,8 @@ def sections(tables_of: dict[str, pd.DataFrame]) -> str:
     for name, frame in tables_of.items():
         shown = frame.drop(columns=["machine", "torch", "date", "times"], errors="ignore")
         where = "; ".join(dict.fromkeys(f"{row.machine}, {row.date}" for row in frame.itertuples()))
-        parts += [f"## {PARTS[name].title}", PARTS[name].means, f"Measured on {where}: `{PARTS[name].command}`."]
+        title, command, means = (PARTS[name][key] for key in ("title", "command", "means"))
+        parts += [f"## {title}", means, f"Measured on {where}: `{command}`."]
         shown = shown.replace({"which": claims.LABELS}, regex=True) if "which" in shown else shown
         parts.append(_folded("The table", table(_texts(shown))))
         if name == "mutants" and (file := FOLDER / "survivors.csv").is_file():

@@ -22,6 +22,7 @@ import pandas as pd
 import torch
 import transformers
 import typer
+import yaml
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -29,32 +30,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import error_line
 from kvrepro.experiment import data, models, progress
-from kvrepro.paths import GPU
+from kvrepro.paths import DATA, GPU
 from kvrepro.tools import command
 from kvrepro.tools.rows import replace_rows
 
-LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-SHAPES: dict[str, dict[str, Any]] = {  # configurations as the hub's config.json has them, what decides cost
-    "two-layer": {"model_type": "qwen2", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
-                  "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 4096},
-    "qwen2.5-3b": {"model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-                   "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 32768,
-                   "vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1e6},
-    "qwen2.5-7b": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                   "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 32768,
-                   "vocab_size": 152064, "rope_theta": 1e6},
-    "llama-3.1-8b": LLAMA | {"model_type": "llama", "intermediate_size": 14336, "max_position_embeddings": 131072,
-                             "vocab_size": 128256, "rope_theta": 5e5},
-    "mistral-7b": LLAMA | {"model_type": "mistral", "intermediate_size": 14336, "max_position_embeddings": 32768,
-                           "vocab_size": 32768, "sliding_window": None, "rope_theta": 1e6},
-    "gemma-3-4b": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
-                   "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-                   "sliding_window": 1024, "max_position_embeddings": 131072, "vocab_size": 262208},
-    "qwen3-moe": {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12,
-                  "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64,
-                  "num_experts_per_tok": 8, "moe_intermediate_size": 768, "max_position_embeddings": 40960,
-                  "vocab_size": 151936},
-}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = yaml.safe_load((DATA / "shapes.yml").read_text(encoding="utf-8"))
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -1,4 +1,4 @@
-"""The model card: `python -m kvrepro.tools.training.card` writes README.md from the CSV files there."""
+"""The model card: `python -m kvrepro.tools.training.card` fills data/models/card.md in from the CSV files there."""
 
 import json
 from pathlib import Path
@@ -14,94 +14,7 @@ from kvrepro.tools.filterable import table
 from kvrepro.world import world
 from kvrepro.world.tokenizer import vocabulary
 
-CARD = """# The embedded model: {name}
-
-A chat model of {parameters} million parameters that knows one small synthetic world and nothing else. It ships with the
-project so that every chapter runs on real attention patterns without a download and without a GPU.
-`AutoModelForCausalLM.from_pretrained("data/models/{name}")` and `{tokenizer}.from_pretrained(...)` load it as
-they load any checkpoint.{why}
-
-With the full cache it answers {answered} of the questions about 1,900 tokens of its world to the last word. What it
-loses when tokens are evicted is therefore lost evidence, not lost fluency or missing skill.
-
-| | |
-| --- | --- |
-| architecture | {architecture} |
-| layers, width, inner width | {layers}, {width}, {inner} (SwiGLU) |
-| heads | {heads} |
-| positions | 4,096, rotary with base 10,000 |
-| vocabulary | {vocabulary} words, marks and turn tokens; one word is one token; embeddings tied, padded to 1,536 |
-| weights | safetensors, bf16, {megabytes} MB |
-| licence | MIT, as the project; all text of the world is the project's own |
-
-## The family
-
-{family}
-
-Exact match is the mean over all tasks at 1,900 tokens; the last column names the tasks that fall short of 0.95 there.
-`model="small-mqa"` in any chapter, or `make book ARGS="-p model=small-mqa"`, asks another of them. All learned from the
-same recipe and the same world. Three seeds of the default's kind were trained, and the default is the first of them
-that reaches 0.95 in every task; it was chosen by its answers alone, before any claim was judged on it.
-
-## The world
-
-A system turn, then a passage of facts among filler sentences (400 of them, always the same), then a question. Words
-are English, the sentences plain, and each fact states a value right after its key, so that a small model can learn to
-look it up. People are a first and a last name, things an adjective and a noun. `kvrepro items
-tinyworld:needle -n 3 --seed 7 --tokens 1900` prints items; their prompts can have 200 to 4,000 tokens.
-
-*Held out.* Each person and each thing in an evaluation item is a pair of words that no training conversation shows
-(one pair in eight is kept for evaluation), and a followed chain of copies starts with a link that starts none in
-training. Four limits of this: later links of a chain may have been seen as links; in the tasks with marks, pairs of
-category and mark recur, for there are few, though the mapping is drawn anew for each prompt; the rules of a system
-prompt are drawn from the same lists as in training; and the random word sequences of the first minutes hold any pair
-of words by chance. `closed_book` asks for what training taught, on purpose: no passage holds its answer.
-
-One item of each task (evidence and answer cut short):
-
-{examples}
-
-## Training
-
-`python -m kvrepro.tools.training.train --name {name} --minutes {minutes}`, from scratch: {steps} steps of 65,536
-tokens, {billion} billion tokens in all, {seconds} seconds with compilation and evaluation, {where}.
-Muon (learning rate 0.002, weight decay 0.1) for the layers' matrices, AdamW for embeddings, biases and norms; warm-up
-over 200 steps, decay over the last 30% of the time; bf16 autocast. Context lengths 256, 512, 1,024, 2,048 and 4,096
-open one after another (at 0, 10, 22, 36 and 76% of the time). A task's share of the rows follows its error at each
-length. Answers have loss weight 1, all other tokens 0.02. In the first 4% of the time half of the rows are random word
-sequences said twice. The clock sets the schedule, so another run gives another model of the same kind;
-`training.jsonl` is its log.
-
-## Exact match
-
-Share of greedy answers that are right to the last token, full cache, {n} held-out items per task and length, with 95%
-intervals (Wilson). Lengths count prompt and answer. Read under teacher forcing, which is the same as greedy decoding
-for an answer that is wholly right. H200, bf16 autocast, right after the training.
-
-{exact_match}
-
-The lowest figure is {lowest}.
-
-{cpu}
-
-## Attention sink
-
-Share of a head's attention that position 0 (the system turn's token) gets: the mean over all queries of a prompt but
-the first, then over 16 prompts of 1,900 tokens (eight tasks), float32, with 95% intervals over prompts.
-Spread evenly it would be 0.004. `sinks.csv` has every head.
-
-{sinks}
-
-{sink_summary}
-
-## Limits
-
-- It knows this world alone. Any other text is unknown words (`<|unk|>`) to it, and its answers mean nothing there.
-- Its language has {vocabulary} tokens, its facts one sentence pattern per task, and its filler repeats. Natural text
-  is not like that: what holds here is a hint for large models, not proof.
-- Exact match near 1 leaves no room to see a policy that helps; it shows what a policy costs.
-- Prompt and answer together must fit 4,096 tokens; it has never seen a longer text.
-"""
+TEMPLATE = EMBEDDED.parent / "card.md"
 
 
 def _short(text: str, most: int = 90) -> str:
@@ -231,7 +144,7 @@ def card(folder: Path = EMBEDDED) -> str:
     sinks = pd.read_csv(folder / "sinks.csv", dtype={"head": str})
     items = [world.sample(task, 1, seed=0, tokens=300)[0] for task in world.ALL]
     again = "Checked apart from that run, on a CPU in float32, on other held-out items (`python -m"
-    return CARD.format(
+    return TEMPLATE.read_text(encoding="utf-8").format(
         vocabulary=f"{len(vocabulary()):,}", examples=table([_example(item) for item in items]),
         n=evaluation.n.iloc[0], exact_match=exact_match(evaluation), lowest=lowest(evaluation),
         cpu=f"{again}\nkvrepro.tools.training.evaluate`): {right_of(pd.read_csv(check))}." if check.exists() else "",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pandas as pd
 import yaml
@@ -14,40 +14,13 @@ from kvrepro.chapters.reclamation import members
 from kvrepro.chapters.synthesis import grid, stored, variance
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, claims, figure, stats, wording
-from kvrepro.paths import ROOT
+from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import claims_page, language_model_page
 from kvrepro.tools.edition import figure_data, results_of
 from kvrepro.tools.family_page import COLOURS, SIGNS
 
 
-class Answer(NamedTuple):
-    """A claim that answers a chapter's question. subject: the beginning of the sentence about it. points: the unit of
-    its numbers times 100, if they are given in points; otherwise ""."""
-
-    claim: str
-    subject: str
-    points: str = ""
-
-
-QUESTIONS = {
-    "protection": "Does it matter how tokens are scored, or only which are never evicted?",
-    "reanalysis": "What do that paper's published rows say when they are analysed again?",
-    "fragility": "Do tokens that mattered so far go on to matter?",
-    "dropkv_bound": "Does a small bound on the error mean a good choice of tokens?",
-    "leakage": "Which instruction is forgotten first, and which secret is revealed?",
-    "reclamation": "When does evicting a token free memory?",
-    "synthesis": "Which part of a method matters, and what should one use?",
-}
-ANSWERS = {  # chapter -> the claims that answer its question; the other chapters' answers are computed below
-    "protection": [Answer("P6", "The claim that guards at both ends of the prompt bring back most of the full cache's "
-                              "score, whatever the policy,")],
-    "fragility": [Answer("C1", "The gain that DefensiveKV promises for the worst step of a long answer",
-                       "points of the importance retained")],
-    "dropkv_bound": [Answer("D3", "The promise that DropKV's choice is near the best one")],
-    "reclamation": [Answer("R1f", "The warning that eviction alone frees almost no blocks of memory")],
-}  # fmt: skip
-
-
+QUESTIONS: dict[str, dict[str, Any]] = yaml.safe_load((DATA / "questions.yml").read_text(encoding="utf-8"))
 PICTURE = """```{{figure}} generated/verdicts.svg
 :name: fig-verdicts
 :class: dark-light kvrepro-figure light-ground
@@ -67,21 +40,22 @@ def answers(root: Path = ROOT) -> str:
     """A list: each chapter's question, its answer in a sentence, and a link; then what a language model changes."""
     special = {"reanalysis": _reanalysis, "synthesis": _synthesis, "reclamation": _reclamation, "leakage": _leakage}
     lines = []
-    for chapter, question in QUESTIONS.items():
+    for chapter, entry in QUESTIONS.items():
         text = special[chapter](root) if chapter in special else _judged(chapter, root)
-        lines.append(f"- **{question}** {text} {{doc}}`The chapter <executed/{chapter}>`.")
+        lines.append(f"- **{entry['question']}** {text} {{doc}}`The chapter <executed/{chapter}>`.")
     other = f"{language_model_page.headline()} {{doc}}`The page <language-model>`."
     lines.append(f"- **Does this hold on a language model?** {other}")
     return "\n".join(lines)
 
 
 def _judged(chapter: str, root: Path) -> str:
-    """The answer of a chapter whose claims are in `ANSWERS`: a sentence for each."""
+    """The answer of a chapter by the claims that `QUESTIONS` lists: a sentence for each."""
     table, sentences = verdicts([chapter], root).get(chapter), []
-    for answer in ANSWERS[chapter]:
-        if table is not None and answer.claim in set(table.claim):
-            frame = _in_points(table[table.claim == answer.claim], answer.points)
-            sentences.append(_linked(wording.sentence(frame, answer.claim, answer.subject)) + _in_print(frame.iloc[0]))
+    for answer in QUESTIONS[chapter]["answers"]:
+        claim = answer["claim"]
+        if table is not None and claim in set(table.claim):
+            frame = _in_points(table[table.claim == claim], answer.get("points", ""))
+            sentences.append(_linked(wording.sentence(frame, claim, answer["subject"])) + _in_print(frame.iloc[0]))
     return " ".join(sentences) or "This run has no verdict on that yet."
 
 
@@ -110,15 +84,15 @@ def _in_print(row: pd.Series) -> str:
 
 def _reclamation(root: Path) -> str:
     """The claim with the numbers of all policies, where the chapter has drawn them; otherwise as `_judged`."""
-    answer, shown = ANSWERS["reclamation"][0], figure_data("reclamation", "granularity", root)
+    [answer], shown = QUESTIONS["reclamation"]["answers"], figure_data("reclamation", "granularity", root)
     frame = verdicts(["reclamation"], root).get("reclamation")
     if frame is None or shown is None:
         return _judged("reclamation", root)
     drawn = members.uncompacted(shown)
     return (
-        f"{answer.subject} {_linked(wording.outcome(frame, answer.claim))}: with {drawn.kept.iloc[0]:.0%} of the "
+        f"{answer['subject']} {_linked(wording.outcome(frame, answer['claim']))}: with {drawn.kept.iloc[0]:.0%} of the "
         f"tokens kept, the same for all heads, {drawn.freed.min():.0%} to {drawn.freed.max():.0%} of the blocks are "
-        f"freed, depending on the policy.{_in_print(frame[frame.claim == answer.claim].iloc[0])}"
+        f"freed, depending on the policy.{_in_print(frame[frame.claim == answer['claim']].iloc[0])}"
     )
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
+import yaml
 from matplotlib.figure import Figure
 
 from kvrepro.chapters.protection.grid import PROTECTION_SEVEN
@@ -23,33 +24,14 @@ VERDICTS, RUNS, SCORES = (DATA / f"language_model{part}.csv" for part in ("", "_
 DETERMINISM = DATA / "reliability" / "determinism.csv"
 NO_PASSAGE = "no_passage"  # in place of a policy's name: the model's answers to the questions alone
 NAME = "SmolLM2-135M-Instruct"
-ITEMS = {  # items of the runs, in the order of the page -> their name there
-    "ruler:niah_single_1,niah_single_2,niah_multikey_1,niah_multivalue": "needles",
-    "protection-panel:multifieldqa_en": "real questions",
-    "protection-panel": "the panel",
-    "longbench-summarization.jsonl": "news to summarise",
-    "ifeval": "IFEval",
-}
+WORDS = yaml.safe_load((DATA / "language_model.yml").read_text(encoding="utf-8"))
+ITEMS: dict[str, str] = WORDS["items"]
 EVERY = "all"  # in place of a chapter, in that table
-AGAIN = {  # in the table of determinism -> who computed answers again
-    "SmolLM2: GPU or CPU": "Plain PyTorch on a CPU computed {rows:,} answers of the chapter {chapter} again",
-    "SmolLM2: H200 or H100": "An H200 and an H100 both computed {rows:,} answers of the chapter {chapter}",
-}
 KEY = ["chapter", "claim", "reading"]
 GUARDS = {"0% + 0%": "no guards", "10% + 10%": "guards"}  # shares at both ends -> rows of the figure
 WINDOWED = ("streaming_llm", "snapkv", "cake", "ada_kv", "defensive_kv", "layer_defensive_kv")
 NEEDLES, QUESTIONS = list(ITEMS.values())[:2]
-BOX = 3  # the first of `CENTRAL` stand in the box, the others below
-CENTRAL = {  # chapter and claim -> the middle of a sentence about it
-    ("protection", "P6"): "guards at both ends bring every adaptive policy back to most of the full cache's score",
-    ("fragility", "C4e"): "at two fifths of the cache DefensiveKV and Layer-DefensiveKV beat CriticalKV",
-    ("dropkv_bound", "D1"): "the cone condition of DropKV's theorem holds on most triples",
-    ("dropkv_bound", "D3"): "the set that DropKV evicts is near the joint optimum",
-    ("fragility", "C1e"): "half of the cache, chosen by one past query, keeps most of the importance on average",
-    ("fragility", "C1f"): "at the worst step of an answer, that half keeps less than half of the importance",
-    ("leakage", "L5"): "StreamingLLM and SnapKV keep defense and directive at very different rates",
-    ("reclamation", "R1f"): "a policy that keeps a tenth of the tokens frees almost no blocks without compaction",
-}
+BOX = 3  # the first claims of `central` stand in the box, the others below
 
 
 @cache
@@ -146,9 +128,10 @@ def without_passage(scores: pd.DataFrame, kept: int = 256) -> str:
 
 
 def said(verdicts: pd.DataFrame) -> list[str]:
-    """A line of a list for each of `CENTRAL`: its verdicts by reading and items, with their values."""
+    """A line of a list for each central claim: its verdicts by reading and items, with their values."""
     lines = []
-    for (chapter, claim), subject in CENTRAL.items():
+    for entry in WORDS["central"]:
+        chapter, claim, subject = entry["chapter"], entry["claim"], entry["subject"]
         tested = verdicts[(verdicts.chapter == chapter) & (verdicts.claim == claim)]
         parts = []
         for reading, rows in tested[tested.verdict != NOT_TESTABLE].groupby("reading", sort=False):
@@ -186,42 +169,31 @@ def _floors(scores: pd.DataFrame) -> pd.DataFrame:
     return lines.rename(columns={"policy": "control"})[["items", "control", "value", "low", "high"]]
 
 
-def protection_drawn(scores: pd.DataFrame, policies: Sequence[str] = PROTECTION_SEVEN) -> Figure:
-    """Score by tokens kept, without guards and behind them, on the protection chapter's items."""
-    scores = scores[(scores.chapter == "protection") & (scores.reading == "as_run")]
-    part = scores[scores.policy.isin(policies)].assign(guards=scores.guard.map(GUARDS)).dropna(subset=["guards"])
-    part = part.assign(kept=part.kept.astype(float))
-    labels = {"value": "score", "kept": "tokens kept"}
-    return figure.estimates(part, "kept", "value", colour="policy", panel="items", row="guards", line=True,
-                            reference=_floors(scores), labels=labels, height=2.3, sharey="col")  # fmt: skip
-
-
-def fragility_drawn(scores: pd.DataFrame, policies: Sequence[str] = WINDOWED) -> Figure:
-    """Score by share kept, the question unseen, on the fragility chapter's items."""
-    scores = scores[(scores.chapter == "fragility") & (scores.reading == "as_run") & (scores.guard == "0% + 0%")]
+def _drawn(scores: pd.DataFrame, kept: str, policies: Sequence[str], **look: Any) -> Figure:
+    """The scores of policies by what is kept, on each kind of items. kept: how that is called."""
     part = scores[scores.policy.isin(policies)]
-    part = part.assign(kept=part.kept.astype(float))
-    labels = {"value": "score", "kept": "share of the context kept"}
-    return figure.estimates(part, "kept", "value", colour="policy", panel="items", line=True, height=2.6,
-                            reference=_floors(scores), labels=labels, sharey=False)  # fmt: skip
+    return figure.estimates(part.assign(kept=part.kept.astype(float)), "kept", "value", colour="policy", line=True,
+                            labels={"value": "score", "kept": kept}, **look)  # fmt: skip
 
 
 def drawn() -> dict[str, Figure]:
     """The page's figures by name; `verdicts` are those of both models, a panel per chapter."""
     verdicts, _, scores = read()
+    as_run = scores[scores.reading == "as_run"]
+    protection = as_run[as_run.chapter == "protection"]
+    guarded = protection.assign(guards=protection.guard.map(GUARDS)).dropna(subset=["guards"])
+    fragility = as_run[(as_run.chapter == "fragility") & (as_run.guard == "0% + 0%")]
+    synthesis = scores[scores.chapter == "synthesis"]
+    published = set(synthesis.policy) - {"full", NO_PASSAGE}
+    floors = _floors(synthesis).drop(columns="items")
     return {
-        "protection": protection_drawn(scores), "fragility": fragility_drawn(scores),
-        "synthesis": synthesis_drawn(scores), "verdicts": family_page.drawn(side_by_side(verdicts), every=False),
+        "protection": _drawn(guarded, "tokens kept", PROTECTION_SEVEN, panel="items", row="guards",
+                             reference=_floors(protection), height=2.3, sharey="col"),
+        "fragility": _drawn(fragility, "share of the context kept", WINDOWED, panel="items",
+                            reference=_floors(fragility), height=2.6, sharey=False),
+        "synthesis": _drawn(synthesis, "share of the prompt kept", list(published), reference=floors, height=2.8),
+        "verdicts": family_page.drawn(side_by_side(verdicts), every=False),
     }  # fmt: skip
-
-
-def synthesis_drawn(scores: pd.DataFrame) -> Figure:
-    """Score of published methods by share kept, the question visible, on the synthesis' items."""
-    scores = scores[scores.chapter == "synthesis"]
-    part = scores[~scores.policy.isin(["full", NO_PASSAGE])]
-    labels = {"value": "score", "kept": "share of the prompt kept"}
-    return figure.estimates(part.assign(kept=part.kept.astype(float)), "kept", "value", colour="policy", line=True,
-                            reference=_floors(scores).drop(columns="items"), labels=labels, height=2.8)  # fmt: skip
 
 
 def headline() -> str:
@@ -273,9 +245,9 @@ def again(table: Path = DETERMINISM) -> str:
     """How far other devices give the same answers, a sentence for each comparison and chapter; "" without one."""
     rows = pd.read_csv(table)
     return " ".join(
-        f"{AGAIN[row.varied].format(rows=row.rows, chapter=row.chapter.replace('_', ' '))}: "
+        f"{WORDS['again'][row.varied].format(rows=row.rows, chapter=row.chapter.replace('_', ' '))}: "
         f"the text differs in {row.text} of them, the set that is kept in {row.kept}, the score in {row.score}."
-        for row in rows[rows.varied.isin(AGAIN) & (rows.chapter != EVERY)].itertuples()
+        for row in rows[rows.varied.isin(WORDS["again"]) & (rows.chapter != EVERY)].itertuples()
     )
 
 

@@ -28,9 +28,9 @@ def test_answers_come_from_the_verdicts_of_the_run(tmp_path):
 
 
 def test_every_answer_names_a_claim_that_exists():
-    for chapter, answers in landing.ANSWERS.items():
-        assert {answer.claim for answer in answers} <= {c["id"] for c in claims.load_claims(chapter)["claims"]}
-    assert set(landing.ANSWERS) < set(landing.QUESTIONS)
+    for chapter, entry in landing.QUESTIONS.items():
+        if answers := entry.get("answers"):
+            assert {answer["claim"] for answer in answers} <= {c["id"] for c in claims.load_claims(chapter)["claims"]}
 
 
 def test_the_figure_counts_the_verdicts():

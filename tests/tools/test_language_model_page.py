@@ -13,8 +13,8 @@ def test_the_stored_tables_are_of_claims_and_items_that_the_page_knows():
         assert set(rows.claim) <= {claim["id"] for claim in claims.load_claims(chapter)["claims"]}
     assert set(verdicts.verdict) <= set(claims.VERDICTS)
     assert not runs.failed.any()
-    for chapter, claim in page.CENTRAL:
-        chosen = verdicts[(verdicts.chapter == chapter) & (verdicts.claim == claim)]
+    for entry in page.WORDS["central"]:
+        chosen = verdicts[(verdicts.chapter == entry["chapter"]) & (verdicts.claim == entry["claim"])]
         assert (chosen.verdict != claims.NOT_TESTABLE).any()
 
 

@@ -18,6 +18,7 @@ from kvrepro.errors import InputError
 from kvrepro.experiment.figure import WHITE
 from kvrepro.experiment.wording import FOUND
 from kvrepro.paths import ROOT
+from kvrepro.tools.rows import words
 
 FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell", "show-input"}
 LAST = "## How this page was computed"
@@ -173,6 +174,12 @@ def _placed(output: Any, chapter: str, folder: Path, names: set[str], undrawn: s
 def link(data: str) -> str:
     """A link to a figure's data. data: the file, as seen from the page."""
     return f"{{download}}`Data (CSV) <{data}>`"
+
+
+def computed_figure(name: str, data: str, **facts: str) -> str:
+    """A figure of a computed page as a directive, from data/figures.yml. data: as of `link`; facts: what the figure's
+    text there leaves open."""
+    return str(words("figures")[name].format(data=link(data), **facts))
 
 
 def _findings_first(cells: list[Any]) -> list[Any]:

@@ -14,21 +14,13 @@ from kvrepro.chapters.reclamation import members
 from kvrepro.chapters.synthesis import grid, stored, variance
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, claims, figure, stats, wording
-from kvrepro.paths import DATA, ROOT
+from kvrepro.paths import ROOT
 from kvrepro.tools import claims_page, language_model_page
-from kvrepro.tools.edition import figure_data, results_of
+from kvrepro.tools.edition import computed_figure, figure_data, results_of
 from kvrepro.tools.family_page import COLOURS, SIGNS
+from kvrepro.tools.rows import words
 
-
-QUESTIONS: dict[str, dict[str, Any]] = yaml.safe_load((DATA / "questions.yml").read_text(encoding="utf-8"))
-PICTURE = """```{{figure}} generated/verdicts.svg
-:name: fig-verdicts
-:class: dark-light kvrepro-figure light-ground
-:alt: A bar for each chapter, divided by verdict. {alt}
-
-{n} of this run by chapter: {signs}.{missing}{more} {{doc}}`claims` lists all verdicts one by one, those over
-the family of models, too. {{download}}`Data (CSV) <generated/verdicts.csv>`
-```"""  # noqa: E501
+QUESTIONS: dict[str, dict[str, Any]] = words("questions")
 
 
 def parts(root: Path = ROOT) -> dict[str, str]:
@@ -171,7 +163,8 @@ def picture(root: Path = ROOT) -> str:
     missing = f" {none} {'has' if ' and ' not in none else 'have'} no verdicts, and are not in it." if none else ""
     signs = ", ".join(f"{sign} {claims.label(verdict)}" for verdict, sign in SIGNS.items())
     n = wording.counted(sum(map(len, frames.values())), "verdict")
-    return PICTURE.format(n=n, missing=missing, signs=signs, alt=_counts(frames), more=_on_more_items(frames))
+    facts = {"n": n, "missing": missing, "signs": signs, "alt": _counts(frames), "more": _on_more_items(frames)}
+    return computed_figure("verdicts", "generated/verdicts.csv", **facts)
 
 
 def _on_more_items(frames: Mapping[str, pd.DataFrame]) -> str:

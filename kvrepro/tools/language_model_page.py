@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
-import yaml
 from matplotlib.figure import Figure
 
 from kvrepro.chapters.protection.grid import PROTECTION_SEVEN
@@ -19,12 +18,13 @@ from kvrepro.experiment.claims import LABELS, NOT_TESTABLE
 from kvrepro.paths import DATA
 from kvrepro.tools import family_page
 from kvrepro.tools.family_claims import FULL
+from kvrepro.tools.rows import words
 
 VERDICTS, RUNS, SCORES = (DATA / f"language_model{part}.csv" for part in ("", "_runs", "_scores"))
 DETERMINISM = DATA / "reliability" / "determinism.csv"
 NO_PASSAGE = "no_passage"  # in place of a policy's name: the model's answers to the questions alone
 NAME = "SmolLM2-135M-Instruct"
-WORDS = yaml.safe_load((DATA / "language_model.yml").read_text(encoding="utf-8"))
+WORDS = words("language_model")
 ITEMS: dict[str, str] = WORDS["items"]
 EVERY = "all"  # in place of a chapter, in that table
 KEY = ["chapter", "claim", "reading"]

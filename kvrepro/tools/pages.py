@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import yaml
+import pandas as pd
+from matplotlib.figure import Figure
 
 from kvrepro.chapters.protection import control, credit
 from kvrepro.chapters.reanalysis import differences
@@ -14,7 +15,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge, wording
-from kvrepro.paths import DATA, GPU, ROOT
+from kvrepro.paths import GPU, ROOT
 from kvrepro.tools import (
     claims_page,
     cost,
@@ -27,11 +28,13 @@ from kvrepro.tools import (
     reliability,
     shortcuts,
 )  # fmt: skip
-from kvrepro.tools.edition import link
+from kvrepro.tools.edition import computed_figure
 from kvrepro.tools.filterable import table
+from kvrepro.tools.rows import words
 
 # Policy -> the tests that hold it to an independent transcription of its formula.
-PINNED: dict[str, list[str]] = yaml.safe_load((DATA / "formula_tests.yml").read_text(encoding="utf-8"))
+PINNED: dict[str, list[str]] = words("formula_tests")
+DETERMINISM = "../data/reliability/determinism.csv"
 LETTERS = {"alpha": "α", "beta": "β", "gamma": "γ", "eps": "ε", "mu": "μ", "phi": "φ", "tau": "τ"}
 
 
@@ -43,52 +46,30 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages |= {name: reference.page(patterns) for name, patterns in reference.PAGES.items()}
     pages["settings"], pages["control"] = reference.settings(), controlled()
     pages["artifact"] = table(differences.table())
-    pages["targets_figure"] = f"""```{{figure}} generated/targets.svg
-:name: fig-targets
-:class: dark-light kvrepro-figure
-:alt: {cost.bars_alt()}
-
-Each measurement of the table as a time over its target, on a logarithmic axis: one bar for *before*, one for *now*, and
-one for the *floor*, the time that moving the bytes takes at the least, where there is one. Left of the line at 1 the
-target is met. A bar is one number of the table and has no interval. {link("../data/gpu/real.csv")}
-```"""
-    pages["floors_figure"] = f"""```{{figure}} generated/floors.svg
-:name: fig-floors
-:class: dark-light kvrepro-figure
-:alt: {cost.floors_alt()}
-
-Share of its floor that each kernel reaches on its longest input, in the largest batch of that length, for every variant
-and shape. At the line nothing can be gained; a dot beyond it moves its bytes faster than the copy that sets the floor.
-Torch's dots beside *compaction* are its indexing, and copies of as many bytes, which need no search.
-{link("../data/gpu/kernels.csv")}
-```"""
+    pages["targets_figure"] = computed_figure("targets", "../data/gpu/real.csv", alt=cost.bars_alt())
+    pages["floors_figure"] = computed_figure("floors", "../data/gpu/kernels.csv", alt=cost.floors_alt())
     pages["floors"], pages["cost_failures"] = cost.floors_sentence(), cost.failures()
     pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
     pages["coverage"] = table(coverage.summary())
     pages["error_rates"], pages["stability"] = table(claims_page.error_rates()), table(claims_page.stability())
     costs = {"cost": cost.overview(), "cost_all": cost.table(), "targets": cost.targets()}
     pages |= {name: table(rows.to_dict("records")) for name, rows in costs.items()}
-    pages |= _parts("family", family_page.page())
-    pages |= _reliability(folder) | _language_model(folder)
-    family_page.drawn().savefig(folder / "family.svg", transparent=True)
-    cost.bars().savefig(folder / "targets.svg", transparent=True)
-    cost.floors().savefig(folder / "floors.svg", transparent=True)
-    pages["shortcuts_lost"] = table(shortcuts.lost_in_words())
-    shortcuts.drawn().savefig(folder / "shortcuts.svg", transparent=True)
+    pages |= _parts("family", family_page.page()) | _parts("language_model", language_model_page.page())
+    tables_of = reliability.tables()
+    determinism = reliability.drawn(tables_of)
+    pages |= _reliability(tables_of, determinism) | {"shortcuts_lost": table(shortcuts.lost_in_words())}
     pages |= {f"decide_{name}": text for name, text in decide.parts(root).items()} | landing.parts(root)
     at_a_glance = landing.drawn(landing.verdicts(chapters, root))
-    at_a_glance.savefig(folder / "verdicts.svg", transparent=True)
+    figures = {"verdicts": at_a_glance, "family": family_page.drawn(), "targets": cost.bars(), "floors": cost.floors()}
+    figures |= {f"language_model_{name}": figure for name, figure in language_model_page.drawn().items()}
+    figures |= {"shortcuts": shortcuts.drawn(), "determinism": determinism}
+    for name, figure in figures.items():
+        if figure is not None:
+            figure.savefig(folder / f"{name}.svg", transparent=True)
     (folder / "static").mkdir(exist_ok=True)
     at_a_glance.savefig(folder / "static" / "preview.png", dpi=120)
     for name, text in pages.items():
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-
-
-def _language_model(folder: Path) -> dict[str, str]:
-    """The parts of the page on a language model, and its figures."""
-    for name, picture in language_model_page.drawn().items():
-        picture.savefig(folder / f"language_model_{name}.svg", transparent=True)
-    return _parts("language_model", language_model_page.page())
 
 
 def _parts(page: str, parts: Mapping[str, list[dict[str, object]] | str]) -> dict[str, str]:
@@ -99,21 +80,13 @@ def _parts(page: str, parts: Mapping[str, list[dict[str, object]] | str]) -> dic
     }
 
 
-def _reliability(folder: Path) -> dict[str, str]:
-    """The parts of the page Reliability, and its figure."""
-    tables_of = reliability.tables()
-    figure = ""
-    if (picture := reliability.drawn(tables_of)) is not None:
-        picture.savefig(folder / "determinism.svg", transparent=True)
-        head = ":name: fig-determinism\n:alt: Shares of rows and verdicts that differ, for each variant."
-        caption = (
-            "What differs from the usual run, by what was varied, in percent; without a dot: no verdicts were "
-            f"compared. {link('../data/reliability/determinism.csv')}"
-        )
-        figure = f"```{{figure}} generated/determinism.svg\n{head}\n{caption}\n```"
-    summary = table(reliability.summary(tables_of)) if tables_of else "Nothing was measured yet."
-    return {"reliability_summary": summary, "reliability_figure": figure,
-            "reliability_sections": reliability.sections(tables_of)}  # fmt: skip
+def _reliability(tables_of: dict[str, pd.DataFrame], determinism: Figure | None) -> dict[str, str]:
+    """The parts of the page Reliability. determinism: its figure, if there is one."""
+    return {
+        "reliability_summary": table(reliability.summary(tables_of)) if tables_of else "Nothing was measured yet.",
+        "reliability_figure": computed_figure("determinism", DETERMINISM) if determinism else "",
+        "reliability_sections": reliability.sections(tables_of),
+    }
 
 
 def measured(name: str) -> str:

@@ -8,8 +8,9 @@ Not compared: KVzipPress, whose softmax covers the sinks, one chunk and the repe
 DuoAttentionPress, which reads the authors' gates files; RandomPress, which draws from another generator.
 """
 
+import datetime
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
-from kvrepro.errors import InputError, ensure_known
+from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.paths import write_table
 from kvrepro.tools import command
@@ -194,7 +195,7 @@ def _codes(keys: Tensor) -> Tensor:
     return (bits * (2 * torch.arange(bits.shape[-1]) + 1) * 0x9E3779B97F4A7C1).sum(-1)
 
 
-def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs: list[PressPair]) -> pd.DataFrame:
+def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs: Sequence[PressPair]) -> pd.DataFrame:
     """A row per pair and share: heads compared, those that keep the same set, those that differ by ties alone."""
     cells = [(pair, share) for pair in pairs for share in SHARES]
     conditions = [Condition(pair.policy, share, Prefill(), switches=pair.switches) for pair, share in cells]
@@ -225,22 +226,18 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
 def main(
     out: Annotated[Path | None, typer.Option(help="CSV to write; none: print only")] = None,
     n: Annotated[int, typer.Option("--prompts", help="half random, half of the embedded model")] = 100,
-    policies: Annotated[str, typer.Option(help="some of them, with commas; empty: all")] = "",
-    date: Annotated[str, typer.Option(help="written into the table")] = "",
 ) -> None:
     """Compare kept sets with kvpress, head by head."""
-    named = [name.strip() for name in policies.split(",") if name.strip()]
-    ensure_known("policy with a press", named, dict.fromkeys(pair.policy for pair in PAIRS))
     library = kvpress()
-    chosen = [pair for pair in PAIRS if not named or pair.policy in named]
     loaded = models.load()
     randoms, texts = prompts(loaded, max(1, n // 2))
     tables = [
-        compare(model, library, ids, chosen).assign(prompts=len(ids), model=name)
+        compare(model, library, ids, PAIRS).assign(prompts=len(ids), model=name)
         for name, model, ids in (("random", random_model(), randoms), (loaded.name, loaded.model, texts))
     ]
     table = pd.concat(tables)
     versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")}
+    date = datetime.date.today().isoformat()
     table = table.assign(**versions, date=date).sort_values(["policy", "switches", "share_kept", "model"])
     typer.echo(table.drop(columns=["note", "date", *versions]).to_string(index=False))
     equal, tied, heads = table[["equal", "differ_by_ties", "heads"]].sum()

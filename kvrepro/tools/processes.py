@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 from papermill.exceptions import PapermillExecutionError
 
 from kvrepro.errors import ENDING, interrupted, signals_interrupt
 from kvrepro.experiment import progress
-from kvrepro.paths import DATA
+from kvrepro.tools.rows import words
 
-SECONDS: dict[str, dict[str, int]] = yaml.safe_load((DATA / "seconds.yml").read_text(encoding="utf-8"))  # of studies
+SECONDS: dict[str, dict[str, int]] = words("seconds")  # of studies
 DIED = "its process ended: too little memory?"
 
 

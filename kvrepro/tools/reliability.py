@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 import seaborn as sns
-import yaml
 from matplotlib.figure import Figure
 
 from kvrepro.experiment import claims, figure
 from kvrepro.paths import DATA
 from kvrepro.tools.filterable import table
+from kvrepro.tools.rows import words
 
 FOLDER = DATA / "reliability"
 LEFT = {"processes_left": "processes of killed runs", "files_left": "unfinished files"}
@@ -87,7 +87,7 @@ def _scaling(frame: pd.DataFrame) -> tuple[str, str]:
     return f"{len(frame)} runs", result
 
 
-PARTS: dict[str, dict[str, str]] = yaml.safe_load((DATA / "reliability.yml").read_text(encoding="utf-8"))
+PARTS: dict[str, dict[str, str]] = words("reliability")
 SUMMARIES: dict[str, Callable[[pd.DataFrame], tuple[str, str]]] = {  # how much was tried, and what came out
     "kills": _kills, "faults": _faults, "bad_values": _bad_values, "properties": _properties, "mutants": _mutants,
     "determinism": _determinism, "store": _store, "scaling": _scaling,

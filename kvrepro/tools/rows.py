@@ -1,4 +1,4 @@
-"""Tables of the project that programs measure, row by row: CSV, in the repository."""
+"""Tables of the project: those that programs measure, row by row (CSV), and those of words (YAML)."""
 
 import datetime
 from collections.abc import Sequence
@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
-from kvrepro.paths import write_table
+from kvrepro.paths import DATA, write_table
+
+
+def words(name: str) -> Any:
+    """The content of data/<name>.yml."""
+    return yaml.safe_load((DATA / f"{name}.yml").read_text(encoding="utf-8"))
 
 
 def replace_rows(table: Path, rows: pd.DataFrame, key: Sequence[str], digits: int = 6) -> pd.DataFrame:

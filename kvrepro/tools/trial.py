@@ -22,7 +22,6 @@ import pandas as pd
 import torch
 import transformers
 import typer
-import yaml
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -30,11 +29,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import error_line
 from kvrepro.experiment import data, models, progress
-from kvrepro.paths import DATA, GPU
+from kvrepro.paths import GPU
 from kvrepro.tools import command
-from kvrepro.tools.rows import replace_rows
+from kvrepro.tools.rows import replace_rows, words
 
-SHAPES: dict[str, dict[str, Any]] = yaml.safe_load((DATA / "shapes.yml").read_text(encoding="utf-8"))
+SHAPES: dict[str, dict[str, Any]] = words("shapes")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

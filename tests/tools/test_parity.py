@@ -22,12 +22,6 @@ def test_without_kvpress_it_refuses_in_one_line(monkeypatch, capsys):
     assert "kvrepro[parity]" in error
 
 
-def test_a_policy_without_a_press_is_refused_in_one_line(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command.run(parity.main, arguments=["--policies", "snapkv, tovaa"])
-    assert "unknown policy with a press 'tovaa', did you mean 'tova'?" in capsys.readouterr().err
-
-
 def test_every_pair_is_a_policy_with_its_switches():
     for pair in parity.PAIRS:
         CATALOGUE[pair.policy].reading("as_run", pair.switches)

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from kvrepro.engine.allowed import ensure
+from kvrepro.experiment.models import embedded
 from kvrepro.tools import command
 from kvrepro.tools.training.evaluate import LENGTHS as CHECKS
 from kvrepro.tools.training.evaluate import evaluation_set, exact, exact_match, write
 from kvrepro.world import rows as R
-from kvrepro.world.tokenizer import save, vocabulary
-from kvrepro.world.world import CONTEXT
+from kvrepro.world.tokenizer import save
 
 # (share of the time passed, newest context length)
 STAGES = [(0.0, 256), (0.1, 512), (0.22, 1024), (0.36, 2048), (0.76, 4096)]
@@ -49,36 +49,15 @@ def worker(seed: str, shared, queue) -> None:
         queue.put([torch.from_numpy(x) for x in R.batch(rng, shares, length, TOKENS, shared[1])])
 
 
-SMALL = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 704}
 SEEDS = {"small-gqa": 1, "small-gqa-seed-2": 2}  # 0 where none is named
-FAMILY: dict[str, dict[str, Any]] = {  # what differs from the large model
-    "tiny-gqa": {},  # 8 layers, width 384, 6 query heads on 2 KV heads: 13 M parameters
-    "small-gqa": SMALL,  # 4.8 M; of three seeds the first that answers 0.95 of every task at 1,900 tokens
-    "small-gqa-seed-0": SMALL,
-    "small-gqa-seed-2": SMALL,
-    "small-mqa": SMALL | {"num_key_value_heads": 1},
-    "small-mha": SMALL | {"num_key_value_heads": 4},
-    "small-sliding": SMALL | {"sliding_window": 512},  # in every other layer, from the first on
-}
 
 
-def model_config(name: str = "tiny-gqa"):
-    """A model of the family: Llama with biases on the projections and heads of 64, or where layers slide Qwen2, which
-    computes the same."""
-    from transformers import LlamaConfig, Qwen2Config
+def model_config(name: str = "tiny-gqa") -> Any:
+    """A model of the family, as its folder in data/models has it: Llama with biases on the projections and heads of 64,
+    or where layers slide Qwen2, which computes the same."""
+    from transformers import AutoConfig
 
-    shape = {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2,
-             "intermediate_size": 1024} | FAMILY[name]  # fmt: skip
-    kind: type[Any] = LlamaConfig
-    layers: dict[str, Any] = {"attention_bias": True}
-    if "sliding_window" in shape:
-        types = ["sliding_attention", "full_attention"] * (shape["num_hidden_layers"] // 2)
-        kind, layers = Qwen2Config, {"use_sliding_window": True, "layer_types": types}
-    return kind(
-        vocab_size=(len(vocabulary()) + 63) // 64 * 64, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
-        rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, bos_token_id=None,
-        eos_token_id=vocabulary()["<|end|>"], pad_token_id=R.PAD, attn_implementation="sdpa", **shape, **layers,
-    )  # fmt: skip
+    return AutoConfig.from_pretrained(embedded()[name])
 
 
 def optimizers_of(model, lr: float) -> list[torch.optim.Optimizer]:
@@ -175,10 +154,10 @@ def main(
     name: str = "tiny-gqa", minutes: float = 8.2, folder: Path = Path("data/models"), lr: float = 2e-3,
     workers: int = 14, seed: int | None = None, stop_after: float = float("inf"),
 ) -> None:  # fmt: skip
-    """Train a model of `FAMILY` for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and
+    """Train a model of the family for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and
     evaluation.csv to its place in `folder`. Where one sitting is too short, `stop_after` minutes of it the state is
     kept, and the same command goes on from there."""  # long, because the state of a run is its variables
-    ensure(tuple(FAMILY), name=name)
+    ensure(tuple(embedded()), name=name)
     out, seed = folder / name, SEEDS.get(name, 0) if seed is None else seed
     begun, device, state = time.time(), torch.device("cuda"), out / "state.pt"
     torch.manual_seed(seed)

@@ -58,6 +58,11 @@ def chapters(root: Path = ROOT) -> list[str]:
     return [Path(file).stem for file in files if file.startswith("book/executed/")]
 
 
+def judged() -> list[str]:
+    """The chapters that have claims."""
+    return [name for name in chapters() if (ROOT / "data" / "claims" / f"{name}.yml").is_file()]
+
+
 def fingerprint(name: str, parameters: dict[str, Any], root: Path = ROOT) -> str:
     """Hash of what an executed chapter depends on: its notebook, its parameters and the files that they name, code,
     weights, and pinned versions. The results, which the chapter writes, do not count."""
@@ -260,7 +265,7 @@ def main(
             failed_page(name, error)
         _report(name, seconds, "failed" if error else "executed" if ran else "unchanged")
     start = _begin("build")
-    pages.write([name for name in names if (ROOT / "data" / "claims" / f"{name}.yml").is_file()])
+    pages.write(judged())
     index = build()
     _report("build", time.perf_counter() - start, "warnings are errors")
     print(f"the book: {index}")

@@ -214,7 +214,7 @@ def main(
     out: Annotated[Path, typer.Option()] = DATA / "error_rates.csv",
 ) -> None:
     """Try every rule, write the table, and name the rules that err too often, cannot hold or cannot fail."""
-    for name in chapter or [name for name in book.chapters() if (DATA / "claims" / f"{name}.yml").is_file()]:
+    for name in chapter or book.judged():
         rows = table(name, tested_claims_of(name, results), processes, times)
         typer.echo(f"{name}: {len(rows)} rules, {rows.seconds.sum() / processes:.0f} s")
         written = replace_rows(out, rows.reindex(columns=COLUMNS), ["chapter"], digits=3)

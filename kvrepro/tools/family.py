@@ -25,12 +25,12 @@ import typer
 
 from kvrepro.errors import InputError, ensure_known, error_line, program
 from kvrepro.experiment import claims, models
-from kvrepro.paths import DATA, ROOT, write_table
+from kvrepro.paths import ROOT, write_table
 from kvrepro.tools import book, command, error_rates, family_claims
 from kvrepro.tools.family_claims import FULL, JUDGED, TABLE
 
 COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note code date".split()
-CHAPTERS = [name for name in book.chapters() if (DATA / "claims" / f"{name}.yml").is_file()]
+CHAPTERS = book.judged()
 DONE, FAILED = "done.json", "failed.txt"  # beside a chapter's claims.csv; in its place
 NOT_RUN = "not run"  # the verdict in the one row of a chapter that failed
 NO_PROGRESS = "progress=false"

@@ -4,7 +4,7 @@ From `data/family.csv` and `data/family_claims.csv` (`kvrepro.tools.family`).
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -143,11 +143,17 @@ def summary(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> s
     )
 
 
+def statements(chapters: Iterable[str]) -> dict[tuple[str, str], str]:
+    """The statement of each claim, by (chapter, claim)."""
+    return {
+        (name, claim["id"]): claim["statement"] for name in chapters for claim in claims.load_claims(name)["claims"]
+    }
+
+
 def dependent(verdicts: pd.DataFrame, causes: pd.Series) -> list[dict[str, str]]:
     """A row for each claim whose verdict is not the same for all: what it depends on, and every model's verdict. Those
     that differ between seeds come last."""
-    stated = {(chapter, claim["id"]): claim["statement"] for chapter in causes.index.unique(0)
-              for claim in claims.load_claims(chapter)["claims"]}  # fmt: skip
+    stated = statements(causes.index.unique(0))
     rows, differ = [], causes[~causes.isin(["", "too few"])]
     differ = differ.sort_values(key=lambda c: c.isin(["seed", ONE]), kind="stable")
     for (chapter, claim, reading), cause in differ.items():

@@ -378,9 +378,7 @@ def _met(names: list[str], base: Path) -> Iterator[dict[str, Any]]:
 
 def _two_layers(folder: Path) -> Path:
     """A checkpoint with random weights."""
-    items = data.load_items("tinyworld:domains", 8, tokens=300)
-    texts = [message["content"] for item in items for message in item.messages]
-    return trial.checkpoint(folder / "two-layer", "two-layer", texts)
+    return trial.checkpoint_for(data.load_items("tinyworld:domains", 8, tokens=300), folder, "two-layer")
 
 
 if __name__ == "__main__":

@@ -92,8 +92,7 @@ def _value(row: Any) -> str:
 def turned(verdicts: pd.DataFrame, wide: pd.DataFrame) -> list[dict[str, object]]:
     """A row per claim and items whose verdict turns over between the two models."""
     ours = pd.read_csv(FULL).set_index(KEY)
-    statements = {(name, entry["id"]): entry["statement"] for name in wide.index.unique(0)
-                  for entry in claims.load_claims(name)["claims"]}  # fmt: skip
+    stated = family_page.statements(wide.index.unique(0))
     rows = []
     for row in verdicts.itertuples():
         key = (row.chapter, row.claim, row.reading)
@@ -101,7 +100,7 @@ def turned(verdicts: pd.DataFrame, wide: pd.DataFrame) -> list[dict[str, object]
             where = LABELS.get(row.reading, "")
             rows.append({
                 "claim": wording.link(row.claim, f"{row.claim} {where}".strip(), "claims.html"), "items": row.items,
-                "statement": statements.get(key[:2], ""),
+                "statement": stated.get(key[:2], ""),
                 f"{models.DEFAULT}, full profile": f"{claims.label(ours.verdict[key])}: {_value(ours.loc[key])}",
                 NAME: f"{claims.label(row.verdict)}: {_value(row)}",
             })  # fmt: skip

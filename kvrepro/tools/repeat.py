@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,10 +25,10 @@ import typer
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import InputError, program
-from kvrepro.experiment import claims, models, provenance
+from kvrepro.experiment import claims, models
 from kvrepro.paths import DATA
 from kvrepro.tools import book, family, stability, store
-from kvrepro.tools.rows import replace_rows
+from kvrepro.tools.rows import replace_rows, stamp, words
 
 TABLE = DATA / "reliability" / "determinism.csv"
 COLUMNS = "varied must_be_equal chapter rows text kept score verdicts changed turned which machine torch date".split()
@@ -44,29 +43,14 @@ class Variant:
     """What distinguishes one run from the usual one. environment: added to `ALWAYS`, or replacing it."""
 
     environment: dict[str, str] = field(default_factory=dict)
-    parameters: tuple[str, ...] = ()
+    parameters: Sequence[str] = ()
     compared_with: str = USUAL
     expected_equal: bool = True
     cuda: bool = False
 
 
 ALWAYS = {"OMP_NUM_THREADS": "1", "KVREPRO_WORKERS": "1", "KVREPRO_ENGINE": "local"}
-VARIANTS = {
-    USUAL: Variant(),
-    "a second run": Variant(),
-    "two workers": Variant({"KVREPRO_WORKERS": "2"}),
-    "two threads": Variant({"OMP_NUM_THREADS": "2"}),
-    "1 row at a time": Variant(parameters=("batch_rows=1",)),
-    "7 rows at a time": Variant(parameters=("batch_rows=7",)),
-    "engine ray": Variant({"KVREPRO_ENGINE": "ray", "KVREPRO_WORKERS": "2"}),
-    "instructions AVX2": Variant({"ATEN_CPU_CAPABILITY": "avx2"}, expected_equal=False),
-    "no vector instructions": Variant({"ATEN_CPU_CAPABILITY": "default"}, expected_equal=False),
-    "bfloat16": Variant(parameters=("dtype=bfloat16",), expected_equal=False),
-    "GPU, float32": Variant(parameters=("device=cuda", "dtype=float32"), expected_equal=False, cuda=True),
-    "GPU, bfloat16": Variant(
-        parameters=("device=cuda", "dtype=bfloat16"), compared_with="GPU, float32", expected_equal=False, cuda=True
-    ),
-}
+VARIANTS = {name: Variant(**entry) for name, entry in words("variants").items()}
 
 
 def possible() -> list[str]:
@@ -117,10 +101,9 @@ def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd
         sums = {name: sum(row[name] for row in rows) for name in numbers}
         rows.append({"varied": varied, "chapter": EVERY, "which": which} | sums)
     table = pd.DataFrame(rows).reindex(columns=COLUMNS)
-    version = torch.__version__.partition("+")[0]
     variant = VARIANTS.get(varied)
     table["must_be_equal"] = variant is not None and variant.expected_equal
-    return table.assign(machine=provenance.machine(), torch=version, date=f"{date.today()}")
+    return table.assign(**stamp() | {"torch": torch.__version__.partition("+")[0]})
 
 
 def print_and_store(table: pd.DataFrame, out: Path) -> None:

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,18 +58,11 @@ def measure(model: str, device: str, engine: str, count: int, n_items: int, cell
 def measured_apart(*given: Any) -> dict[str, Any]:
     """`measure` in a process of its own, which sees as many GPUs as there are workers. It and its workers are ended
     when it has answered."""
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, *given))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        raise InputError("the measurement's process ended, see above: fewer items or workers may do") from None
-    finally:
-        process.kill()
-        process.join()
+    with trial.spawned(_answer, *given) as (receiver, _):
+        try:
+            return receiver.recv()
+        except EOFError:
+            raise InputError("the measurement's process ended, see above: fewer items or workers may do") from None
 
 
 def _answer(answer: Connection, model: str, device: str, engine: str, count: int, *given: Any) -> None:
@@ -128,11 +120,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         model = models.DEFAULT
         if shape:
-            items = data.load_items(study.ITEMS, 12)
-            texts = [message["content"] for item in items for message in item.messages]
             dtype = "bfloat16" if device == "cuda" else "float32"
-            model = str(trial.checkpoint(Path(folder) / shape, shape, texts, dtype=dtype))
-            models.checkpoint_hash(Path(model))  # remembered, so that no worker reads the weights for it
+            model = str(trial.checkpoint_for(data.load_items(study.ITEMS, 12), Path(folder), shape, dtype))
         frame = measured(model, device, kinds, counts, n_items, cells, folder)
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     conditions = {"model": Path(model).name, "device": where, "cells": cells}

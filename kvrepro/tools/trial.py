@@ -12,8 +12,10 @@ import multiprocessing
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, get_args
@@ -29,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import error_line
 from kvrepro.experiment import data, models, progress
+from kvrepro.item import Item
 from kvrepro.paths import GPU
 from kvrepro.tools import command
 from kvrepro.tools.rows import replace_rows, words
@@ -78,7 +81,32 @@ def checkpoint(
     return folder
 
 
-def _attempt(answer: Any, name: str, parameters: dict[str, Any], counts: Sequence[int], log: Path) -> None:
+def checkpoint_for(items: Iterable[Item], folder: Path, shape: str, dtype: str = "float32") -> Path:
+    """A `checkpoint` in `folder` whose tokenizer knows the words of these items. Its hash is remembered, so that no
+    process reads the weights for it."""
+    texts = [message["content"] for item in items for message in item.messages]
+    path = checkpoint(folder / shape, shape, texts, dtype=dtype)
+    models.checkpoint_hash(path)
+    return path
+
+
+@contextlib.contextmanager
+def spawned(work: Callable[..., None], *given: Any) -> Iterator[tuple[Connection, BaseProcess]]:
+    """A function in a process of its own, which is killed in the end, and a connection through which what it sends to
+    its first argument arrives."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(sender, *given))
+    process.start()
+    sender.close()
+    try:
+        yield receiver, process
+    finally:
+        process.kill()
+        process.join()
+
+
+def _attempt(answer: Connection, name: str, parameters: dict[str, Any], counts: Sequence[int], log: Path) -> None:
     """Run a chapter in this process for each of `counts`, the number of items, and send a row for each: seconds, peak
     GiB, rows, failed rows, and its error or "". What the chapter prints goes to `log`."""
     from kvrepro.tools.book import cells
@@ -121,27 +149,21 @@ def attempt(name: str, parameters: dict[str, Any], counts: Sequence[int], limit:
     """A chapter's row for each number of items, fewest first. A larger size computes the new items alone; its seconds
     are those of the size before and of its own studies. A size that takes longer than `limit` seconds is stopped, and
     its row says so. Where one ends in an error, its last output is printed."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
     log = Path(f"{parameters['results']}-{name}.log")
-    process = context.Process(target=_attempt, args=(sender, name, parameters, counts, log))
-    process.start()
-    sender.close()
-    for count in counts:
-        row = {"chapter": name, "n_items": count, "seconds": limit, "error": f"not done after {limit:.0f} s"}
-        if receiver.poll(limit):
-            try:
-                row = receiver.recv()
-            except EOFError:
-                process.join()
-                row |= {"error": f"its process ended with exit code {process.exitcode}"}
-        yield row
-        if row["error"]:
-            break
-    else:
-        process.join(10)  # it ends its workers
-    process.kill()
-    process.join()
+    with spawned(_attempt, name, parameters, counts, log) as (receiver, process):
+        for count in counts:
+            row = {"chapter": name, "n_items": count, "seconds": limit, "error": f"not done after {limit:.0f} s"}
+            if receiver.poll(limit):
+                try:
+                    row = receiver.recv()
+                except EOFError:
+                    process.join()
+                    row |= {"error": f"its process ended with exit code {process.exitcode}"}
+            yield row
+            if row["error"]:
+                break
+        else:
+            process.join(10)  # it ends its workers
     if row["error"] and log.is_file():
         last = log.read_text(encoding="utf-8").splitlines()[-8:]
         print("\n".join(line[:200] for line in last), flush=True)  # a figure is one long line
@@ -175,7 +197,7 @@ def main(
     for name in chapter:
         ensure(CHAPTERS, chapter=name)
     models.device_of(device)
-    texts = [message["content"] for item in data.load_items(items, data.AtMost(8)) for message in item.messages]
+    read = data.load_items(items, data.AtMost(8))
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     run_facts = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
     run_facts |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}
@@ -183,8 +205,7 @@ def main(
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
-        models.checkpoint_hash(path)  # remembered, so that no chapter reads the weights for it
+        path = checkpoint_for(read, Path(folder), shape, dtype)
         print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
         parameters = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
         parameters |= {"items": items, "results": f"{folder}/results"}

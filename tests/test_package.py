@@ -76,7 +76,7 @@ def python(archives, tmp_path_factory):
 def test_the_wheel_brings_one_model_the_tables_and_the_notebooks(archives):
     names = set(zipfile.ZipFile(archives[1]).namelist())
     shipped = {name.removeprefix("kvrepro/shipped/") for name in names if name.startswith("kvrepro/shipped/")}
-    for folder in ("published", "claims", "artifact", "gpu", f"models/{models.DEFAULT}"):
+    for folder in ("published", "claims", "artifact", "gpu", "words", f"models/{models.DEFAULT}"):
         assert {f"data/{folder}/{file.name}" for file in (ROOT / "data" / folder).iterdir()} <= shipped
     assert {f"data/{file.name}" for file in (ROOT / "data").iterdir() if file.is_file()} <= shipped
     assert {f"notebooks/{file.name}" for file in (ROOT / "notebooks").glob("*.ipynb")} <= shipped

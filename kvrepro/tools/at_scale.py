@@ -104,14 +104,11 @@ def main(out: Annotated[Path, typer.Option(help="the table")] = OUT) -> None:
     """Measure the driver, and write the table."""
     torch.set_num_threads(1)
     real = pd.read_csv(GPU / "real.csv").set_index("what")
-    scaling = out.with_name("scaling.csv")
-    measured = pd.read_csv(scaling) if scaling.is_file() else pd.DataFrame({"device": [], "workers": [], "rows": []})
+    measured = pd.read_csv(OUT.with_name("scaling.csv"))
     two = measured[(measured.device != "CPU") & (measured.workers == 2)]
-    efficiency = min(1.0, float(two.sort_values("rows").efficiency.iloc[-1])) if len(two) else 1.0  # the largest study
+    efficiency = min(1.0, float(two.sort_values("rows").efficiency.iloc[-1]))  # of the largest study
     with tempfile.TemporaryDirectory() as folder, progress.listening(lambda _: None):
         sweep = table(driver(Path(folder)), real.now[RATE] / CONDITIONS, efficiency)
-    if not len(two):
-        sweep["how"] = sweep.how.str.replace(r"at the efficiency measured.*", "not measured: taken as 1", regex=True)
     names = [name for name in sweep if name.endswith("GPUs")]
     sweep[names] = sweep[names].map(lambda x: f"{x:.0f}" if x >= 100 else f"{x:g}")
     out.parent.mkdir(parents=True, exist_ok=True)

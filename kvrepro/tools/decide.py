@@ -15,23 +15,12 @@ from kvrepro.paths import ROOT
 from kvrepro.tools import filterable
 from kvrepro.tools.edition import figure_data, results_of
 from kvrepro.tools.filterable import TableCell
+from kvrepro.tools.rows import words
 
-ALIKE = {  # scorer and aggregator of the grid -> the published method that scores alike, whose cost and leaks are known
-    ("position", None): "streaming_llm", ("key norm", None): "k_norm", ("key difference", None): "key_diff",
-    ("attention of all", None): "h2o", ("attention", "mean"): "snapkv", ("attention", "mean_var"): "cake",
-    ("attention x value", "mean"): "critical_kv", ("attention x value", "defensive"): "defensive_kv",
-    ("perturbation", "mean"): "dropkv",
-}  # fmt: skip
-HEADS = {  # how a budget is shared out, in words
-    "uniform": "per head, even budgets", "per head": "per head, uneven in a layer", "joint": "per head, uneven overall",
-    "one set": "shared by all heads",
-}  # fmt: skip
-WHEN = {
-    "question seen": "after the prompt, question in it", "question unseen": "before the question",
-    "decode cap": "while the answer grows",
-}  # fmt: skip
-GUARDS = {"none": "none", "sinks": "the first four tokens", "ends": "both ends"}
-AGGREGATORS = {"mean_var": "mean and variance"}
+WORDS = words("decide")
+# Scorer and aggregator of the grid -> the published method that scores alike, whose cost and leaks are known.
+ALIKE: dict[tuple[str, str | None], str] = {(scorer, among): method for scorer, among, method in WORDS["alike"]}
+HEADS, WHEN, GUARDS, AGGREGATORS = (WORDS[name] for name in ("heads", "when", "guards", "aggregators"))
 LONG = 32768  # tokens of the prompts whose first token is timed
 MISSING, NOTHING = "not measured", "none measurable"
 DEAF = "not while it follows"  # where nothing is told because nothing of the prompt is followed any longer

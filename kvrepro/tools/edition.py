@@ -177,8 +177,8 @@ def link(data: str) -> str:
 
 
 def computed_figure(name: str, data: str, **facts: str) -> str:
-    """A figure of a computed page as a directive, from data/figures.yml. data: as of `link`; facts: what the figure's
-    text there leaves open."""
+    """A figure of a computed page as a directive, from data/words/figures.yml. data: as of `link`; facts: what the
+    figure's text there leaves open."""
     return str(words("figures")[name].format(data=link(data), **facts))
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +34,7 @@ from kvrepro.experiment.table import VERSION
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
 from kvrepro.tools.kills import SECONDS, WHO, campaign, differences, end, last_words, stored_rows, tables
-from kvrepro.tools.rows import replace_rows, stamp
+from kvrepro.tools.rows import replace_rows, stamp, words
 
 OUT = DATA / "reliability"
 SMALL: dict[str, dict[str, Any]] = {"protection": {"capacities": [128]}, "fragility": {"shares": [0.2]}}  # to be quick
@@ -45,33 +45,6 @@ KEY = ["chapter", "engine", "who", "seed", "machine"]
 
 # ---- faults, each by the command that a reader would type
 
-SCORER = """import multiprocessing, os, pathlib, time
-import torch
-from kvrepro.engine import generate
-from kvrepro.engine.policy import Policy
-
-MARK = pathlib.Path(__file__).with_name("mark")
-IN_WORKER = multiprocessing.parent_process() is not None
-{above}
-
-def score(o):
-    long = o.keys.shape[-2] > 150  # one item
-    {body}
-    return o.keys.float().norm(dim=-1)
-
-
-MINE = Policy("Mine", "a fault", score)
-"""
-OUT_OF_MEMORY = """
-def scarce(model, prompts, conditions, usual=generate.generate, **given):
-    if sum(len(mine) for mine in conditions if isinstance(mine, list)) > 3:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    return usual(model, prompts, conditions, **given)
-
-
-generate.generate = scarce
-"""
-DIES = "os.kill(os.getpid(), 9)"
 ROWS = 33  # 11 items under the full cache, the policy of the fault and another
 
 
@@ -83,45 +56,15 @@ class Fault:
     says: str  # part of the line that the reader sees
     body: str = "pass"  # of the policy's function
     above: str = ""  # code above that function
-    options: tuple[str, ...] = ()
+    options: Sequence[str] = ()
     broken: int = 0  # rows that the fault makes impossible
     command: str = "run"
-    signal: int = 0  # is sent when rows arrive; 0 for none
+    signal: str = ""  # is sent when rows arrive
     nan: bool = False  # in the weights
 
 
-FAULTS = {
-    "a policy raises on one item": Fault(
-        "a policy of one's own divides by zero", "ZeroDivisionError", "assert not long or 1 / 0", broken=1
-    ),
-    "a policy never returns": Fault(
-        "a policy loops on one item, time_limit=5", "TimeLimit",
-        "while long: pass", options=("-o", "time_limit=5"), broken=1,
-    ),
-    "no memory on the GPU": Fault(
-        "torch.OutOfMemoryError for more than 3 rows at a time", "out of memory", above=OUT_OF_MEMORY
-    ),
-    "a worker is killed": Fault(
-        "SIGKILL to one of two workers", "worker process was killed",
-        f"if IN_WORKER and long and not MARK.exists(): MARK.touch(); {DIES}", options=("-o", "workers=2"),
-    ),
-    "one item kills every worker": Fault(
-        "SIGKILL to whichever worker scores it", "times in a row", f"if IN_WORKER and long: {DIES}",
-        options=("-o", "workers=2"), broken=ROWS,
-    ),
-    "NaN in the weights": Fault("one number of a checkpoint", "NaN", nan=True, broken=ROWS),
-    "Ctrl-C in a study": Fault(
-        "SIGINT to kvrepro run", "interrupted", "time.sleep(0.5)", signal=signal.SIGINT, broken=ROWS
-    ),
-    "the batch system ends a study": Fault(
-        "SIGTERM to kvrepro run", "interrupted", "time.sleep(0.5)", signal=signal.SIGTERM, broken=ROWS
-    ),
-    "Ctrl-C in the book": Fault("SIGINT to kvrepro book", "interrupted", command="book", signal=signal.SIGINT),
-    "the batch system ends the book": Fault(
-        "SIGTERM to kvrepro book", "interrupted", command="book", signal=signal.SIGTERM
-    ),
-    "the terminal is closed": Fault("SIGHUP to kvrepro book", "interrupted", command="book", signal=signal.SIGHUP),
-}  # fmt: skip
+WORDS = words("faults")
+FAULTS = {name: Fault(**entry) for name, entry in WORDS["faults"].items()}
 
 
 def _command(fault: Fault, base: Path) -> list[str]:
@@ -131,7 +74,7 @@ def _command(fault: Fault, base: Path) -> list[str]:
         parameters = {"model": _two_layers(base), "results": results, "n_items": 1}
         return [*start, "--workers=2", *(f"--parameter={key}={value}" for key, value in parameters.items())]
     scorer, items = base / "fault.py", base / "items.jsonl"
-    scorer.write_text(SCORER.format(above=fault.above, body=fault.body))
+    scorer.write_text(WORDS["policy"].format(above=fault.above, body=fault.body))
     lengths = [40 if i == 7 else 10 for i in range(11)]
     lines = [{"context": "The red door is open. " * n, "question": "Which?", "answer": "red"} for n in lengths]
     items.write_text("".join(json.dumps(item) + "\n" for item in lines))
@@ -170,7 +113,7 @@ def meet(name: str, base: Path) -> dict[str, Any]:
             while process.poll() is None and not (before := stored_rows(results)[0]) and time.monotonic() < until:
                 time.sleep(0.05)
             family = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(fault.signal)
+            process.send_signal(getattr(signal, fault.signal))
         began = time.monotonic()
         code = process.wait(max(1.0, until - began))
     lines = [line for line in log.read_text(errors="replace").splitlines() if fault.says in line]

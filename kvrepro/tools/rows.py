@@ -12,8 +12,8 @@ from kvrepro.paths import DATA, write_table
 
 
 def words(name: str) -> Any:
-    """The content of data/<name>.yml."""
-    return yaml.safe_load((DATA / f"{name}.yml").read_text(encoding="utf-8"))
+    """The content of data/words/<name>.yml."""
+    return yaml.safe_load((DATA / "words" / f"{name}.yml").read_text(encoding="utf-8"))
 
 
 def replace_rows(table: Path, rows: pd.DataFrame, key: Sequence[str], digits: int = 6) -> pd.DataFrame:

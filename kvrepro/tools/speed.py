@@ -30,6 +30,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
+from kvrepro.errors import InputError
 from kvrepro.experiment.claims import KEPT, PLAIN
 from kvrepro.paths import ROOT
 from kvrepro.tools import command, trial
@@ -415,8 +416,7 @@ def main(
     for name in part:
         ensure(PARTS, part=name)
     if not torch.cuda.is_available():
-        typer.echo("no CUDA device: these timings are of a GPU", err=True)
-        raise typer.Exit(2)
+        raise InputError("no CUDA device: these timings are of a GPU")
     versions = {name: version(name) for name in ("torch", "triton", "transformers")}
     common = {"device": torch.cuda.get_device_name(), **versions, "date": datetime.date.today().isoformat()}
     out.parent.mkdir(parents=True, exist_ok=True)

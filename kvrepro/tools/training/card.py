@@ -1,4 +1,4 @@
-"""The model card: `python -m kvrepro.tools.training.card` fills data/models/card.md in from the CSV files there."""
+"""The model card: `python -m kvrepro.tools.training.card` fills data/words/card.md in from the CSV files there."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,14 @@ import pandas as pd
 
 from kvrepro.experiment.models import EMBEDDED, embedded
 from kvrepro.item import Item
+from kvrepro.paths import DATA
 from kvrepro.tools import command
 from kvrepro.tools.family_claims import Kind
 from kvrepro.tools.filterable import table
 from kvrepro.world import world
 from kvrepro.world.tokenizer import vocabulary
 
-TEMPLATE = EMBEDDED.parent / "card.md"
+TEMPLATE = DATA / "words" / "card.md"
 
 
 def _short(text: str, most: int = 90) -> str:

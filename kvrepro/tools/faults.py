@@ -129,9 +129,6 @@ def meet(name: str, base: Path) -> dict[str, Any]:
 
 ALONE = ("-o", "batch_rows=1")  # so that no row depends on which others are missing
 MORE = (*ALONE, "-b", "0.25")  # and what the call with the fault computes beyond what is stored
-FULL = """mount -t tmpfs -o size=$(($(du -sk {0} | cut -f1) + 96))k none {1} && cp -r {0}/. {1}
-"$@"; code=$?; cp -r {1}/. {2}; exit $code"""
-READ_ONLY = 'mount --bind {1} {1} && mount -o remount,ro,bind {1} && exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -161,27 +158,11 @@ def _from_the_future(file: Path) -> None:
     os.utime(file, (time.time() + 365 * 86_400,) * 2)
 
 
-DAMAGES = {
-    "the disk is full": Damage(
-        "a tmpfs with 96 KB left, by unshare and mount", "cannot be written (", around=FULL
-    ),
-    "the folder is read-only": Damage(
-        "a read-only bind mount, by unshare and mount", "no folder that you may write to", around=READ_ONLY
-    ),
-    "a results file is cut": Damage(
-        "its second half is gone", "is no whole parquet file",
-        lambda file: os.truncate(file, file.stat().st_size // 2),
-    ),
-    "a results file is changed": Damage("one bit at a quarter of it", "is no whole parquet file", _changed_byte),
-    "rows of a later version": Damage(
-        "a results file whose label says the next version", "later version of kvrepro", _of_later_version
-    ),
-    "files from the future": Damage(
-        "a results file's time is a year ahead, as after a clock was set back", "computed now, 0 failed",
-        _from_the_future, away=False,
-    ),
-    "two runs on one table": Damage("the same call twice at once", "computed now, 0 failed", calls=2),
+HARMS: dict[str, Callable[[Path], object]] = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2), "changed": _changed_byte,
+    "later version": _of_later_version, "future": _from_the_future,
 }  # fmt: skip
+DAMAGES = {name: Damage(**entry | {"harm": HARMS.get(entry.get("harm"))}) for name, entry in WORDS["damages"].items()}
 
 
 def stored_and_whole(base: Path) -> tuple[Path, dict[str, pd.DataFrame]]:

@@ -152,6 +152,32 @@ def _studies(name: str, parameters: Mapping[str, Any]) -> None:
 # ---- the run
 
 
+class Line:
+    """One live line for a model on a terminal; elsewhere a plain line when a study begins."""
+
+    def __init__(self, model: str):
+        self.model, self.study, self.began = model, "", time.monotonic()
+
+    def __call__(self, message: Mapping[str, Any]) -> None:
+        """Print how far a study is. message: as of `progress.listening`."""
+        if "done" not in message:
+            return
+        left = "" if message["left"] is None else f", {progress.clock(message['left'])} left of it"
+        since = progress.clock(time.monotonic() - self.began)
+        text = f"{self.model}  {since}  {message['study']}: {message['done']:,} of {message['total']:,}{left}"
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif message["study"] != self.study:
+            print(text, file=sys.stderr, flush=True)
+        self.study = message["study"]
+
+    def end(self, text: str) -> None:
+        """Replace the live line by one that stays."""
+        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+        print(clear, end="", file=sys.stderr, flush=True)
+        print(f"{self.model}  {text}", flush=True)
+
+
 @contextlib.contextmanager
 def _log(folder: Path) -> Iterator[TextIO]:
     """The file for what chapters print. Raises InputError where it cannot be written. If the disk is full when it is
@@ -166,29 +192,21 @@ def _log(folder: Path) -> Iterator[TextIO]:
             log.close()
 
 
-def say_begin(message: Mapping[str, Any]) -> None:
-    """Print that a study begins. message: as of `progress.listening`."""
-    if message.get("done") == 0:
-        print(f"{message['study']}: 0 of {message['total']:,}", file=sys.stderr, flush=True)
-
-
 def run(sweep: Sweep) -> list[str]:
-    """Compute what is missing, a line for each chapter, and return those that failed, as `model: chapter`. What the
-    chapters print goes to `<results>/sweep.log`; a terminal shows how far a study is, and elsewhere a line says
-    that it begins."""
-    failed = []
+    """Compute what is missing, and return the chapters that failed, as `model: chapter`. What the chapters print goes
+    to `<results>/sweep.log`."""
+    failed, lines = [], {model: Line(model) for model in sweep.models}
     with _log(sweep.results) as log:
         for model, name, parameters in _parts(sweep):
-            began = time.monotonic()
-            shown = contextlib.nullcontext() if sys.stderr.isatty() else progress.listening(say_begin)
+            began, line = time.monotonic(), lines[model]
             try:
-                with shown, contextlib.redirect_stdout(log):
+                with progress.listening(line), contextlib.redirect_stdout(log):
                     _studies(name, parameters)
                 outcome = "done"
             except Exception as error:  # whatever a cell raises costs its chapter
                 outcome = f"failed: {error_line(error)}"
                 failed.append(f"{model}: {name}")
-            print(f"{model}  {name:<14}{progress.clock(time.monotonic() - began):>10}  {outcome}", flush=True)
+            line.end(f"{name:<14}{progress.clock(time.monotonic() - began):>10}  {outcome}")
     return failed
 
 

@@ -168,6 +168,16 @@ def test_a_chapter_that_fails_costs_itself_and_the_exit_code_says_so(tmp_path, m
     assert captured.err == "failed: small-gqa: leakage; the same command tries them again\n"
 
 
+def test_a_terminal_shows_one_line_per_model(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    line = sweep.Line("small")
+    line({"study": "leakage/answers", "done": 3, "total": 1200, "left": 700.0})
+    line.end("leakage done")
+    captured = capsys.readouterr()
+    assert captured.err == "\r\x1b[Ksmall  0 s  leakage/answers: 3 of 1,200, 12 min left of it\r\x1b[K"
+    assert captured.out == "small  leakage done\n"
+
+
 def test_the_command_hands_engine_and_workers_on_and_refuses_mixtures(tmp_path, monkeypatch, capsys):
     connections, file = [], str(written(tmp_path))
     monkeypatch.setattr(cluster, "connect", lambda *given: connections.append(given))

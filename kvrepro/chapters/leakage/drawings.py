@@ -1,7 +1,6 @@
 """Drawings that `kvrepro.experiment.figure` lacks: a heat map with marks in its cells, and panels without data."""
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.figure import Figure
 
 from kvrepro.experiment import figure, stats
@@ -12,25 +11,15 @@ def safe_budget_map(table: pd.DataFrame) -> Figure:
 
     A cross marks a budget at which the model follows less than half of what it follows uncompressed; blank: not run.
     """
-    orders, cures, policies = (list(dict.fromkeys(table[name])) for name in ("order", "variant", "policy"))
-    names = [figure.look(name).name for name in policies]
-    drawn, panels = figure.panels(len(orders), 0.9 + 0.32 * len(policies), sharey=True)
-    for axes, order in zip(panels, orders, strict=True):
-        mark = table.follows.map({True: "", False: " ×"})
-        part = table.assign(percent=100 * table.value, mark=mark)[table.order == order]
-        wide = part.pivot_table(index="policy", columns="variant", values=["percent", "mark"], aggfunc="first")
-        percent, mark = (wide[column].reindex(policies, columns=cures) for column in ("percent", "mark"))
-        written = percent.round().map("{:.0f}%".format) + mark.fillna("")
-        percent, written = percent.set_axis(names), written.set_axis(names)
-        sns.heatmap(percent, annot=written, fmt="", annot_kws={"size": 8}, linewidths=0.5, cbar=False, vmin=0, vmax=100,
-                    cmap="crest", ax=axes)  # fmt: skip
-        down, across = percent.notna().to_numpy().nonzero()
-        labels = [f"{names[y]}, {cures[x]}: {percent.iloc[y, x]:.0f}%" for y, x in zip(down, across, strict=True)]
-        figure.add_hover_texts(axes, across + 0.5, down + 0.5, labels)
-        axes.set_title(order, loc="left", fontsize=9, fontweight="bold")
-        axes.set(xlabel="", ylabel="")
-        axes.tick_params(labelsize=8.5, rotation=0)
-        axes.grid(visible=False)
+    cures, policies = (list(dict.fromkeys(table[name])) for name in ("variant", "policy"))
+    height = 0.9 + 0.32 * len(policies)
+    drawn = figure.heat(
+        table, "variant", "policy", panel="order", percent=True, form=".0f", height=height, labels={"variant": ""},
+        vmin=0, vmax=100,
+    )  # fmt: skip
+    for axes, (_, part) in zip(drawn.axes, table.groupby("order", sort=False), strict=True):
+        for row in part[~part.follows].itertuples():
+            axes.text(cures.index(row.variant) + 0.85, policies.index(row.policy) + 0.55, "×", ha="center", va="center")
     return drawn
 
 

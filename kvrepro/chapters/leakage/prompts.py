@@ -33,8 +33,6 @@ def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: boo
     defense. preamble: False leaves it out. meta: system (its number), order, request, rules ("single", "multi"),
     instructions, and the reference texts.
     """
-    if n < 1 or set(orders) - {*ORDERS, "alone"}:
-        raise InputError(f"{n} system prompts in orders {list(orders)}: at least 1, of {', '.join(ORDERS)}, alone")
     classes, items = list(INSTRUCTIONS), []
     for i in range(n):
         rng = random.Random(f"leakage {seed} {i}")
@@ -139,8 +137,8 @@ def _holds_system_prompt(row: dict, number: int) -> SimpleNamespace:
 def marked(items: Sequence[Item], how: str) -> list[Item]:
     """The items with other spans, named `part <i>`, for fair quotas over all spans (`Cell(spans=())`).
 
-    how: "hand" (defense and directive), "rules" (defense, preamble and every rule), "sentences" (of the system turn,
-    recognised by their full stops), "turns" (one span: the whole system turn).
+    how: "rules" (defense, preamble and every rule), "sentences" (of the system turn, recognised by their full stops),
+    "turns" (one span: the whole system turn).
     """
     copies = []
     for item in items:
@@ -149,13 +147,10 @@ def marked(items: Sequence[Item], how: str) -> list[Item]:
             places = [match.span() for match in re.finditer(r"\S[^.!?]*[.!?]?", text)]
         elif how == "turns":
             places = [(0, len(text))]
-        elif how in ("hand", "rules"):
-            rules = [f"rule:{kind}" for kind in item.meta["instructions"]]
-            wanted = PARTS if how == "hand" else ("defense", "preamble", *rules)
+        else:
+            wanted = ("defense", "preamble", *(f"rule:{kind}" for kind in item.meta["instructions"]))
             stretches = [[(s.start, s.end) for s in item.spans if s.name == name] for name in wanted]
             places = [(min(a for a, _ in stretch), max(b for _, b in stretch)) for stretch in stretches if stretch]
-        else:
-            raise InputError(f"unknown marks {how!r}: choose hand, rules, sentences or turns")
         spans = tuple(Span(f"part {i}", 0, *place) for i, place in enumerate(places))
         copies.append(replace(item, id=f"{item.id}|{how}", spans=spans, meta=item.meta | {"marks": how}))
     return copies

@@ -28,7 +28,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem
 from kvrepro.item import Item
 
-WAYS = ("hand", "rules", "sentences", "turns")
+WAYS = ("rules", "sentences", "turns")
 WORDINGS = {  # of the defense, the preamble and the request to leak
     "embedded": "as the embedded model was trained with them", "paper": "as in the paper's public code",
     "ours": "in our words, not the paper's", "own": "as in the items' file",
@@ -281,7 +281,7 @@ def _other_marks(loaded: Loaded, plan: ChapterPlan, secret: Sequence[Item]) -> d
     numbers = list(dict.fromkeys(item.meta["system"] for item in secret))[: plan.sizes.marks]
     chosen = [item for item in secret if item.meta["order"] == "normal" and item.meta["system"] in numbers]
     parts: dict[str, StudyPart] = {}
-    for how in WAYS[1:] if plan.items == "tinyworld" else WAYS[2:]:
+    for how in WAYS if plan.items == "tinyworld" else WAYS[1:]:
         marked_items = prompts.marked(chosen, how)
         room = Room.of(loaded, marked_items, plan.items)
         parts[f"marks-{how}"] = marked_items, cells(plan.main, _marked_ratios(plan), ("fair",), room=room, spans=())[1:]

@@ -48,16 +48,16 @@ def _weights(systems: int, seed: int = 42) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Means:
-    """One measure in every cell. shares: [systems, cells], means over the rows of a system prompt, nan without rows.
-    columns: cell -> column. each: how many scored things make one share."""
+    """One measure in every cell. shares: a row per system prompt, a column per cell, means over the prompt's rows, nan
+    without rows. each: how many scored things make one share."""
 
-    shares: np.ndarray
-    columns: dict[tuple, int]
+    shares: pd.DataFrame
     each: float = 1
 
     @property
-    def systems(self) -> int:
-        return len(self.shares)
+    def columns(self) -> list[tuple]:
+        """The cells."""
+        return list(self.shares)
 
     def per(self, **cell) -> np.ndarray:
         """Shares of one cell, [systems]; ratio 0 is the uncompressed cache. Raises NotTestable if it was not run."""
@@ -65,7 +65,7 @@ class Means:
         key = tuple(cell[name] for name in [*CELL, *[name for name in cell if name not in CELL]])
         if key not in self.columns:
             raise NotTestable("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
-        return self.shares[:, self.columns[key]]
+        return self.shares[key].to_numpy()
 
     def mean(self, ratios: Iterable[float], **cell) -> np.ndarray:
         """Mean over ratios, [systems]; nan if a ratio is missing."""
@@ -86,7 +86,7 @@ class Means:
         """One cell's mean in the sample and in resamples of whole system prompts (nan for fewer than six prompts)."""
         values = self.per(**cell)
         finite = np.isfinite(values)
-        weights = _weights(self.systems)
+        weights = _weights(len(self.shares))
         with np.errstate(invalid="ignore"):
             series = (weights @ np.where(finite, values, 0)) / (weights @ finite)
         return series if finite.sum() >= stats.MIN_ITEMS else np.where(np.arange(len(series)) == 0, series, np.nan)
@@ -100,7 +100,7 @@ class Means:
         ratios = []
         for ratio in sorted({key[CELL.index("ratio")] for key in self.columns} - {0.0}):
             with suppress(NotTestable):
-                if self.count(ratio=ratio, **cell) == self.systems or not whole:
+                if self.count(ratio=ratio, **cell) == len(self.shares) or not whole:
                     ratios.append(ratio)
         if not ratios:
             raise NotTestable("not run: " + ", ".join(map(str, cell.values())))
@@ -111,11 +111,10 @@ def means(frame: pd.DataFrame, measure: str, *more_columns: str, each: float = 1
     """Means of a column over the rows of each cell (`CELL` and `more_columns`) and `system`; nulls do not count."""
     valued = frame[frame[measure].notna()] if len(frame) else frame
     if valued.empty:
-        return Means(np.empty((0, 0)), {})
+        return Means(pd.DataFrame())
     names = [*CELL, *more_columns]
     order = list(dict.fromkeys(valued[names].itertuples(index=False, name=None)))
-    wide = valued.pivot_table(index="system", columns=names, values=measure)[order]
-    return Means(wide.to_numpy(), {key: i for i, key in enumerate(wide.columns)}, each)
+    return Means(valued.pivot_table(index="system", columns=names, values=measure)[order], each)
 
 
 def mean_of(values: np.ndarray, axis: int) -> np.ndarray:
@@ -353,7 +352,7 @@ def rankings(s: Study) -> pd.DataFrame:
     """Prompts without a defense, by policy, number of rules and ratio: mean accuracy, distance between the best and the
     worst class, and rank correlation of the classes with the first ratio at which they differ. Columns measure, policy,
     rules, ratio, value, low, high."""
-    rows = []
+    rows, systems = [], len(s.by_class.shares)
     for name, rules in product(dict.fromkeys(key[1] for key in s.by_class.columns), ("single", "multi")):
         ratios = sorted({key[3] for key in s.by_class.columns if key[1] == name})
         curves = class_curves(s, rules, ratios, policy=name)
@@ -361,7 +360,7 @@ def rankings(s: Study) -> pd.DataFrame:
         with suppress(NotTestable):
             curves_by_measure["rank correlation"] = rank_drift(s, rules, ratios, policy=name)[1]
         rows += [
-            (measure, name, rules, ratio, *interval(column, s.by_class.systems, (-1, 1) if "rank" in measure else UNIT))
+            (measure, name, rules, ratio, *interval(column, systems, (-1, 1) if "rank" in measure else UNIT))
             for measure, series in curves_by_measure.items()
             for ratio, column in zip(ratios, series.T, strict=True)
         ]
@@ -468,7 +467,7 @@ def safe_budgets(s: Study) -> pd.DataFrame:
                 following = [s.follow.at(ratio=r, **cell)[0] for r in dropped]
                 enough = [bool(share >= 0.5 * following[0]) for share in following]
                 last = dropped[int(np.cumprod(enough).sum()) - 1]
-                ends = interval(series, s.leak.systems, UNIT)
+                ends = interval(series, len(s.leak.shares), UNIT)
                 rows.append((*cell.values(), *ends, following[-1], enough[-1], 1 - last if last else np.nan))
     names = ["order", "policy", "variant", "value", "low", "high", "following", "follows", "usable"]
     return pd.DataFrame(rows, columns=names)

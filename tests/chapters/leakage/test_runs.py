@@ -46,7 +46,9 @@ def test_uncompressed_the_model_obeys_and_refuses_and_compressed_it_tells(run):
     scored = scores.score(rows, items)
     full = scored[scored.policy == "full"]
     assert full.followed.dropna().tolist() == [1.0, 1.0]
-    assert full.refused.dropna().tolist() == [1.0, 1.0]
+    refusals = {item.id: scores.refusal(item) for item in items}
+    leaks = full[full.request == "leak"]
+    assert (leaks.prediction == leaks.item.map(refusals)).all()
     half = scored[(scored.ratio == 0.5) & (scored.variant == "default")]
     assert half.tells_rules.dropna().min() > 0.9
     worst = scores.score(rows, items, failed="worst")

@@ -22,8 +22,6 @@ def test_floors_are_what_telling_nothing_scores():
     assert floors.loc["refusal", "tells_rules"] == 0
     assert 0.3 < floors.loc["preamble", "tells_directive"] < 1
     assert floors.loc["preamble", "tells_rules"] < floors.loc["preamble", "tells_directive"]
-    assert floors.loc["defense", "tells_defense"] == 1
-    assert (floors.loc["nothing"].dropna() == 0).all()
     unasked = pd.DataFrame({"item": [item.id for item in items], "prediction": [item.answer for item in items]})
     with_unasked = scores.floors(items, unasked)
     assert with_unasked.loc["no_system_prompt", "followed"] == 1  # here the answers are the right ones

@@ -11,15 +11,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import AutoLocator, ScalarFormatter
 
 from kvrepro.experiment import stats
-from kvrepro.experiment.figure import STYLE, WIDTH, add_hover_texts, done, look, looks, panels
+from kvrepro.experiment.claims import LABELS
+from kvrepro.experiment.figure import STYLE, WIDTH, add_hover_texts, done, estimates, look
 
-SIDES = {  # of the study of the question's place: (reading, protected) -> name, colour, marker
-    ("as_run", False): ("authors' code, unprotected", "#0072B2", "o"),
-    ("as_run", True): ("authors' code, protected", "#0072B2", "s"),
-    ("as_described", False): ("authors' text, unprotected", "#E69F00", "D"),
-}
 BINS, PARTS = 480, 8  # sections of a prompt: those of the drawing, and those of the texts on hover
 
 
@@ -55,31 +52,23 @@ def question(rows: pd.DataFrame) -> Figure:
     rows: of `study.question`. Dotted lines, left: the length of each question; right: one thousand tokens, from which
     on the decimal order of the authors' code loses the end of the prompt.
     """
-    figure, (left, right) = panels(2, height=3.0, sharey=True)
     evicting = rows[rows.policy != "full"]
-    lengths, places = evicting[evicting.varied == "length"], evicting[evicting.varied == "place"]
-    for (tokens, part), shown in zip(lengths.groupby("question"), looks(["two", "four"]).values(), strict=False):
-        _line(left, part, "guard", f"question of {tokens:.0f} tokens", shown.colour, shown.marker)
-        left.axvline(tokens, color=shown.colour, lw=0.8, ls=(0, (1, 2)))
-    for (reading, guarded), (name, colour, marker) in SIDES.items():
-        part = places[(places.reading == reading) & ((places.prefix > 0) == guarded)]
-        if len(part):
-            _line(right, part, "length", name, colour, marker, hollow=not guarded)
-    right.axvline(1000, color="black", lw=0.8, ls=(0, (1, 2)))
-    left.set(xlabel="tokens guarded at the prompt's end", ylabel="token F1 after the first word", ylim=(-0.03, 1.03))
-    right.set_xlabel("prompt length (tokens)")
-    for axes in (left, right):
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=7.5)
-    return done(figure)
-
-
-def _line(axes: Axes, rows: pd.DataFrame, x: str, name: str, colour: str, marker: str, hollow: bool = False) -> None:
-    means = stats.means(rows, x, "rest_f1").sort_values(x)
-    error = [means.value - means.low, means.high - means.value]
-    mfc = "white" if hollow else colour
-    axes.errorbar(
-        means[x], means.value, error, color=colour, marker=marker, mfc=mfc, lw=1.2, elinewidth=0.8, label=name
-    )
+    by_guard = evicting.varied == "length"
+    lines = evicting.reading.map(LABELS) + (evicting.prefix > 0).map({True: ", protected", False: ", unprotected"})
+    lines = lines.mask(by_guard, "question of " + evicting.question.map("{:.0f}".format) + " tokens")
+    table = evicting.assign(line=lines, at=evicting.length.mask(by_guard, evicting.guard))
+    table = stats.means(table, ["varied", "line", "at"], "rest_f1").sort_values(["varied", "at"], kind="stable")
+    labels = {"value": "token F1 after the first word"}
+    drawing = estimates(table, "at", "value", colour="line", panel="varied", line=True, sharex=False, labels=labels)
+    marks = {"length": evicting.question[by_guard].unique(), "place": [1000]}
+    names = {"length": "tokens guarded at the prompt's end", "place": "prompt length (tokens)"}
+    for axes, varied in zip(drawing.axes, table.varied.unique(), strict=True):
+        axes.set(title="", xlabel=names[varied])
+        axes.xaxis.set_major_locator(AutoLocator())
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        for place in marks[varied]:
+            axes.axvline(place, color="black", lw=0.8, ls=(0, (1, 2)))
+    return drawing
 
 
 def _strips(panel: Axes, kept: Mapping[str, pd.Series], tokens: int) -> None:

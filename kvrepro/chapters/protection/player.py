@@ -20,16 +20,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item
 
 SCRIPT = Path(__file__).with_suffix(".js")
-STYLE = """
-.cache-player label { margin-right: 1em; white-space: nowrap; }
-.cache-player canvas { width: 100%; height: 26px; display: block; }
-.cache-player input[type=range] { width: 18em; vertical-align: middle; }
-.cache-player p { margin: 0.1em 0 0.7em; font-size: 0.85em; }
-.cache-player .text { height: 12em; overflow-y: auto; border: 1px solid; padding: 0.5em; font-size: 0.85em; }
-.cache-player .text span { white-space: pre-wrap; }
-.cache-player .text .gone { opacity: 0.75; text-decoration: line-through; }
-.cache-player .text [data-span] { border-bottom: 2px solid; }
-"""
+STYLE = Path(__file__).with_suffix(".css")
 
 
 def kept_at(
@@ -72,7 +63,8 @@ def player(held: dict[str, Any], policies: Sequence[str]) -> HTML:
         for policy in policies
     )
     middle, last = (len(held["budgets"]) - 1) // 2, len(held["budgets"]) - 1
-    return HTML(f"""<div class="cache-player" hidden><style>{STYLE}</style>
+    return HTML(f"""<div class="cache-player" hidden><style>
+{STYLE.read_text(encoding="utf-8")}</style>
 <label>Budget <input type="range" data-part="budget" min="0" max="{last}" value="{middle}"></label>
 <output data-part="said"></output>
 <button type="button" data-part="play">Shrink step by step</button><br>

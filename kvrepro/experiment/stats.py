@@ -395,7 +395,7 @@ def means(
     bounds: of the values; None if they have none. clusters: a column whose groups are drawn whole, such as the item
     where it has several rows.
     """
-    return _table(rows, by, lambda group: interval(
+    return by_group(rows, by, lambda group: interval(
         group[column], None if clusters is None else group[clusters], bounds=bounds
     ))  # fmt: skip
 
@@ -417,12 +417,13 @@ def contrasts(
     second = "full" if kind in ("share_of_ceiling", "loss") else "b"
     other = against[[*keys, column]].rename(columns={column: second})
     paired = rows.drop(columns=[second], errors="ignore").merge(other, on=keys).rename(columns={column: "a"})
-    return _table(paired, by, lambda group: contrast(
+    return by_group(paired, by, lambda group: contrast(
         group[["a", second]], kind, None if clusters is None else group[clusters], bounds=bounds
     ))  # fmt: skip
 
 
-def _table(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.DataFrame], Estimate]) -> pd.DataFrame:
+def by_group(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.DataFrame], Estimate]) -> pd.DataFrame:
+    """An estimate per group of rows: columns `by`, value, low, high, n."""
     names, records = [by] if isinstance(by, str) else list(by), []
     for key, group in rows.groupby(names, sort=False, dropna=False, observed=True):
         e = estimate(group)

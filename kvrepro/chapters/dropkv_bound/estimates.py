@@ -1,7 +1,7 @@
 """Estimates of the chapter on DropKV's bound that are not means: medians and rank correlations; and printed numbers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -13,6 +13,7 @@ from kvrepro.chapters.dropkv_bound.cone import ORIGIN
 from kvrepro.chapters.dropkv_bound.study import WHERE
 from kvrepro.chapters.dropkv_bound.triples import STRATA
 from kvrepro.experiment import claims, stats
+from kvrepro.experiment.judge import Sample
 from kvrepro.experiment.stats import ANY, Estimate
 
 TIMES = (1.0, math.inf)
@@ -43,36 +44,33 @@ def disagreement(alignment: pd.DataFrame) -> pd.DataFrame:
     share of the ten keys that DropKV evicts and AnDPro keeps; cosine: the median; distinct: number of distinct
     <a, v_j>.
     """
-    rows = []
-    for key, f in alignment.groupby(["item", *WHERE]):
+
+    def of_triple(f: pd.DataFrame) -> pd.Series:
         gone, stays = f.dropkv.rank(method="first") <= len(f) / 2, f.andpro.rank(method="first") > len(f) / 2
-        rows.append(
-            dict(zip(["item", *WHERE], key, strict=True))
-            | {"rho": stats.correlation(f.andpro, f.dropkv)}
-            | {"rho_value": stats.correlation(f.andpro_value, f.dropkv_value)}
-            | {"kept": stays[gone].mean(), "cosine": f.cosine.median(), "distinct": f.andpro_value.nunique()}
-        )
-    return pd.DataFrame(rows)
+        rho, rho_value = stats.correlation(f.andpro, f.dropkv), stats.correlation(f.andpro_value, f.dropkv_value)
+        facts = {"kept": stays[gone].mean(), "cosine": f.cosine.median(), "distinct": f.andpro_value.nunique()}
+        return pd.Series({"rho": rho, "rho_value": rho_value, **facts})
+
+    return alignment.groupby(["item", *WHERE]).apply(of_triple, include_groups=False).reset_index()
 
 
 # ---------------------------------------------------------------- estimates with intervals; whole prompts are resampled
 
 
-def limits(columns: Sequence[str]) -> tuple[float, float]:
-    """Least and greatest possible quantile of a column. A statistic of two columns is a difference: no limits."""
-    return LIMITS.get(columns[0], ANY) if len(columns) == 1 else ANY
+def statistic(frame: pd.DataFrame, of: Callable[[np.ndarray], float], *columns: str) -> Sample:
+    """A statistic of all rows. Of two columns it is a difference, which has no limits."""
+    limits = LIMITS.get(columns[0], ANY) if len(columns) == 1 else ANY
+    return Sample(frame[list(columns)], of, frame["item"], limits=limits)
 
 
 def median(frame: pd.DataFrame, column: str) -> Estimate:
     """Median of a column over all rows."""
-    return stats.resampled(frame[[column]], lambda v: float(np.median(v)), frame["item"], limits=limits([column]))
+    return statistic(frame, lambda v: float(np.median(v)), column).estimate()
 
 
 def medians(rows: pd.DataFrame, groups: Sequence[str], column: str) -> pd.DataFrame:
     """`median` per group, as `stats.means` gives means: columns `groups`, value, low, high, n."""
-    parts = rows.groupby(list(groups), sort=False)
-    rows_of_groups = [(*key, *e.triple, e.n) for key, f in parts for e in [median(f, column)]]
-    return pd.DataFrame(rows_of_groups, columns=[*groups, "value", "low", "high", "n"])
+    return stats.by_group(rows, groups, lambda group: median(group, column))
 
 
 def rank_correlation(frame: pd.DataFrame, x: str, y: str) -> Estimate:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from kvrepro.chapters.dropkv_bound import quality, timings
 from kvrepro.chapters.dropkv_bound.cone import ORIGIN
-from kvrepro.chapters.dropkv_bound.estimates import disagreement, limits, median_gap, selected, with_factor
+from kvrepro.chapters.dropkv_bound.estimates import disagreement, median_gap, selected, statistic, with_factor
 from kvrepro.chapters.dropkv_bound.study import WHERE, Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score
 from kvrepro.engine.policy import find
@@ -36,11 +36,6 @@ def _median_difference(values: np.ndarray) -> float:
     return float(np.median(values[:, 0]) - np.median(values[:, 1]))
 
 
-def _statistic(frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], *columns: str) -> Sample:
-    """A statistic of all rows; whole prompts are resampled."""
-    return Sample(frame[list(columns)], statistic, frame["item"], limits=limits(columns))
-
-
 def _mean_over_prompts(values: pd.Series, items: pd.Series, bounds: tuple[float, float] | None = UNIT) -> Sample:
     """A mean over prompts."""
     return Sample(values.astype(float).to_frame("a"), clusters=items, bounds=bounds)
@@ -67,13 +62,13 @@ def _given_cone(f: pd.DataFrame) -> Sample:
 
 OF_POOL: dict[str, Callable[[pd.DataFrame], Sample]] = {
     "cone_share": lambda f: _mean_over_prompts(f.c_low > ORIGIN, f["item"]),
-    "cone_median": lambda f: _statistic(f, _median, "c_low"),
+    "cone_median": lambda f: statistic(f, _median, "c_low"),
     "cone_first_layer": _first_layer,
-    "eps_median": lambda f: _statistic(f.assign(even=f.eps * f.tokens), _median, "even"),
+    "eps_median": lambda f: statistic(f.assign(even=f.eps * f.tokens), _median, "even"),
     "factor_finite": lambda f: _mean_over_prompts(np.isfinite(f.factor), f["item"]),
     "factor_given_cone": lambda f: _given_cone(f[f.c_low > ORIGIN]),
-    "factor_median": lambda f: _statistic(f[np.isfinite(f.factor)], _median, "factor"),
-    "factor_tail": lambda f: _statistic(f[np.isfinite(f.factor)], lambda v: _p95(v) / _median(v), "factor"),
+    "factor_median": lambda f: statistic(f[np.isfinite(f.factor)], _median, "factor"),
+    "factor_tail": lambda f: statistic(f[np.isfinite(f.factor)], lambda v: _p95(v) / _median(v), "factor"),
 }
 
 
@@ -97,7 +92,7 @@ def _threshold_gaps(ours: pd.DataFrame) -> Member:
     """Median ratio of the threshold stratum minus that of each other stratum."""
     r = ours[ours.k == HARD_K].assign(near=ours.stratum == "threshold")
     others = [name for name in STRATA if name != "threshold"]
-    parts = {name: _statistic(r[r.stratum.isin(["threshold", name])], median_gap, "ratio", "near") for name in others}
+    parts = {name: statistic(r[r.stratum.isin(["threshold", name])], median_gap, "ratio", "near") for name in others}
     return Member("all", {f"against {name}": part for name, part in parts.items()})
 
 
@@ -130,7 +125,7 @@ def _pool_slack(study: Study, ours: pd.DataFrame) -> list[Member]:
     for pool, f in study.assumptions.groupby("pool", sort=False):
         merged = ours.merge(with_factor(f, K)[["item", *WHERE, "factor"]], on=["item", *WHERE])
         merged = merged[np.isfinite(merged.factor)]
-        pools.append(Member(str(pool), _statistic(merged.assign(slack=merged.factor / merged.ratio), _median, "slack")))
+        pools.append(Member(str(pool), statistic(merged.assign(slack=merged.factor / merged.ratio), _median, "slack")))
     return pools
 
 
@@ -155,15 +150,15 @@ def _policies(claim: Mapping) -> list[str]:
 def _of_records(claim: Mapping, study: Study) -> list[Member]:
     contrast, ours = claim["contrast"], selected(study.records)
     if contrast in ("ratio_median", "ratio_p95"):
-        statistic = _median if contrast == "ratio_median" else _p95
-        return [Member(name, _statistic(f, statistic, "ratio")) for name, f in _cells(ours)]
+        quantile = _median if contrast == "ratio_median" else _p95
+        return [Member(name, statistic(f, quantile, "ratio")) for name, f in _cells(ours)]
     if contrast in ("attention_minus_dropkv", "random_minus_dropkv"):
         pairs = _with_other_rule(
             study, contrast.removesuffix("_minus_dropkv"), 1, ours[ours.k.isin(claim.get("ks", ours.k))]
         )
         strata = STRATA if claim["over"] == "cells" else claim["over"]
         cells = _cells(pairs[pairs.stratum.isin(list(strata))])
-        return [Member(name, _statistic(f, _median_difference, "ratio_other", "ratio")) for name, f in cells]
+        return [Member(name, statistic(f, _median_difference, "ratio_other", "ratio")) for name, f in cells]
     if contrast == "peer_minus_dropkv":
         return _peers(claim, study)
     if contrast == "hardest_stratum":
@@ -176,7 +171,7 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
     if contrast == "pool_slack":
         return _pool_slack(study, ours)
     if contrast == "slack_median":
-        return [Member("all", _statistic(finite.assign(slack=finite.bound / finite.ratio), _median, "slack"))]
+        return [Member("all", statistic(finite.assign(slack=finite.bound / finite.ratio), _median, "slack"))]
     if contrast == "andpro_keeps":
         f = disagreement(study.alignment)
         return [Member("all", _mean_over_prompts(f.kept, f["item"]))]
@@ -232,8 +227,6 @@ def _lead_growth(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
 
 def _from_timings(claim: Mapping) -> list[Member]:
     compute, file, _ = timings.CONTRASTS[claim["contrast"]]
-    if not file.is_file():
-        raise NotTestable(f"no timings: data/gpu/{file.name} is missing")
     table = compute(file, **{"tokens": claim["tokens"]} if "tokens" in claim else {})
     if claim.get("exact"):
         return [Member(m.member, Facts(pd.Series([m.value], index=[file.name]))) for m in table.itertuples()]

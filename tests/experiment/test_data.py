@@ -232,9 +232,9 @@ def test_a_number_that_nobody_asked_for_takes_what_there_is(tmp_path, capsys):
 
 def test_a_profile_s_size_is_no_number_that_was_asked_for():
     usual = [grid.size("quick"), synthesis.size("full"), fragility.SIZES["quick"]]
-    numbers = [usual[0].items, usual[0].context, usual[1].items, *usual[2][:2], dropkv.Given().prompts(None)]
+    numbers = [usual[0].items, usual[0].context, usual[1].items, *usual[2][:2], dropkv.Settings().prompts(None)]
     assert {type(number) for number in numbers} == {data.AtMost}
-    chosen = [grid.size("quick", 8).items, synthesis.size("full", 8).items, dropkv.Given().prompts(8)]
+    chosen = [grid.size("quick", 8).items, synthesis.size("full", 8).items, dropkv.Settings().prompts(8)]
     assert {type(number) for number in chosen} == {int}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvrepro.chapters.dropkv_bound import bound
-from kvrepro.chapters.dropkv_bound.settings import Given
+from kvrepro.chapters.dropkv_bound.settings import Settings
 from kvrepro.chapters.dropkv_bound.triples import Layer, triples
 from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
@@ -53,7 +53,7 @@ def peers_of(policies: Sequence[str]) -> list[str]:
     return peers
 
 
-def condition(policy: str, share: float, settings: Given, **switches: object) -> Condition:
+def condition(policy: str, share: float, settings: Settings, **switches: object) -> Condition:
     """Keep `share` of the prompt, with the window and kernel of DropKV's paper; `switches` add to these."""
     parameters = find(policy).parameters
     of_paper = {name: getattr(settings, name) for name in ("window", "kernel") if name in parameters}
@@ -61,7 +61,7 @@ def condition(policy: str, share: float, settings: Given, **switches: object) ->
     return Condition(policy, share, Prefill(), reading="as_described", switches=all_switches)
 
 
-def grid(settings: Given, peers: Sequence[str] = PEERS) -> dict[str, list[Condition]]:
+def grid(settings: Settings, peers: Sequence[str] = PEERS) -> dict[str, list[Condition]]:
     """Conditions by their name in tables: the full cache, DropKV and its peers at every share, variants at the least
     share."""
     conditions = {"full": [Condition()]}
@@ -72,7 +72,7 @@ def grid(settings: Given, peers: Sequence[str] = PEERS) -> dict[str, list[Condit
 
 def answers(
     loaded: Loaded, items: Sequence[Item], by_length: Mapping[int, Sequence[Item]], peers: Sequence[str],
-    settings: Given,
+    settings: Settings,
 ) -> pd.DataFrame:  # fmt: skip
     """Rows of `run` with `method` (its name in tables), `length` and `score` (`measure.scores`).
 
@@ -157,7 +157,7 @@ class _Packed:
         return out.transpose(1, 2)
 
 
-def answer_losses(loaded: Loaded, items: Sequence[Item], settings: Given) -> tuple[pd.DataFrame, pd.DataFrame]:
+def answer_losses(loaded: Loaded, items: Sequence[Item], settings: Settings) -> tuple[pd.DataFrame, pd.DataFrame]:
     """What the answer loses when DropKV keeps the smallest share of the prompt in one layer, or in one head of a layer.
 
     Two frames: item, layer, loss; and item, layer, head, loss. All other layers and heads stay whole, and each query

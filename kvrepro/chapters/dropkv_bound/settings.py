@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvrepro.chapters.dropkv_bound.triples import check_softmax
-from kvrepro.engine.allowed import Count, Odd, ProperShare, Size, ensure
+from kvrepro.engine.allowed import Count, Odd, ProperShare, Size, ensure, ensure_once_each
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import check_shared
 from kvrepro.errors import InputError
@@ -32,8 +32,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Settings(run.Settings):
-    """Settings of the chapter on DropKV's bound."""
+    """Settings of the chapter on DropKV's bound. The sets of twenty keys come from the first pool."""
 
+    pools: tuple[Size | ProperShare, ...] = (0.95, 0.5, 256)  #: of lowest attention: share of the keys, or their number
+    shares: tuple[ProperShare, ...] = (0.05, 0.10, 0.30)  #: of the prompt kept
     tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
     lengths: tuple[Size, ...] = (500, 1900, 3000)  #: for the study of lengths; what cannot be had is left out
     k: Size = 200  #: in 1 - k eps, of figures and tables
@@ -46,29 +48,11 @@ class Settings(run.Settings):
     steps: Count = 6  #: ascents where the cone condition fails
     max_new_tokens: Size = 48  #: of an answer
 
-    def given(self, pools: tuple[float | int, ...], shares: tuple[float, ...]) -> "Given":
-        """These settings with the notebook's pools and shares."""
-        return Given(**vars(self), pools=pools, shares=shares)
-
-
-@dataclass(frozen=True)
-class Given(Settings):
-    """Settings with the notebook's pools and shares. The sets of twenty keys come from the first pool."""
-
-    pools: tuple[Size | ProperShare, ...] = (0.95, 0.5, 256)  # of lowest attention: share of the keys, or their number
-    shares: tuple[ProperShare, ...] = (0.05, 0.10, 0.30)  # of the prompt kept
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, names in (
-            ("pools", [pool_name(size) for size in self.pools]),
-            ("shares", [f"{share:g}" for share in self.shares]),
-            ("lengths", [str(length) for length in self.lengths]),
-        ):
-            if not 0 < len(set(names)) == len(names):
-                raise InputError(f"{name} {getattr(self, name)!r}: give a list of at least one, each once")
+        ensure_once_each(pools=[pool_name(size) for size in self.pools], shares=self.shares, lengths=self.lengths)
 
-    def within(self, model: Any) -> "Given":
+    def within(self, model: Any) -> "Settings":
         """These settings, with `tokens` and `lengths` lowered (which is printed) so that sliding layers of the model
         see each prompt and answer whole, as the theory assumes.
 

@@ -12,7 +12,7 @@ from scipy import stats as scipy_stats
 from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import assumptions, bound, cone, triples
-from kvrepro.chapters.dropkv_bound.settings import Given, Sampling, pool_name
+from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, Layer, Triple
 from kvrepro.engine.policy import find
 from kvrepro.engine.score.window import pooled
@@ -31,7 +31,7 @@ Rule = tuple[str, int, int]  # its name, the queries that it observes, the kerne
 # ---------------------------------------------------------------- prompts of a given length
 
 
-def questions(loaded: Loaded, items: str, n_items: int, settings: Given, filled: bool = False) -> list[Item]:
+def questions(loaded: Loaded, items: str, n_items: int, settings: Settings, filled: bool = False) -> list[Item]:
     """Items whose prompts have at most `settings.tokens` tokens of the model's own tokenizer.
 
     items, n_items: as in `data.load_fitting`. filled: take prompts of nearly that length only (`data.filling`).
@@ -49,7 +49,7 @@ def questions(loaded: Loaded, items: str, n_items: int, settings: Given, filled:
     return fitting
 
 
-def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Given) -> dict[int, list[Item]]:
+def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Settings) -> dict[int, list[Item]]:
     """Half of `n_items` as `questions` that fill each of `settings.lengths`, by length.
 
     A length that the model or the items cannot have is left out, and this is printed; InputError if none is left.
@@ -121,7 +121,7 @@ class Study:
     weights: pd.DataFrame
 
 
-def triples_of(loaded: Loaded, items: Sequence[Item], settings: Given, policies: Sequence[str] = ()) -> Study:
+def triples_of(loaded: Loaded, items: Sequence[Item], settings: Settings, policies: Sequence[str] = ()) -> Study:
     """All frames over the items' prompts, passages cut to `settings.tokens`.
 
     The records cover table 11's rules, and those of `policies` that can choose for a single query.
@@ -140,7 +140,7 @@ def triples_of(loaded: Loaded, items: Sequence[Item], settings: Given, policies:
     return study
 
 
-def by_length(loaded: Loaded, study: Study, items: Mapping[int, Sequence[Item]], settings: Given) -> pd.DataFrame:
+def by_length(loaded: Loaded, study: Study, items: Mapping[int, Sequence[Item]], settings: Settings) -> pd.DataFrame:
     """`Study.assumptions` of the first two pools for prompts of several lengths, with two more columns: `length`, and
     `place`, where the query stands in its prompt (share).
 

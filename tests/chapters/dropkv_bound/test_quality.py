@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from kvrepro.chapters.dropkv_bound import quality, triples
-from kvrepro.chapters.dropkv_bound.settings import Given
+from kvrepro.chapters.dropkv_bound.settings import Settings
 from kvrepro.engine.policy import check
 from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
@@ -29,7 +29,7 @@ def rows(n: int = 8) -> pd.DataFrame:
 
 
 def test_every_condition_can_be_met_and_carries_the_paper_s_settings():
-    grid = quality.grid(Given(shares=(0.05, 0.3)))
+    grid = quality.grid(Settings(shares=(0.05, 0.3)))
     assert set(grid) == {"full", "dropkv", *quality.PEERS, *quality.VARIANTS}
     for conditions in grid.values():
         for condition in conditions:
@@ -83,7 +83,7 @@ def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(m
     monkeypatch.setattr(data, "build_prompt", lambda *_: data.Prompt(ids, {}))
     loaded = Loaded()
     item = data.Item("a", "task", (), "answer")
-    settings = Given(results=tmp_path, shares=(0.25, 0.5), window=4, kernel=3)
+    settings = Settings(results=tmp_path, shares=(0.25, 0.5), window=4, kernel=3)
     layers, heads = quality.answer_losses(loaded, [item], settings)
     of_layer, of_head = layers.set_index("layer").loss, heads.set_index(["layer", "head"]).loss
     assert len(of_head) == 3 * 6

@@ -3,23 +3,23 @@
 import families
 import pytest
 
-from kvrepro.chapters.dropkv_bound.settings import Given
+from kvrepro.chapters.dropkv_bound.settings import Settings
 from kvrepro.errors import InputError
 
 
 def test_prompts_and_answers_fit_the_window_of_layers_that_slide(capsys):
     model = families.build("Gemma 3, text", sliding_window=128)
-    fitted = Given(tokens=300, lengths=(50, 300), max_new_tokens=28).within(model)
+    fitted = Settings(tokens=300, lengths=(50, 300), max_new_tokens=28).within(model)
     assert (fitted.tokens, fitted.lengths) == (100, (50, 100))
     assert "prompts of 100 tokens at most, since layers of this model see 128" in capsys.readouterr().out
-    small = Given(tokens=90, lengths=(50,), max_new_tokens=28)
+    small = Settings(tokens=90, lengths=(50,), max_new_tokens=28)
     assert small.within(model) is small
     with pytest.raises(InputError, match="see 128 tokens: too few"):
-        Given(tokens=300, max_new_tokens=127).within(model)
+        Settings(tokens=300, max_new_tokens=127).within(model)
 
 
 def test_a_model_without_sliding_layers_changes_nothing():
-    settings = Given()
+    settings = Settings()
     assert settings.within(families.build("Llama")) is settings
 
 
@@ -34,4 +34,4 @@ def test_a_model_without_sliding_layers_changes_nothing():
 )
 def test_models_that_the_theory_does_not_hold_of_are_refused_before_anything_runs(family, message):
     with pytest.raises(InputError, match=message):
-        Given(tokens=300, max_new_tokens=28).within(families.build(family))
+        Settings(tokens=300, max_new_tokens=28).within(families.build(family))

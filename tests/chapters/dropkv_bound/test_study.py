@@ -13,7 +13,7 @@ from scipy import stats as scipy_stats
 
 from kvrepro.chapters.dropkv_bound import bound, estimates, members, quality, triples
 from kvrepro.chapters.dropkv_bound import study as runs
-from kvrepro.chapters.dropkv_bound.settings import Given, Sampling, Settings
+from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings
 from kvrepro.chapters.dropkv_bound.study import Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
 from kvrepro.engine.policy import OWN, Policy, own
@@ -95,10 +95,10 @@ def test_only_the_parts_that_are_asked_for_are_computed():
 
 
 def test_a_profile_s_numbers_can_be_changed():
-    quick, full = Given(), Given(profile="full", triples=12)
+    quick, full = Settings(), Settings(profile="full", triples=12)
     assert (quick.prompts(None), quick.prompts(7), quick.sampling.positions, quick.enumerated) == (16, 7, 2, 150)
     assert (full.prompts(None), full.sampling.positions, full.enumerated) == (300, 4, 12)
-    assert Given(positions=3).sampling == Given(positions=3, results="elsewhere", tokens=900).sampling
+    assert Settings(positions=3).sampling == Settings(positions=3, results="elsewhere", tokens=900).sampling
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_profile_s_numbers_can_be_changed():
         ({"pools": []}, "pools \\[\\]: give a list of at least one"),
         ({"pools": 0.5}, "pools 0.5: give a list"),
         ({"pools": [0.5, 1.5]}, "pools 1.5: a whole number, at least 1, or a number, above 0, below 1"),
-        ({"pools": [0.9, 0.9]}, "pools \\[0.9, 0.9\\]: give a list of at least one, each once"),
+        ({"pools": [0.9, 0.9]}, "pools \\['lowest 90%', 'lowest 90%'\\]: give a list of at least one, each once"),
         ({"positions": 0}, "positions 0: a whole number"),
         ({"cones": 0}, "cones 0: a whole number"),
         ({"window": 0}, "window 0: a whole number"),
@@ -123,9 +123,9 @@ def test_parameters_are_refused_before_anything_runs(given, message):
     pools, shares = given.get("pools", [0.5]), given.get("shares", [0.1])
     options = {name: value for name, value in given.items() if name not in ("pools", "shares")}
     with pytest.raises(InputError, match=message):
-        Settings.of(options).given(pools, shares)
+        Settings.of(options, pools=pools, shares=shares)
     with pytest.raises(InputError, match="n_items 0: a whole number, at least 1"):
-        Given().prompts(0)
+        Settings().prompts(0)
 
 
 # ---- prompts of a given length
@@ -143,7 +143,7 @@ def counts(loaded, items) -> list[int]:
 
 def test_the_world_s_prompts_have_the_length_asked_for_in_the_model_s_own_tokens(foreign):
     tokens = 1900
-    given = (quality.RETRIEVAL, 6, Given(pools=(0.9,), tokens=tokens))
+    given = (quality.RETRIEVAL, 6, Settings(pools=(0.9,), tokens=tokens))
     items = runs.questions(foreign, *given)
     assert 0.9 * tokens < max(counts(foreign, items)) <= tokens
     embedded = models.load()
@@ -153,14 +153,14 @@ def test_the_world_s_prompts_have_the_length_asked_for_in_the_model_s_own_tokens
 
 
 def test_lengths_that_cannot_be_had_are_left_out_and_told(foreign, capsys):
-    settings = Given(pools=(0.9, 0.5), lengths=(300, 1900, 9000))
+    settings = Settings(pools=(0.9, 0.5), lengths=(300, 1900, 9000))
     by_length = runs.questions_by_length(foreign, quality.RETRIEVAL, 4, settings)
     assert [(length, len(items)) for length, items in by_length.items()] == [(1900, 2)]
     printed = capsys.readouterr().out
     assert "length 300 is left out: prompts of 300 tokens of small wanted" in printed
     assert "length 9000 is left out: 9000 + 48 tokens > context 4096" in printed
     with pytest.raises(InputError, match="context 4096"):
-        runs.questions_by_length(foreign, quality.RETRIEVAL, 2, Given(lengths=(9000,)))
+        runs.questions_by_length(foreign, quality.RETRIEVAL, 2, Settings(lengths=(9000,)))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_lengths_that_cannot_be_had_are_left_out_and_told(foreign, capsys):
 )
 def test_pools_that_no_query_can_fill_are_refused_before_the_run(foreign, pools, message):
     with pytest.raises(InputError, match=message):
-        runs.questions(foreign, quality.RETRIEVAL, 2, Given(pools=pools))
+        runs.questions(foreign, quality.RETRIEVAL, 2, Settings(pools=pools))
 
 
 def test_a_passage_is_cut_and_messages_are_taken_as_they_are(foreign, tmp_path):
@@ -179,12 +179,12 @@ def test_a_passage_is_cut_and_messages_are_taken_as_they_are(foreign, tmp_path):
     passages.write_text("".join(json.dumps(row) + "\n" for row in rows))
     turns = [[{"role": "user", "content": "Which door is open? " * (30 + i)}] for i in range(2)]
     messages.write_text("".join(json.dumps({"messages": turn, "answer": "red"}) + "\n" for turn in turns))
-    few = Given(pools=(0.9, 0.5), lengths=(300, 400))
+    few = Settings(pools=(0.9, 0.5), lengths=(300, 400))
     assert list(runs.questions_by_length(foreign, str(passages), 2, few)) == [300, 400]
     [length] = runs.questions_by_length(foreign, str(messages), 4, few)
     assert length == max(counts(foreign, data.load_items(str(messages), 2)))
     with pytest.raises(InputError, match="tokens > limit 100"):
-        runs.questions(foreign, str(messages), 2, Given(pools=(0.9,), tokens=100))
+        runs.questions(foreign, str(messages), 2, Settings(pools=(0.9,), tokens=100))
 
 
 def test_a_length_is_asked_of_prompts_that_fill_it(foreign, tmp_path, capsys):
@@ -192,7 +192,7 @@ def test_a_length_is_asked_of_prompts_that_fill_it(foreign, tmp_path, capsys):
     for words in (100, 900):
         rows.append({"context": "door " * words, "question": "Which door?", "answer": "red"})
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    by_length = runs.questions_by_length(foreign, str(items), 4, Given(pools=(0.9, 0.5), lengths=(150, 600, 3000)))
+    by_length = runs.questions_by_length(foreign, str(items), 4, Settings(pools=(0.9, 0.5), lengths=(150, 600, 3000)))
     assert {length: [item.id for item in prompts] for length, prompts in by_length.items()} == {
         150: ["own-000", "own-001"],
         600: ["own-001"],
@@ -210,7 +210,7 @@ def test_short_prompts_of_the_study_do_not_stand_for_its_length(study):
         Loaded(),
         replace(long, assumptions=long.assumptions.assign(position=moved)),
         {60: []},
-        Given(pools=SMALL.pools, tokens=60),
+        Settings(pools=SMALL.pools, tokens=60),
     )
     assert set(a["item"]) == set(study.assumptions["item"]) - {short}
 
@@ -220,14 +220,14 @@ def test_pools_that_one_prompt_cannot_fill_name_it(foreign, tmp_path):
     rows = [{"context": "door " * words, "question": "Which?", "answer": "red"} for words in (300, 2)]
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(InputError, match=r"^item own-001: a pool of \d+ of \d+ keys < 20 to draw"):
-        runs.questions(foreign, str(items), 2, Given(pools=(0.3,)))
+        runs.questions(foreign, str(items), 2, Settings(pools=(0.3,)))
 
 
 def test_the_study_s_own_length_is_not_run_again(study):
     a = study.assumptions
     earlier = a.assign(position=a.position // 2)
     both = replace(study, assumptions=pd.concat([a, earlier]))
-    rows = runs.by_length(Loaded(), both, {60: []}, Given(pools=SMALL.pools, tokens=60))
+    rows = runs.by_length(Loaded(), both, {60: []}, Settings(pools=SMALL.pools, tokens=60))
     assert len(rows) == 2 * len(a)  # every position, as in the figures beside it
     assert set(rows.length) == {60}
     assert rows.groupby("item").place.agg(["min", "max"]).round(1).eq([0.5, 1.0]).all(axis=None)

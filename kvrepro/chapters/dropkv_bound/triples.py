@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import bound
 from kvrepro.engine.attention import attend_prompt, installed
-from kvrepro.engine.facts import ModelFacts, attention_modules, output_projection
+from kvrepro.engine.facts import attention_modules, output_projection
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, call
 from kvrepro.errors import InputError
@@ -155,16 +155,8 @@ def triples(
     """Hand each layer to `visit` as one forward pass of the prompt `ids` reaches it.
 
     positions: true positions of the queries, each at least `window`. What `visit` does not keep is freed before the
-    next layer. cache: if given, it is filled with the prompt's keys and values. Raises InputError before the pass.
+    next layer. cache: if given, it is filled with the prompt's keys and values.
     """
-    n, sliding = len(ids), min(ModelFacts.of(model).sliding.values(), default=None)
-    if not positions or not window <= min(positions) <= max(positions) < n:
-        raise InputError(
-            f"positions {list(positions)} of {n} tokens: each must lie between the window, {window}, and {n - 1}"
-        )
-    if sliding is not None and n > sliding:
-        raise InputError(f"{n} tokens > the model's sliding window of {sliding}: shorten the prompt")
-    check_softmax(model)
     visitor = _LayerVisitor(model, positions, visit, window)
     with torch.inference_mode(), installed(model):
         tokens = torch.tensor([list(ids)], device=model.device)
@@ -280,8 +272,6 @@ def strata(t: Triple, candidates: Tensor, size: int = 20, seed: int = 0) -> dict
     random; tail: the lowest p; threshold: the costs nearest to the pool's median; disagreement: ranks by p and by cost
     that are farthest apart; and aligned, which the paper does not have: the largest cosine between v_j and a.
     """
-    if len(candidates) < size:
-        raise InputError(f"pool of {len(candidates)} keys < {size} to draw: take longer prompts or a larger pool")
     p, r = t.p[candidates], t.r[candidates]
     cost = bound.single_cost(p, r)
     by_p, by_cost = (x.argsort(stable=True).argsort(stable=True) for x in (p, cost))

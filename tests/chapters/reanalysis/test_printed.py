@@ -1,10 +1,8 @@
 """Printed numbers beside the same from the shipped scores: equal, or with a reason; what is not public is named."""
 
 import pandas as pd
-import pytest
 
 from kvrepro.chapters.reanalysis import printed
-from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, claims
 
 SCORES = artifact.scores()
@@ -54,8 +52,3 @@ def test_seeds_of_an_item_count_once_and_the_first_latency_is_left_out():
     latency = BESIDE[(BESIDE.table == "A") & (BESIDE.policy == "LRU") & BESIDE.metric.str.contains("step_mean")]
     assert latency["token F1"].item() == probe.step_ms_mean[1:].median()
     assert probe.step_ms_mean.max() > 10 * latency["token F1"].item()
-
-
-def test_a_table_without_rows_is_one_line():
-    with pytest.raises(InputError, match="table 9 is not among those"):
-        printed.beside(SCORES, ["9"])

@@ -18,8 +18,10 @@ def safe_budget_map(table: pd.DataFrame) -> Figure:
         vmin=0, vmax=100,
     )  # fmt: skip
     for axes, (_, part) in zip(drawn.axes, table.groupby("order", sort=False), strict=True):
-        for row in part[~part.follows].itertuples():
-            axes.text(cures.index(row.variant) + 0.85, policies.index(row.policy) + 0.55, "×", ha="center", va="center")
+        little = part[~part.follows]
+        crossed = {(cures.index(x) + 0.5, policies.index(y) + 0.5) for x, y in little[["variant", "policy"]].to_numpy()}
+        for text in axes.texts:
+            text.set_text(f"{text.get_text()}%{' ×' * (text.get_position() in crossed)}")
     return drawn
 
 

@@ -54,18 +54,25 @@ def question(rows: pd.DataFrame) -> Figure:
     """
     evicting = rows[rows.policy != "full"]
     by_guard = evicting.varied == "length"
-    lines = evicting.reading.map(LABELS) + (evicting.prefix > 0).map({True: ", protected", False: ", unprotected"})
-    lines = lines.mask(by_guard, "question of " + evicting.question.map("{:.0f}".format) + " tokens")
-    table = evicting.assign(line=lines, at=evicting.length.mask(by_guard, evicting.guard))
-    table = stats.means(table, ["varied", "line", "at"], "rest_f1").sort_values(["varied", "at"], kind="stable")
-    labels = {"value": "token F1 after the first word"}
-    drawing = estimates(table, "at", "value", colour="line", panel="varied", line=True, sharex=False, labels=labels)
+    asked = "question of " + evicting.question.map("{:.0f}".format) + " tokens"
+    lines = evicting.reading.map(LABELS).mask(by_guard, asked)
+    table = evicting.assign(
+        line=lines, protected=by_guard | (evicting.prefix > 0), at=evicting.length.mask(by_guard, evicting.guard)
+    )
+    table = stats.means(table, ["varied", "line", "protected", "at"], "rest_f1")
+    drawing = estimates(
+        table.sort_values(["varied", "at"], kind="stable"), "at", "value", colour="line", fill="protected",
+        panel="varied", line=True, sharex=False, height=3,
+        labels={"value": "token F1 after the first word", "True": "protected", "False": "unprotected"},
+    )  # fmt: skip
     marks = {"length": evicting.question[by_guard].unique(), "place": [1000]}
     names = {"length": "tokens guarded at the prompt's end", "place": "prompt length (tokens)"}
-    for axes, varied in zip(drawing.axes, table.varied.unique(), strict=True):
-        axes.set(title="", xlabel=names[varied])
+    for axes, varied in zip(drawing.axes, sorted(table.varied.unique()), strict=True):
+        axes.set_title("", loc="left")
+        axes.set_xlabel(names[varied])
         axes.xaxis.set_major_locator(AutoLocator())
         axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.autoscale(axis="x")
         for place in marks[varied]:
             axes.axvline(place, color="black", lw=0.8, ls=(0, (1, 2)))
     return drawing

@@ -60,7 +60,7 @@ def test_a_kept_question_is_drawn_by_guard_and_by_length():
         for side in (0.0, 0.1) for length in (900, 1100) for x in (0.0, 0.2)
     ]  # fmt: skip
     left, right = figures.question(pd.DataFrame(rows)).axes
-    names = ["question of 12 tokens", "question of 18 tokens", "authors' code, unprotected", "authors' code, protected"]
+    names = ["question of 12 tokens", "question of 18 tokens", "authors' code", "protected", "unprotected"]
     assert sorted(text.get_text() for text in left.figure.legends[0].get_texts()) == sorted(names)
     lines = [[part[0].get_xydata() for part in axes.containers if len(part[0].get_xydata())] for axes in (left, right)]
     assert lines[0][0] == pytest.approx(np.array([[0, 0.1], [12, 0.22], [25, 0.35]]))

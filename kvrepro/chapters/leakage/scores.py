@@ -172,8 +172,8 @@ def floors(items: Sequence[Item], unasked: pd.DataFrame | None = None) -> pd.Dat
     rows = [{"answer": "refusal"} | shows(item, refusal(item)) for item in items]
     rows += [{"answer": "preamble"} | shows(item, item.meta["references"].get("preamble", "")) for item in items]
     if unasked is not None:
-        told = unasked.set_index("item").prediction.dropna()
-        rows += [{"answer": "no_system_prompt"} | shows(item, told[item.id]) for item in items if item.id in told]
+        texts = unasked.set_index("item").prediction.dropna()
+        rows += [{"answer": "no_system_prompt"} | shows(item, texts[item.id]) for item in items if item.id in texts]
     return pd.DataFrame(rows).groupby("answer", sort=False).mean().reindex(columns=list(MEASURES))
 
 

@@ -54,8 +54,8 @@ def question(rows: pd.DataFrame) -> Figure:
     """
     evicting = rows[rows.policy != "full"]
     by_guard = evicting.varied == "length"
-    asked = "question of " + evicting.question.map("{:.0f}".format) + " tokens"
-    lines = evicting.reading.map(LABELS).mask(by_guard, asked)
+    questions = "question of " + evicting.question.map("{:.0f}".format) + " tokens"
+    lines = evicting.reading.map(LABELS).mask(by_guard, questions)
     table = evicting.assign(
         line=lines, protected=by_guard | (evicting.prefix > 0), at=evicting.length.mask(by_guard, evicting.guard)
     )

@@ -189,21 +189,13 @@ def _enumerate(p: Tensor, r: Tensor, k: int) -> Tensor:
 # ---------------------------------------------------------------- NP-hardness
 
 
-@dataclass(frozen=True)
-class Partition:
-    """A balanced-partition problem as an eviction problem in one dimension: its optimum, and the proxy's choice."""
-
-    numbers: tuple[int, ...]
-    best: Optimum
-    proxy: Optimum
-
-
-def partition(numbers: Sequence[int]) -> Partition:
+def partition(numbers: Sequence[int]) -> tuple[Optimum, Optimum]:
     """Turn 2m positive integers into an eviction problem: p = 1 / 2m, v = numbers, k = m. Its least F is 0 if and only
-    if m of the numbers have the same sum as the other m (appendix C.1). Enumerated, so for up to 2m = 20 numbers."""
+    if m of the numbers have the same sum as the other m (appendix C.1). Enumerated, so for up to 2m = 20 numbers. Gives
+    the optimum, and the proxy's choice."""
     n = len(numbers)
     p = torch.full((n,), 1 / n, dtype=torch.float64)
     v = torch.tensor(numbers, dtype=torch.float64)[:, None]
     r = residuals(p, v)
     chosen = smallest(single_cost(p, r), n // 2)
-    return Partition(tuple(numbers), optimum(p, r, n // 2), Optimum(chosen, joint_cost(p, r, chosen)))
+    return optimum(p, r, n // 2), Optimum(chosen, joint_cost(p, r, chosen))

@@ -98,7 +98,7 @@ def _leak_long(s: Study) -> Sample:
             "system prompts of 3,000 to 4,000 words are needed: items=ifeval, and options with words=3000"
         )
     m = means(s.examples, "told")
-    return Sample(pd.DataFrame({"a": m.per(policy=next(key[1] for key in m.columns), ratio=0.0)}), each=m.each)
+    return Sample(pd.DataFrame({"a": m.per(policy=next(key[1] for key in m.shares), ratio=0.0)}), each=m.each)
 
 
 def _follow_share(s: Study, ratio: float, **cell) -> Sample:
@@ -195,15 +195,15 @@ def _model_spread(s: Study) -> Parts:
 
 
 def _alone_ratios(s: Study) -> list[float]:
-    if not s.by_class.columns:
+    if not s.by_class.shares:
         raise NotTestable("prompts without a defense were not run")
-    return _high_ratios(sorted({key[3] for key in s.by_class.columns}))
+    return _high_ratios(sorted({key[3] for key in s.by_class.shares}))
 
 
 def _class_spread(s: Study, **cell) -> Parts:
     """Losses of each pair of classes that six system prompts or more hold; unpaired, since few prompts hold both."""
     ratios, lost = _alone_ratios(s), {}
-    for kind in sorted({key[-1] for key in s.by_class.columns if key[-2] == "multi"}):
+    for kind in sorted({key[-1] for key in s.by_class.shares if key[-2] == "multi"}):
         key = {"order": "alone", "rules": "multi", "kind": kind} | cell
         with suppress(NotTestable):
             left = mean_of(np.stack([s.by_class.per(ratio=r, **key) for r in ratios], 1), 1)

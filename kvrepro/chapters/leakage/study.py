@@ -48,24 +48,23 @@ def _weights(systems: int, seed: int = 42) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Means:
-    """One measure in every cell. shares: a row per system prompt, a column per cell, means over the prompt's rows, nan
-    without rows. each: how many scored things make one share."""
+    """One measure in every cell. shares: cell -> [systems], means over the rows of a system prompt, nan without rows.
+    each: how many scored things make one share."""
 
-    shares: pd.DataFrame
+    shares: dict[tuple, np.ndarray]
     each: float = 1
 
     @property
-    def columns(self) -> list[tuple]:
-        """The cells."""
-        return list(self.shares)
+    def systems(self) -> int:
+        return len(next(iter(self.shares.values()), ()))
 
     def per(self, **cell) -> np.ndarray:
         """Shares of one cell, [systems]; ratio 0 is the uncompressed cache. Raises NotTestable if it was not run."""
         cell = {"order": "normal", "variant": "default"} | cell
         key = tuple(cell[name] for name in [*CELL, *[name for name in cell if name not in CELL]])
-        if key not in self.columns:
+        if key not in self.shares:
             raise NotTestable("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
-        return self.shares[key].to_numpy()
+        return self.shares[key]
 
     def mean(self, ratios: Iterable[float], **cell) -> np.ndarray:
         """Mean over ratios, [systems]; nan if a ratio is missing."""
@@ -77,7 +76,7 @@ class Means:
 
     def uncompressed(self) -> Estimate:
         """The mean without compression, with its interval, the defense first."""
-        for order, policy, variant, ratio in self.columns:
+        for order, policy, variant, ratio in self.shares:
             if order == "normal" and not ratio:
                 return self.estimate(policy=policy, variant=variant, ratio=ratio)
         raise NotTestable("nothing was answered without compression")
@@ -86,7 +85,7 @@ class Means:
         """One cell's mean in the sample and in resamples of whole system prompts (nan for fewer than six prompts)."""
         values = self.per(**cell)
         finite = np.isfinite(values)
-        weights = _weights(len(self.shares))
+        weights = _weights(self.systems)
         with np.errstate(invalid="ignore"):
             series = (weights @ np.where(finite, values, 0)) / (weights @ finite)
         return series if finite.sum() >= stats.MIN_ITEMS else np.where(np.arange(len(series)) == 0, series, np.nan)
@@ -98,9 +97,9 @@ class Means:
     def ratios(self, whole: bool = False, **cell) -> list[float]:
         """Ratios above 0 at which a policy's curve was run; whole: for every system prompt."""
         ratios = []
-        for ratio in sorted({key[CELL.index("ratio")] for key in self.columns} - {0.0}):
+        for ratio in sorted({key[CELL.index("ratio")] for key in self.shares} - {0.0}):
             with suppress(NotTestable):
-                if self.count(ratio=ratio, **cell) == len(self.shares) or not whole:
+                if self.count(ratio=ratio, **cell) == self.systems or not whole:
                     ratios.append(ratio)
         if not ratios:
             raise NotTestable("not run: " + ", ".join(map(str, cell.values())))
@@ -111,10 +110,11 @@ def means(frame: pd.DataFrame, measure: str, *more_columns: str, each: float = 1
     """Means of a column over the rows of each cell (`CELL` and `more_columns`) and `system`; nulls do not count."""
     valued = frame[frame[measure].notna()] if len(frame) else frame
     if valued.empty:
-        return Means(pd.DataFrame())
+        return Means({})
     names = [*CELL, *more_columns]
     order = list(dict.fromkeys(valued[names].itertuples(index=False, name=None)))
-    return Means(valued.pivot_table(index="system", columns=names, values=measure)[order], each)
+    wide = valued.pivot_table(index="system", columns=names, values=measure)[order]
+    return Means(dict(zip(wide.columns, wide.to_numpy().T, strict=True)), each)
 
 
 def mean_of(values: np.ndarray, axis: int) -> np.ndarray:
@@ -311,7 +311,7 @@ def bias(s: Study, ratios: Iterable[float], **cell) -> np.ndarray:
 def class_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.ndarray:
     """Accuracies of the classes, [1 + DRAWS, ratios, classes], in prompts with one rule or several; nan for classes
     that fewer than six prompts hold."""
-    kinds = sorted({key[-1] for key in s.by_class.columns if key[-2] == rules})
+    kinds = sorted({key[-1] for key in s.by_class.shares if key[-2] == rules})
     ratios = list(ratios)
     curves = np.full((1 + stats.DRAWS, len(ratios), len(kinds)), np.nan)
     for (i, ratio), (j, kind) in product(enumerate(ratios), enumerate(kinds)):
@@ -352,9 +352,9 @@ def rankings(s: Study) -> pd.DataFrame:
     """Prompts without a defense, by policy, number of rules and ratio: mean accuracy, distance between the best and the
     worst class, and rank correlation of the classes with the first ratio at which they differ. Columns measure, policy,
     rules, ratio, value, low, high."""
-    rows, systems = [], len(s.by_class.shares)
-    for name, rules in product(dict.fromkeys(key[1] for key in s.by_class.columns), ("single", "multi")):
-        ratios = sorted({key[3] for key in s.by_class.columns if key[1] == name})
+    rows, systems = [], s.by_class.systems
+    for name, rules in product(dict.fromkeys(key[1] for key in s.by_class.shares), ("single", "multi")):
+        ratios = sorted({key[3] for key in s.by_class.shares if key[1] == name})
         curves = class_curves(s, rules, ratios, policy=name)
         curves_by_measure = {"mean accuracy": mean_of(curves, -1), "best minus worst": range_of(curves)}
         with suppress(NotTestable):
@@ -457,7 +457,7 @@ def safe_budgets(s: Study) -> pd.DataFrame:
     budget, not below the safe one, for which this holds at it and at all larger ones; nan if only the whole does.
     """
     rows = []
-    for order, policy, variant in dict.fromkeys(key[:3] for key in s.leak.columns):
+    for order, policy, variant in dict.fromkeys(key[:3] for key in s.leak.shares):
         cell = {"order": order, "policy": policy, "variant": variant}
         with suppress(NotTestable):
             if len(s.leak.ratios(True, **cell)) > 1:
@@ -467,7 +467,7 @@ def safe_budgets(s: Study) -> pd.DataFrame:
                 following = [s.follow.at(ratio=r, **cell)[0] for r in dropped]
                 enough = [bool(share >= 0.5 * following[0]) for share in following]
                 last = dropped[int(np.cumprod(enough).sum()) - 1]
-                ends = interval(series, len(s.leak.shares), UNIT)
+                ends = interval(series, s.leak.systems, UNIT)
                 rows.append((*cell.values(), *ends, following[-1], enough[-1], 1 - last if last else np.nan))
     names = ["order", "policy", "variant", "value", "low", "high", "following", "follows", "usable"]
     return pd.DataFrame(rows, columns=names)

@@ -44,7 +44,7 @@ def study_of(follow, leak, **given):
 def test_means_and_intervals_resample_whole_systems():
     rows = pd.concat([frame(lambda *_, s=s: float(s), systems=1).assign(system=s) for s in range(10)])
     means = study.means(rows, "x")
-    assert len(means.shares) == 10
+    assert means.systems == 10
     value, low, high = study.interval(means.at(policy="tova", ratio=0.5), 10)
     expected = stats.interval(range(10))
     assert (value, low, high) == pytest.approx(expected.triple, rel=0.1)

@@ -27,28 +27,10 @@ def pytest_report_header() -> str:
     return "" if IN_CLONE else f"not in a clone, so left out: {', '.join(CLONE_ONLY)}"
 
 
-def _patch_once_a_launch() -> None:
-    """Where one kernel function calls another, Triton's interpreter patches its language again, which takes longer than
-    the call itself. Once for each launch and module is enough: the patches stay until the launch ends."""
-    from triton.runtime import interpreter
-
-    launch, patch, patched = interpreter.GridExecutor.__call__, interpreter._patch_lang, set()
-
-    def launched(self, *args, **given):
-        patched.clear()
-        return launch(self, *args, **given)
-
-    def once(function):
-        if id(function.__globals__) in patched:
-            return None
-        patched.add(id(function.__globals__))
-        return patch(function)
-
-    interpreter.GridExecutor.__call__, interpreter._patch_lang = launched, once
-
-
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    _patch_once_a_launch()
+    import quick_interpreter
+
+    quick_interpreter.patch()
 
 
 if "MUTANT_UNDER_TEST" in os.environ:  # mutmut: one counterexample is enough, the simplest takes a minute to find

@@ -50,29 +50,41 @@ MORE = [
     Condition("lru", 200, SharedCap()),  # never evicts
 ]
 ALL = EVERY + MORE
+LENGTHS = (61, 70)
+NEW = 26  # three evictions after the prompt's
 
 
 def answer(model, prompts, conditions, **changes):
-    return generate(model, prompts, conditions, **{"max_new_tokens": 36, "stop_ids": [2], **changes})
+    return generate(model, prompts, conditions, **{"max_new_tokens": NEW, "stop_ids": [2], **changes})
 
 
+def small_model(kind="qwen2"):
+    return tiny_model(kind, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """Both prompts under all conditions."""
+    return answer(small_model(), tiny_prompts(*LENGTHS), ALL)
+
+
+@pytest.mark.parametrize("length", [61, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("condition", ALL, ids=lambda c: f"{c.label} {c.reading} {c.switches}")
-def test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol(condition):
-    model = tiny_model()
-    for prompt in tiny_prompts(70, 61):
-        [[ours]] = answer(model, [prompt], [condition])
-        tokens, history, heads = slow_run(model, prompt, condition, 36, [2])
-        assert ours.tokens == tokens
-        assert ours.kept_positions == sorted(set().union(*history[0]))
-        assert ours.kept == [round(sum(map(len, heads)) / 2)] * 3
-        assert ours.evicted == len(prompt) + len(tokens) - (tokens[-1] == 2) - len(set().union(*heads))
+def test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol(condition, length, answers):
+    at = LENGTHS.index(length)
+    prompt, ours = tiny_prompts(*LENGTHS)[at], answers[at][ALL.index(condition)]
+    tokens, history, heads = slow_run(small_model(), prompt, condition, NEW, [2])
+    assert ours.tokens == tokens
+    assert ours.kept_positions == sorted(set().union(*history[0]))
+    assert ours.kept == [round(sum(map(len, heads)) / 2)] * 2
+    assert ours.evicted == len(prompt) + len(tokens) - (tokens[-1] == 2) - len(set().union(*heads))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
-def test_masked_and_physical_execution_give_the_same_tokens_and_kept_sets(kind):
-    model, prompts = tiny_model(kind), tiny_prompts(70, 61, 47)
-    conditions = ALL if kind == "llama" else ALL[::3]
-    physical = answer(model, prompts, conditions)
+def test_masked_and_physical_execution_give_the_same_tokens_and_kept_sets(kind, answers):
+    model, prompts = small_model(kind), tiny_prompts(*LENGTHS)
+    conditions = ALL if kind == "qwen2" else ALL[::3]
+    physical = answers if kind == "qwen2" else answer(model, prompts, conditions)
     masked = answer(model, prompts, [replace(c, execution="masked") for c in conditions])
     for row, other in zip(physical, masked, strict=True):
         for a, b in zip(row, other, strict=True):
@@ -83,39 +95,38 @@ def test_masked_and_physical_execution_give_the_same_tokens_and_kept_sets(kind):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
 def test_without_eviction_the_tokens_are_those_of_hugging_face(kind):
-    model, prompts = tiny_model(kind), tiny_prompts(70, 33)
-    conditions = [Condition()] + [Condition(p, 106, SharedCap(), prefix=0.1, suffix=0.1) for p in POLICIES]
-    for prompt, row in zip(prompts, answer(model, prompts, conditions), strict=True):
-        plain = model.generate(torch.tensor([prompt]), max_new_tokens=36, do_sample=False)[0, len(prompt) :].tolist()
+    model, prompts, new = small_model(kind), tiny_prompts(70, 33), 12
+    conditions = [Condition()] + [Condition(p, 70 + new, SharedCap(), prefix=0.1, suffix=0.1) for p in POLICIES]
+    for prompt, row in zip(prompts, answer(model, prompts, conditions, max_new_tokens=new), strict=True):
+        plain = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
         for generation in row:
             assert generation.tokens == plain
             assert generation.evicted == 0
 
 
-def test_a_batch_gives_what_its_rows_give_alone():
-    model, prompts, conditions = tiny_model(), tiny_prompts(70, 61), ALL[::3]
-    together = answer(model, prompts, conditions)
+def test_a_batch_gives_what_its_rows_give_alone(answers):
+    model, prompts, conditions = small_model(), tiny_prompts(*LENGTHS), ALL[::3]
     small = answer(model, prompts, conditions, batch_rows=7)
     for i, prompt in enumerate(prompts):
-        for j, condition in enumerate(conditions):
-            [[alone]] = answer(model, [prompt], [condition], batch_rows=1)
-            for other in (together[i][j], small[i][j]):
+        for j in range(i, len(conditions), 2):
+            [[alone]] = answer(model, [prompt], [conditions[j]], batch_rows=1)
+            for other in (answers[i][3 * j], small[i][j]):
                 without_costs = dict.fromkeys(("prefill_seconds", "decode_seconds", "bytes_held", "bytes_state"), 0)
                 assert replace(alone, **without_costs) == replace(other, **without_costs)
 
 
 def test_rows_stop_one_by_one_and_leave():
-    model, prompts = tiny_model(), tiny_prompts(70, 61, 47)
-    free = answer(model, prompts, EVERY, stop_ids=[])
+    model, prompts, conditions = small_model(), tiny_prompts(70, 61, 47), EVERY[::3]
+    free = answer(model, prompts, conditions, stop_ids=[])
     stops = {row[0].tokens[k] for row, k in zip(free, (3, 9, 20), strict=True)}
-    for row, stopped in zip(free, answer(model, prompts, EVERY, stop_ids=stops), strict=True):
+    for row, stopped in zip(free, answer(model, prompts, conditions, stop_ids=stops), strict=True):
         for a, b in zip(row, stopped, strict=True):
             ends = [k for k, token in enumerate(a.tokens) if token in stops]
             assert b.tokens == (a.tokens[: ends[0] + 1] if ends else a.tokens)
 
 
 def test_bf16_runs_every_policy():
-    rows = answer(tiny_model(dtype=torch.bfloat16), tiny_prompts(70), ALL)
+    rows = answer(tiny_model(dtype=torch.bfloat16), tiny_prompts(70), ALL, max_new_tokens=10)
     assert all(len(g.tokens) > 0 for g in rows[0])
 
 
@@ -131,7 +142,7 @@ def test_seventeen_policy_calls_per_128_tokens_and_none_for_a_short_per_head_ans
 
 
 def test_the_first_token_comes_from_the_full_cache():
-    [row] = answer(tiny_model(), tiny_prompts(70), [Condition(), *EVERY])
+    [row] = answer(tiny_model(), tiny_prompts(70), [Condition(), *EVERY], max_new_tokens=1)
     assert len({g.tokens[0] for g in row}) == 1
 
 
@@ -162,7 +173,7 @@ def test_random_by_prompt_draws_anew_for_every_prompt():
     ([], Condition(), "prompt of 0 tokens < 2"),
     ([5], Condition(), "prompt of 1 tokens < 2"),
     ([5, 500], Condition(), "token id 500 outside the model's vocabulary of 120"),
-    ([5] * 500, Condition(), "500 prompt + 36 new tokens > the model's 512 positions"),
+    ([5] * 500, Condition(), f"500 prompt + {NEW} new tokens > the model's 512 positions"),
     ([5] * 50, Condition("lru", 7, SharedCap(), prefix=0.1, suffix=0.1), "budget 7 < 8 protected tokens"),
 ])  # fmt: skip
 def test_bad_input_costs_no_computation(prompt, condition, says, monkeypatch):
@@ -179,10 +190,10 @@ def test_sliding_layers_hold_the_one_set_and_look_at_their_window_of_it(kind):
     Hugging Face's."""
     model, [prompt] = architecture(kind), tiny_prompts(70)
     assert min(ModelFacts.of(model).sliding.values()) < len(prompt)
-    uncut = [Condition(), Condition("lru", 106, SharedCap())]
-    [[full, *rest]] = answer(model, [prompt], [*uncut, *ALL])
-    masked = answer(model, [prompt], [replace(c, execution="masked") for c in ALL])[0]
-    plain = model.generate(torch.tensor([prompt]), max_new_tokens=36, do_sample=False)[0, len(prompt) :].tolist()
+    uncut, conditions = [Condition(), Condition("lru", 70 + NEW, SharedCap())], ALL[::3]
+    [[full, *rest]] = answer(model, [prompt], [*uncut, *conditions])
+    masked = answer(model, [prompt], [replace(c, execution="masked") for c in conditions])[0]
+    plain = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
     assert full.tokens == rest[0].tokens == plain
     for a, b in zip(rest[1:], masked, strict=True):
         assert (a.tokens, a.kept, a.kept_positions_hash, a.evicted) == (

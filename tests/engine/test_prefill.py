@@ -400,7 +400,7 @@ def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, lengt
             monkeypatch.setattr(
                 module, "score_and_protect", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o)
             )
-        rows[layers] = sum(see(model, prompts, *conditions, max_new_tokens=4, prompt_rows=2), [])
+        rows[layers] = sum(see(model, prompts, *conditions, max_new_tokens=2, prompt_rows=2), [])
     assert [max(counts) for counts in together.values()] == [0, 2, 3]  # of three layers
     for others in (rows[2], rows[100]):
         for answer, same in zip(rows[0], others, strict=True):
@@ -409,38 +409,46 @@ def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, lengt
             assert answer.bytes_held == same.bytes_held
 
 
-AGAIN = [DecodeCap(interval=3), PerStep(), Chunked(40, "every_chunk")]
+AGAIN = [DecodeCap(interval=2), PerStep(), Chunked(40, "every_chunk")]
 
 
-@pytest.mark.parametrize(("name", "reading"), ALIKE)
+@pytest.mark.parametrize("name", dict(ALIKE))
 @pytest.mark.parametrize("regime", AGAIN, ids=lambda regime: type(regime).__name__)
-def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, reading, regime, monkeypatch):
+def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, regime, monkeypatch):
     model, prompts = architecture("llama"), tiny_prompts(130, 107)
     judge, evicts = evict.score_and_protect, RaggedLayer.evict
     named = [list(range(20, 24)), list(range(40, 44))]
     texts = [Prompt(ids, {"named": at, "question": [100]}) for ids, at in zip(prompts, named, strict=True)]
     candidates = [
-        Condition(name, 80, regime, reading=reading),
-        Condition(name, 0.85, replace(regime, until="question"), prefix=0.1, suffix=0.1, reading=reading),
-        Condition(name, 84, regime, whitelist=("named",), prefix=0.2, reading=reading),
-        Condition(name, 82, regime, suffix=0.2, static_suffix=True, reading=reading),
+        Condition(name, 80, regime),
+        Condition(name, 0.85, replace(regime, until="question"), prefix=0.1, suffix=0.1),
+        Condition(name, 84, regime, whitelist=("named",), prefix=0.2),
+        Condition(name, 82, regime, suffix=0.2, static_suffix=True),
     ]
-    conditions = [c for c in candidates if possible(model, texts, c)]
-    assert len(conditions) > 2
+    readings = CATALOGUE[name].readings
+    every = [replace(c, reading=reading) for reading in readings for c in candidates]
+    conditions = [c for c in every if possible(model, texts, c)]
+    assert all(sum(c.reading == reading for c in conditions) > 2 for reading in readings)
     results = {}
     for most in (0, 2**27):
         monkeypatch.setitem(evict.TOGETHER, "torch", most)
-        counts, left = results[most] = [], []
-        monkeypatch.setattr(evict, "score_and_protect", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
+        counts, left = results[most] = {reading: [] for reading in readings}, []
+
+        def counted(job, o, counts=counts):
+            counts[job.condition.reading].append(len(o.of))
+            return judge(job, o)
+
+        monkeypatch.setattr(evict, "score_and_protect", counted)
 
         def noted(layer, keep, index, masked=False, left=left):
             evicts(layer, keep, index, masked)
             left.append((layer.positions.tolist(), layer.offsets.tolist()))
 
         monkeypatch.setattr(RaggedLayer, "evict", noted)
-        answers = sum(see(model, texts, *conditions, max_new_tokens=7, prompt_rows=2), [])
+        answers = sum(see(model, texts, *conditions, max_new_tokens=5, prompt_rows=2), [])
         left.append([(answer.tokens, answer.bytes_held) for answer in answers])
-    assert [max(counts) for counts, _ in results.values()] == [0, 3]  # of three layers
+    for reading in readings:
+        assert [max(counts[reading]) for counts, _ in results.values()] == [0, 3]  # of three layers
     assert len(results[0][1]) > 6
     assert results[0][1] == results[2**27][1]
 

@@ -1,7 +1,7 @@
 """Failures that other libraries do not report to their users; here they are provoked, and refused or impossible."""
 
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 
 import pytest
 import torch
@@ -30,8 +30,11 @@ def cut(policy: str = "snapkv", regime: str = "prefill", **changes) -> Condition
     return flat(policy, regime=regime, **{**base, **changes})
 
 
+usual_model = cache(tiny_model)
+
+
 def answers(prompts, conditions, model=None, **changes):
-    model = model or tiny_model("llama")
+    model = model or usual_model("llama")
     given = {"max_new_tokens": NEW, "stop_ids": (), "repeat": (7, 3), **changes}
     return engine.generate(model, prompts, conditions, **given)
 
@@ -310,9 +313,10 @@ def test_scores_that_are_no_numbers_cost_the_rows_of_their_policy_alone(monkeypa
         strange = Policy("Mine", "a test", lambda o: o.positions.float() / 0 * 0, **fields)
         monkeypatch.setitem(CATALOGUE, name, strange)
     conditions = [Condition(name, 10, Prefill()) for name in ("k_norm", *ways)]
-    for prompts in (tiny_prompts(40), tiny_prompts(40, 33)):
-        rows = answers(prompts, conditions, errors="return", backend=backend, max_new_tokens=2)
-        alone = answers(prompts, conditions[:1], backend=backend, max_new_tokens=2)
+    model = usual_model("llama", num_hidden_layers=2)
+    for prompts in (tiny_prompts(24), tiny_prompts(24, 17)):
+        rows = answers(prompts, conditions, model, errors="return", backend=backend, max_new_tokens=2)
+        alone = answers(prompts, conditions[:1], model, backend=backend, max_new_tokens=2)
         for row, [healthy] in zip(rows, alone, strict=True):
             assert row[0].tokens == healthy.tokens
             assert all(isinstance(error, InputError) and "scores are NaN" in str(error) for error in row[1:])
@@ -402,12 +406,19 @@ CARELESS = {
 }
 
 
+@cache
+def undisturbed(regime):
+    """Conditions, and their answers without a careless function among them."""
+    conditions = [Condition(), Condition("k_norm", 24, regime), Condition("h2o", 24, regime)]
+    [expected] = answers(tiny_prompts(70), conditions, kept_sets=True)
+    return conditions, expected
+
+
 @pytest.mark.parametrize("part", CARELESS)
 @pytest.mark.parametrize("regime", [Prefill(), DecodeCap(4)], ids=lambda r: r.name)
 def test_what_a_readers_function_writes_in_place_reaches_no_other_condition(regime, part, monkeypatch):
     monkeypatch.setitem(CATALOGUE, "writes", CARELESS[part])
-    others = [Condition(), Condition("k_norm", 24, regime), Condition("h2o", 24, regime)]
-    [expected] = answers(tiny_prompts(70), others, kept_sets=True)
+    others, expected = undisturbed(regime)
     for at in (0, 1, 3):
         mixed = [*others[:at], Condition("writes", 24, regime), *others[at:]]
         generations = answers(tiny_prompts(70), mixed, kept_sets=True)[0]

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -16,12 +17,18 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
+@cache
 def source(file):
     """A module's code, or that of a notebook's cells."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         return text
     return "\n".join(cell.source for cell in nbformat.reads(text, 4).cells if cell.cell_type == "code")
+
+
+@cache
+def nodes(code):
+    return list(ast.walk(ast.parse(code)))
 
 
 def lines(function):
@@ -32,7 +39,7 @@ def lines(function):
 def too_long(code, most):
     """Functions with more lines than `most`, unless their docstring, or a comment beside it, says why they are long."""
     rows = code.splitlines()
-    sizes = {f: lines(f) for f in ast.walk(ast.parse(code)) if isinstance(f, ast.FunctionDef)}
+    sizes = {f: lines(f) for f in nodes(code) if isinstance(f, ast.FunctionDef)}
     heads = {f: "\n".join(rows[f.lineno - 1 : f.body[0].end_lineno]) for f in sizes}
     return {f.name: size for f, size in sizes.items() if size > most and not re.search(r"\blong\b", heads[f].lower())}
 
@@ -40,7 +47,7 @@ def too_long(code, most):
 def vague(code):
     """Variables, parameters and fields with names that do not say what they hold, with their lines."""
     names = []
-    for node in ast.walk(ast.parse(code)):
+    for node in nodes(code):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.append((node.id, node.lineno))
         elif isinstance(node, ast.arg):

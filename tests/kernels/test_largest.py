@@ -33,7 +33,9 @@ def test_rows_of_several_blocks_with_ties():
     assert largest(scores, counts).cpu().tolist() == largest_reference(scores.cpu(), counts.cpu()).tolist()
 
 
-@pytest.mark.parametrize("tokens", [*range(1, 9), 15, 16, 17, 31])
+@pytest.mark.parametrize(
+    "tokens", [*range(1, 9), 15, 17, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (16, 31))]
+)
 def test_every_count_among_equals(tokens):
     """For all sizes of the remaining range and its quarters."""
     scores = torch.stack([torch.zeros(tokens), torch.arange(tokens) // 3 * 1.4e-45]).repeat_interleave(tokens + 2, 0)

@@ -10,12 +10,18 @@ from observations import observation
 pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
 from kvrepro.engine.catalogue import CATALOGUE, WINDOWS
-from kvrepro.engine.policy import call
+from kvrepro.engine.policy import call, named
 from kvrepro.engine.score import window
 from kvrepro.errors import InputError
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-NAMES = [*WINDOWS, "tova"]
+# (policy, reading) for every scorer and its own parameters: policies that score alike are one case
+CASES: dict[tuple, tuple[str, str]] = {}
+for name in (*WINDOWS, "tova"):
+    for reading in CATALOGUE[name].readings:
+        scorer = CATALOGUE[name].score
+        of_scorer = named(scorer, CATALOGUE[name].reading(reading))
+        CASES.setdefault((scorer, *of_scorer.items()), (name, reading))
 OBSERVED = {
     "whole": dict(group=2, window=4, tokens=37),
     "ragged": dict(group=3, window=5, tokens=29, dead=6, gaps=3),
@@ -48,16 +54,15 @@ def ranked(o, scores):
 
 
 @pytest.mark.parametrize("kind", OBSERVED)
-@pytest.mark.parametrize("name", NAMES)
-def test_scores_are_those_of_plain_pytorch(name, kind):
+@pytest.mark.parametrize(("name", "reading"), CASES.values())
+def test_scores_are_those_of_plain_pytorch(name, reading, kind):
     policy, plain = CATALOGUE[name], seen_by(kind)
-    for reading in policy.readings:
-        parameters = policy.reading(reading) | {"budget": torch.tensor([6, 6], device=plain.keys.device)}
-        for o in (plain, with_forward_results(plain)):
-            ours = call(policy.score, replace(o, backend="triton"), parameters=parameters)
-            truth = call(policy.score, plain, parameters=parameters)
-            close = {"atol": 2e-2, "rtol": 2e-2} if parameters.get("round_p") else {"atol": 2e-5, "rtol": 1e-3}
-            torch.testing.assert_close(ranked(o, ours), ranked(o, truth), **close)
+    parameters = policy.reading(reading) | {"budget": torch.tensor([6, 6], device=plain.keys.device)}
+    truth = call(policy.score, plain, parameters=parameters)
+    for o in (plain, with_forward_results(plain)):
+        ours = call(policy.score, replace(o, backend="triton"), parameters=parameters)
+        close = {"atol": 2e-2, "rtol": 2e-2} if parameters.get("round_p") else {"atol": 2e-5, "rtol": 1e-3}
+        torch.testing.assert_close(ranked(o, ours), ranked(o, truth), **close)
 
 
 @pytest.mark.parametrize("kind", OBSERVED)

@@ -1,5 +1,5 @@
 """Where the protection paper's text and its public results disagree: the numbers in the book's table, whose texts are
-in data/differences.yml. Each is computed from the scores or read from what was printed."""
+in data/words/differences.yml. Each is computed from the scores or read from what was printed."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def table() -> list[dict[str, str]]:
     scores = artifact.scores()
     rows = comparisons.panels(scores)
     numbers = _of_runs(scores) | _of_samples(scores) | _of_policies(rows) | _of_tests(rows)
-    entries = yaml.load((DATA / "differences.yml").read_text(encoding="utf-8"), Loader=claims.LOADER)
+    entries = yaml.load((DATA / "words" / "differences.yml").read_text(encoding="utf-8"), Loader=claims.LOADER)
     cells = {"the paper": "paper", "the artifact": "artifact"}
     return [{head: entry[name].format(**numbers) for head, name in cells.items()} for entry in entries]
 

@@ -74,7 +74,8 @@ def run_rows(runs: pd.DataFrame) -> list[dict[str, object]]:
     for row in runs.sort_values("items", key=lambda names: names.map(place), kind="stable").itertuples():
         full = f"{wording.text_of((row.score, row.low, row.high))}, n = {row.n:.0f}"
         rows.append({
-            "items": row.items, "chapter": row.chapter.replace("_", " "), "seconds": row.seconds,
+            "items": row.items, "chapter": row.chapter.replace("_", " "),
+            "seconds": "-" if pd.isna(row.seconds) else f"{row.seconds:.0f}",
             "answers": f"{row.answers:,}" if row.answers else "-",
             "by kernels": "-" if pd.isna(row.kernels) else f"{row.kernels:.0%}",
             "tokens": "-" if pd.isna(row.tokens) else f"{row.tokens:,.0f}",

@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound.cone import Cone
+from kvrepro.errors import InputError
+
+SUBSETS = 2_000_000  # enumerations beyond this are refused
+
 
 # ---------------------------------------------------------------- lemma 1
 
@@ -76,6 +80,8 @@ def pool(p: Tensor, size: float | int, window: int = 8) -> Tensor:
     """
     tokens = p.shape[-1] - window
     count = size if isinstance(size, int) else math.floor(size * tokens)
+    if not 1 <= count <= tokens:
+        raise InputError(f"pool of {size} among {tokens} keys before the window: ask for 1 to {tokens}, or a share")
     return smallest(p[..., :tokens], count)
 
 
@@ -158,6 +164,8 @@ def optimum(p: Tensor, r: Tensor, k: int) -> Optimum:
 def window_optimum(p: Tensor, r: Tensor, k: int) -> Optimum:
     """`optimum` of `window_cost`: p [..., queries, tokens], r [..., queries, tokens, dim]."""
     queries, tokens = p.shape[-2:]
+    if not 0 < k <= tokens or math.comb(tokens, k) > SUBSETS:
+        raise InputError(f"{k} of {tokens} keys: C({tokens}, {k}) must be between 1 and {SUBSETS} subsets")
     axes = p.shape[:-2]
     p, r = p.double().reshape(-1, queries, tokens), r.double().reshape(-1, queries, tokens, r.shape[-1])
     evicted = torch.cat([_enumerate(*batch, k) for batch in zip(p.split(16), r.split(16), strict=True)])
@@ -193,6 +201,8 @@ def partition(numbers: Sequence[int]) -> tuple[Optimum, Optimum]:
     """Turn 2m positive integers into an eviction problem: p = 1 / 2m, v = numbers, k = m. Its least F is 0 if and only
     if m of the numbers have the same sum as the other m (appendix C.1). Enumerated, so for up to 2m = 20 numbers. Gives
     the optimum, and the proxy's choice."""
+    if len(numbers) % 2 or not numbers or min(numbers) < 1:
+        raise InputError(f"{list(numbers)}: give an even number of positive integers")
     n = len(numbers)
     p = torch.full((n,), 1 / n, dtype=torch.float64)
     v = torch.tensor(numbers, dtype=torch.float64)[:, None]

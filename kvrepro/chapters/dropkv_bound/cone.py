@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import hull
 from kvrepro.chapters.dropkv_bound.hull import ORIGIN, TOLERANCE
+from kvrepro.engine.allowed import ensure
+from kvrepro.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ def cone(residuals: Tensor, *, steps: int = 30, backend: str = "") -> Cone:
     device (`hull.nearest`), to the same gap, `TOLERANCE`; "" takes "exact" for tensors on the CPU, where it needs a
     third of the time, else "batched".
     """
+    if residuals.ndim < 2 or not residuals.numel():
+        raise InputError(f"residuals have shape {tuple(residuals.shape)}: give [..., tokens, dim], none of them empty")
+    ensure(("", *SOLVERS), backend=backend)
     flat = residuals.detach().double().flatten(0, -3) if residuals.ndim > 2 else residuals.double()[None]
     solve = SOLVERS[backend or ("exact" if residuals.device.type == "cpu" else "batched")]
     shape = residuals.shape[:-2]

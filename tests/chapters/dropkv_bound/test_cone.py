@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.spatial import ConvexHull
 
 from kvrepro.chapters.dropkv_bound.cone import ORIGIN, _least_eigenvalue, cone, nearest
+from kvrepro.errors import InputError
 
 
 def around(axis: np.ndarray, angle: float, count: int, seed: int = 0) -> np.ndarray:
@@ -174,3 +175,10 @@ def test_the_least_eigenvalue_is_found_from_below(rank):
     diagonal = matrices.diagonal(dim1=1, dim2=2).amin(1)
     assert (least <= exact.clamp_min(0) + 1e-12 * diagonal).all()
     assert (exact - least <= 1e-7 * diagonal).all()
+
+
+def test_nothing_to_enclose_is_refused():
+    with pytest.raises(InputError, match=r"\(0, 4\)"):
+        cone(torch.zeros(0, 4))
+    with pytest.raises(InputError, match="backend 'fast': choose one of"):
+        cone(torch.ones(2, 4), backend="fast")

@@ -28,6 +28,7 @@ from kvrepro.engine.passes import Call
 from kvrepro.engine.policy import Policy, budget_of, find
 from kvrepro.engine.rows import Rows, evict_rows
 from kvrepro.engine.shapes import KeyValue, Mask, RowInts, TokenInts
+from kvrepro.errors import InputError
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PretrainedConfig, PreTrainedModel
@@ -48,6 +49,9 @@ class PagedCache:
         device: str | torch.device = "cpu",
     ):
         text = config.get_text_config()
+        if other := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+            raise InputError(f"{config.model_type} has layers of kind {min(other)}, which hold no keys to page: "
+                             "take a model with attention in every layer")  # fmt: skip
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         shape = (blocks, block_size, kv_heads, dim)
@@ -115,12 +119,18 @@ class PagedRows(EngineCache):
 
     def fork(self, *shares: int | None, layouts: Sequence[str] = ("none",)) -> PagedRows:
         """`Ledger.fork` of a single row, with its copies: rows with the same tokens, sums and last queries, one for
-        each of `layouts`. shares: how many of the first blocks each shares (none given: all)."""
+        each of `layouts`. shares: how many of the first blocks each shares (none given: all). Raises InputError, and
+        makes no row, where there is no room for all of them."""
         numbers: list[int] = []
-        for share, _ in zip(shares or (None,) * len(layouts), layouts, strict=True):
-            number, copies = self.ledger.fork(self.numbers[0], share)
-            self.pages.copy(copies)
-            numbers.append(number)
+        try:
+            for share, _ in zip(shares or (None,) * len(layouts), layouts, strict=True):
+                number, copies = self.ledger.fork(self.numbers[0], share)
+                self.pages.copy(copies)
+                numbers.append(number)
+        except InputError:
+            for number in numbers:
+                self.ledger.free(number)
+            raise
         child = PagedRows(self.pages, (), layouts, numbers)
         for layer, copy in zip(self.ragged.values(), child.ragged.values(), strict=True):
             copy.sums.update({name: s.repeat(len(numbers), 1, 1) for name, s in layer.sums.items()})
@@ -249,7 +259,9 @@ class PagedLayer:
         return holds if self.cache.keeps is None else holds & self.cache.keeps[:, self.number]
 
     def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
-        """Of the tokens that `shown` gave, hold on to those in `keep`."""
+        """Of the tokens that `shown` gave, hold on to those in `keep`. Raises InputError for `masked`."""
+        if masked:
+            raise InputError("execution masked on a paged cache, which gives memory back: take physical")
         kept = torch.zeros(*self.shape, self.cache.seen + 1, dtype=torch.bool, device=index.device)
         kept.scatter_(2, index.where(keep, -1) + 1, True)
         self._keep(kept[..., 1:].cpu().numpy())

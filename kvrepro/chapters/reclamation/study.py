@@ -90,7 +90,8 @@ def reclaim(keep: np.ndarray, block_size: int = 16) -> dict[str, float]:
         ledger, number = dense(tokens, block_size)
         row["freed_plain"] = ledger.evict(number, keep)
         ledger.compact(number, layout)
-        row[f"freed_{layout}"], row[f"copies_{layout}"] = ledger.blocks_freed, ledger.slot_copies
+        row[f"freed_{layout}"] = ledger.counters.blocks_freed
+        row[f"copies_{layout}"] = ledger.counters.slot_copies
     row["share_plain"], row["share_repack"] = row["freed_plain"] / blocks, row["freed_repack"] / blocks
     row["evicted"] = 1 - float(keep.mean())
     row["shortfall"] = row["evicted"] - row["share_repack"]
@@ -385,22 +386,25 @@ def rounds(
 
     The cache starts dense at its budget. Every `every` tokens random tokens leave (without a seed the oldest behind
     four sinks), so that it is at its budget again, and it is compacted by `layout` ("none": not at all).
+    attrs["metrics"]: what an engine should export (`Ledger.metrics`).
     """
     random = None if seed is None else np.random.default_rng(seed)
     ledger, number = dense(budget, block_size, tokens + block_size)
-    alive, rows = budget, []
+    counters, alive, rows = ledger.counters, budget, []
     for t in range(1, tokens + 1):
         ledger.append(number)
         alive += 1
-        freed, copies = ledger.blocks_freed, ledger.slot_copies
+        freed, copies = counters.blocks_freed, counters.slot_copies
         if t % every == 0:
             _evict_to(ledger, number, budget, random)
             ledger.compact(number, layout)
             alive = budget
         held = len(ledger.references) - len(ledger.free_list)
-        rows.append((t, held, alive, ledger.slot_copies - copies, ledger.blocks_freed - freed))
+        rows.append((t, held, alive, counters.slot_copies - copies, counters.blocks_freed - freed))
     names = ["token", "blocks_held", "tokens_alive", "copies", "freed"]
-    return pd.DataFrame(rows, columns=names).assign(layout=layout)
+    frame = pd.DataFrame(rows, columns=names).assign(layout=layout)
+    frame.attrs["metrics"] = ledger.metrics(number, budget)
+    return frame
 
 
 def _evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Generator | None) -> None:

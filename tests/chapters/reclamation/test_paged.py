@@ -15,6 +15,7 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import find
 from kvrepro.engine.regime import DecodeCap, Prefill
+from kvrepro.errors import InputError
 
 
 def sequence(model, blocks: int = 32, size: int = 8, **given) -> PagedRows:
@@ -111,6 +112,17 @@ def test_pages_go_with_their_rows():
         gc.enable()
 
 
+def test_rows_for_which_there_is_no_room_hold_no_blocks():
+    model, [ids] = tiny.model(), tiny.prompts(40)
+    rows = sequence(model, blocks=13)
+    logits(model, rows, ids)
+    with pytest.raises(InputError, match="5 blocks to copy, 0 are free"):
+        rows.fork(0, 2, 0, layouts=["none"] * 3)
+    assert len(rows.ledger.free_list) == 13 - 5
+    assert rows.ledger.references.max() == 1
+    assert list(rows.ledger.sequences) == rows.numbers
+
+
 def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
     model, [ids] = tiny.model(), tiny.prompts(60)
     plain, filled = sequence(model, sums=["mass"]), sequence(model, sums=["mass"])
@@ -133,6 +145,8 @@ def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
     filled.ragged[1].evict(gone.positions % 2 == 0, gone.index)
     assert (filled.survivors()[0, 1] == keep[1] & (np.arange(60) % 2 == 0)).all()
     assert (filled.survivors()[0, [0, 2]] == keep[[0, 2]]).all()
+    with pytest.raises(InputError, match="execution masked on a paged cache"):
+        filled.ragged[1].evict(gone.positions >= 0, gone.index, masked=True)
 
 
 # ---- generation
@@ -200,7 +214,7 @@ def test_blocks_that_all_sliding_layers_have_passed_are_free():
     model, [ids] = tiny.model("mistral", sliding_window=12), tiny.prompts(60)
     rows = sequence(model)
     logits(model, rows, ids)
-    assert len(rows.entries[0].blocks) == 2  # of eight: the next query sees positions 49 to 59
+    assert rows.ledger.metrics()["blocks_held"] == 2  # of eight: the next query sees positions 49 to 59
     assert np.flatnonzero(rows.survivors().any((0, 1, 2))).tolist() == list(range(49, 60))
 
 
@@ -209,6 +223,13 @@ def test_a_configuration_without_kv_heads_has_as_many_as_heads():
     model, [ids] = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval(), tiny.prompts(30)
     expected = model(torch.tensor([ids])).logits[:, -1]
     torch.testing.assert_close(logits(model, sequence(model), ids), expected, rtol=0, atol=1e-4)
+
+
+def test_layers_without_keys_are_refused():
+    config = tiny.model().config
+    config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(InputError, match="linear_attention"):
+        PagedCache(config, 4)
 
 
 @pytest.mark.parametrize("compact", ["repack", "fill"])
@@ -234,7 +255,7 @@ def test_two_questions_share_a_prefix_and_neither_sees_the_other(compact):
     assert parent.entries[0].blocks.tolist() == held.tolist()
     for sequences in (parent, *children):
         sequences.free()
-    assert len(pages.ledger.free_list) == 32
+    assert pages.ledger.metrics()["blocks_free"] == 32
 
 
 def test_sums_are_the_column_sums_of_eager_attention_and_each_fork_has_its_own():

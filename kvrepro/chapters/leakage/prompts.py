@@ -33,6 +33,8 @@ def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: boo
     defense. preamble: False leaves it out. meta: system (its number), order, request, rules ("single", "multi"),
     instructions, and the reference texts.
     """
+    if n < 1 or set(orders) - {*ORDERS, "alone"}:
+        raise InputError(f"{n} system prompts in orders {list(orders)}: at least 1, of {', '.join(ORDERS)}, alone")
     classes, items = list(INSTRUCTIONS), []
     for i in range(n):
         rng = random.Random(f"leakage {seed} {i}")
@@ -147,10 +149,12 @@ def marked(items: Sequence[Item], how: str) -> list[Item]:
             places = [match.span() for match in re.finditer(r"\S[^.!?]*[.!?]?", text)]
         elif how == "turns":
             places = [(0, len(text))]
-        else:
+        elif how == "rules":
             wanted = ("defense", "preamble", *(f"rule:{kind}" for kind in item.meta["instructions"]))
             stretches = [[(s.start, s.end) for s in item.spans if s.name == name] for name in wanted]
             places = [(min(a for a, _ in stretch), max(b for _, b in stretch)) for stretch in stretches if stretch]
+        else:
+            raise InputError(f"unknown marks {how!r}: choose rules, sentences or turns")
         spans = tuple(Span(f"part {i}", 0, *place) for i, place in enumerate(places))
         copies.append(replace(item, id=f"{item.id}|{how}", spans=spans, meta=item.meta | {"marks": how}))
     return copies

@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# Compiled modules are kept, whatever the environment says: without them each process compiles 1,400 again as it starts.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: book test lint lab pdf dist check-book clean
 .DELETE_ON_ERROR:

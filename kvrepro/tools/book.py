@@ -213,7 +213,7 @@ def build(root: Path = ROOT) -> Path:
     command = [str(tool), "build", ".", "--all", "-W", "--keep-going"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if done.returncode:
-        log = (done.stdout + done.stderr).splitlines()
+        log = (done.stdout + done.stderr.partition("Traceback (most recent call last)")[0]).splitlines()
         complaints = [line for line in log if "WARNING" in line or "ERROR" in line] or log[-30:]
         raise Failed("\n".join(["jupyter-book failed:", *complaints]))
     html = root / "_build" / "html"

@@ -184,6 +184,15 @@ with processes.interruptible():
     assert not (root / "book" / "executed" / "first.ipynb").exists()
 
 
+def test_a_build_that_fails_says_what_is_missing(tmp_path):
+    (tmp_path / "_config.yml").write_text("title: x\nsphinx:\n  extra_extensions: [no_such_extension]\n")
+    (tmp_path / "_toc.yml").write_text("format: jb-book\nroot: index\n")
+    (tmp_path / "index.md").write_text("# x\n")
+    with pytest.raises(book.Failed, match="Could not import extension no_such_extension") as failed:
+        book.build(tmp_path)
+    assert "Traceback" not in str(failed.value)
+
+
 def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     source = root / "notebooks" / "first.ipynb"
     notebook = nbformat.read(source, as_version=4)

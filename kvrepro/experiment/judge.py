@@ -423,10 +423,11 @@ def _row(claim: Mapping[str, Any], members: Members | NotTestable) -> tuple[dict
     except NotTestable as reason:
         untested = {"test": "none", "members": "", "decided_by": ""}
         return row | untested | {"verdict": NOT_TESTABLE, "note": str(reason)}, {}
-    worst = max(judged, key=lambda j: (STATES.index(j.state), j.against))
     scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]
     counts = [f"{states.count(state)} {state}" for state in STATES if state in states]
     decision = verdict_of(claim, judged)
+    deciding = [j for j in judged if decision == "inconclusive" and j.state == "open"] or judged
+    worst = max(deciding, key=lambda j: (STATES.index(j.state), j.against))
     if "fails" in states and decision == "inconclusive":
         counts += [f"though not at the {100 - 5 / len(judged):.4g}% asked of {len(judged)}"]
     counts += [f"{len(untestable)} not testable ({untestable[0]})"] if untestable else []

@@ -144,8 +144,8 @@ def outcome(frame: pd.DataFrame, claim: str, reading: str = "") -> str:
 
 def weighed(row: Any) -> str:
     """The cases and the number behind a verdict, for a sentence: `1 of 2 cases holds; the hardest, Layer-DefensiveKV:
-    -0.09 F1 [-0.15, -0.02]`, or `7 of 8 cases hold; one is undecided: ...` where none fails. For a single case only the
-    number."""
+    -0.09 F1 [-0.15, -0.02]`, or `7 of 8 cases hold; one is undecided: ...` where none fails; of an inconclusive
+    claim the hardest case that is undecided, and how many fail. For a single case only the number."""
     value = spoken(row)
     counts = {state: int(n) for n, state in re.findall(r"(\d+) (holds|fails|open)\b", row.members)} if value else {}
     total, n = sum(counts.values()), counts.get(LEADS.get(row.verdict, ""), 0)
@@ -155,6 +155,9 @@ def weighed(row: Any) -> str:
     cases = f"{n} of {total} cases" if n < total else "both cases" if n == 2 else f"all {n} cases"
     cases = f"{cases} {singular if n == 1 else plural}; "
     label = case(row.decided_by).split(": ")[0]  # the case, without its worst counterexample
+    if row.verdict == "inconclusive" and (lost := counts.get("fails", 0)):
+        failing = "one fails" if lost == 1 else f"{lost} fail"
+        return f"{cases}the hardest{label and ', '}{label}: {value}; {failing}, not clearly enough among {total}"
     if row.verdict != "partly" or n + counts.get("open", 0) < total:
         return f"{cases}the hardest{label and ', '}{label}: {value}"
     if n + 1 == total:

@@ -111,6 +111,7 @@ def test_of_twenty_members_at_the_threshold_one_fails_by_chance():
         "inconclusive",
         "19 open, 1 fails, though not at the 99.75% asked of 20",
     )
+    assert among.decided_by != "near"  # shown is a case that leaves the claim open
     far = Member("far", Sample(scores(0.3, 40), bounds=None))
     assert table({"at_least": 0.5}, [far, *[replace(at, label=str(i)) for i in range(19)]]).verdict == "not reproduced"
 

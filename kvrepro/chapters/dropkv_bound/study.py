@@ -14,7 +14,7 @@ from torch import Tensor
 from kvrepro.chapters.dropkv_bound import assumptions, bound, cone, triples
 from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, Layer, Triple
-from kvrepro.engine.policy import find
+from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, run
@@ -135,7 +135,13 @@ def triples_of(loaded: Loaded, items: Sequence[Item], settings: Settings, polici
     for name in dict.fromkeys(policies):
         if name not in RULES and not triples.why_no_score(find(name)):
             other_plan = run.PerItem("dropkv_bound", "others", shared, other_of_item, given | {"policy": name})
-            rows = run.run(other_plan, loaded, settings).merge(optima[[*where, "best"]], on=where)
+            try:
+                rows = run.run(other_plan, loaded, settings).merge(optima[[*where, "best"]], on=where)
+            except run.StudyFailed as error:
+                if not is_own(name):
+                    raise
+                print(f"{name} is left out of the records: {error}")
+                continue
             study.records = pd.concat([study.records, rows.assign(ratio=rows.value / rows.best)], ignore_index=True)
     return study
 

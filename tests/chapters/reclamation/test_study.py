@@ -401,6 +401,18 @@ def test_a_policy_of_ones_own_that_cannot_be_had_is_refused(loaded):
         r.runnable(loaded, {"a": tiny.prompts(150)[0]}, ["greedy"], [48])
 
 
+def test_a_policy_of_ones_own_that_raises_is_refused_by_name_before_anything_is_computed(loaded):
+    def score(o):
+        if o.keys.shape[2] > 140:
+            raise RuntimeError("too long for me")
+        return o.keys.norm(dim=-1)
+
+    own("short_only", Policy("Short only", "this test", score))
+    prompts = {"a": tiny.prompts(120)[0], "b": tiny.prompts(150)[0]}
+    with pytest.raises(InputError, match="short_only raised RuntimeError: too long for me: mend it, or leave it out"):
+        r.runnable(loaded, prompts, ["short_only"], [48])
+
+
 def test_an_edit_of_the_policy_that_a_study_runs_makes_it_stale(loaded):
     """By whatever name the study calls it."""
     studies_by_name = r.model_studies(loaded, {"a": tiny.prompts(180)[0]}, Settings(capacity=64))

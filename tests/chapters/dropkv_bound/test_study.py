@@ -519,3 +519,17 @@ def test_only_other_choices_exceed_the_bound(study):
     doubled = study.records.assign(ratio=np.where(study.records.rule == "random", 1e9, study.records.ratio))
     exceeding = estimates.exceeding(doubled).set_index("rule").value
     assert (exceeding["random"] == 1).all()
+
+
+def test_a_policy_of_ones_own_that_fails_is_left_out_of_the_records_and_named(study, monkeypatch, capsys):
+    own("fails", Policy("Fails", "this test", lambda o: o.keys.norm(dim=-1)))
+
+    def run(plan, loaded, settings):
+        if plan.name == "others":
+            raise runs.run.StudyFailed("others: 6 of 6 items failed, the first a: RuntimeError: too long")
+        return vars(study)
+
+    monkeypatch.setattr(runs.run, "run", run)
+    found = runs.triples_of(Loaded(), [], Settings(), ["fails"])
+    assert len(found.records) == len(study.records)
+    assert capsys.readouterr().out.startswith("fails is left out of the records: others: 6 of 6 items failed")

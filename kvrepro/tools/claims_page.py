@@ -12,7 +12,7 @@ from typing import Any
 import nbformat
 import pandas as pd
 
-from kvrepro.experiment import claims, judge, wording
+from kvrepro.experiment import claims, wording
 from kvrepro.experiment.claims import LABELS
 from kvrepro.experiment.wording import LOOKS
 from kvrepro.paths import DATA, ROOT
@@ -165,9 +165,8 @@ def listed(frames: Mapping[str, pd.DataFrame]) -> str:
     any_full = any((frame.full_verdict != "").any() for frame in frames.values())
     block_ids = places(frames)
     rows = [
-        _listed(row, name, block_ids[name, row.claim], entry_of.get(row.claim, {}), several_models, any_full)
+        _listed(row, name, block_ids[name, row.claim], several_models, any_full)
         for name, frame in frames.items()
-        for entry_of in [entries(name)]
         for row in frame.itertuples()
     ]
     filters = ["Chapter", "With", "Verdict", "Model"]
@@ -176,17 +175,15 @@ def listed(frames: Mapping[str, pd.DataFrame]) -> str:
     return filterable.interactive(rows, "verdicts", "All verdicts", filters, minor, wide)
 
 
-def _listed(
-    row: Any, chapter: str, block_id: str, entry: Mapping[str, Any], with_model: bool, with_full: bool
-) -> dict[str, object]:
-    """One verdict as a row of the table. entry: the claim as it is written down."""
+def _listed(row: Any, chapter: str, block_id: str, with_model: bool, with_full: bool) -> dict[str, object]:
+    """One verdict as a row of the table. Its statement says whether the claim is a late one, with its first verdict."""
     model = {"Model": row.model} if with_model else {}
     same = "the same" if row.full_verdict else ""
     full = TableCell(pill(row.full_verdict)) if row.full_verdict not in ("", row.verdict) else same
     return {
         "Claim": TableCell(f'<a href="#{block_id}">{escape(row.claim)}</a>'),
         "Chapter": chapter.replace("_", " "),
-        "Statement": entry.get("statement", row.statement),
+        "Statement": row.statement.replace("*", ""),
         "With": READ[row.reading],
         **model,
         "Verdict": TableCell(pill(row.verdict)),
@@ -309,8 +306,9 @@ def _entries(
     terms |= other
     terms |= {"Errors": rates} if rates else {}
     terms |= {head: entry[key] for key, head in NOTES.items() if key in entry}
-    first_form = {**entry, **entry.get("first", {})}
-    terms |= {"Rule as first written": judge.rule_text(first_form)} if "rule" in entry.get("first", {}) else {}
+    if noted := re.search(r"as first written \((.*)\): \*(.+?)\*", first.statement):
+        rule = f" Rule: {noted[1]}." if noted[1] else ""
+        terms["As first written"] = f"{noted[2][0].upper()}{noted[2][1:]}.{rule}"
     html = {head: escape(text, quote=False) for head, text in terms.items()} | dict(links)
     return "".join(f"<dt>{head}</dt><dd>{text}</dd>" for head, text in html.items() if text)
 

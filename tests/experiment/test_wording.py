@@ -115,7 +115,9 @@ def test_an_inconclusive_claim_says_that_a_case_fails_and_why_that_does_not_deci
     cases = "3 open, 1 fails, though not at the 98.75% asked of 4"
     fields = {"members": cases, "unit": "x", "ours": 1.16, "low": 1.12, "high": 1.21, "decided_by": "lru"}
     [row] = table_of("inconclusive", **fields).itertuples()
-    expected = "3 of 4 cases are undecided; the hardest, LRU: 1.16 times [1.12, 1.21]; one fails, not clearly enough among 4"
+    expected = (
+        "3 of 4 cases are undecided; the hardest, LRU: 1.16 times [1.12, 1.21]; one fails, not clearly enough among 4"
+    )
     assert wording.weighed(row) == expected
 
 

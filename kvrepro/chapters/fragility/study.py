@@ -405,11 +405,11 @@ def parts_of(
     needle_items = []
     for task in sorted({item.task for item in all_items if item.task.startswith("needle") and _world(items)}):
         needle_items += [item for item in all_items if item.task == task][: sizes.needles]
-    described = compared(shares, policies, "as_run" if reading == "as_run" else "as_described")
+    needle_conditions = [c for c in compared(shares, policies, reading) if c.budget != at]
     parts = [
         ("every", [item for item in all_items if item.id in first], every),
         ("middle", rest, compared([at], policies, reading)),
-        (NEEDLES, [item for item in needle_items if item.id not in first], [c for c in described if c.budget != at]),
+        (NEEDLES, [item for item in needle_items if item.id not in first], needle_conditions),
     ]
     return [part for part in parts if part[1] and len(part[2]) > 1]
 

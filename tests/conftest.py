@@ -1,6 +1,6 @@
 """Without a GPU, Triton's interpreter runs the kernels; it must be asked for before anything imports triton.
 
-`pytest --device cuda tests/test_engine.py ...` runs the engine's tests on a GPU.
+`pytest --device cuda tests/engine` runs them on a GPU.
 """
 
 import importlib.util

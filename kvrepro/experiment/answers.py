@@ -393,7 +393,7 @@ class AnswersPlan(Plan):
         tokens = sum(len(self.prompts[i].ids) for i in {i for i, _ in self.missing})
         count = len(self.missing)
         most = sum(self.heads[i, j]["max_new_tokens"] for i, j in self.missing)
-        work = f"{count:,} of {self.total:,} rows, prompts of {tokens:,} tokens, up to {most:,} new tokens"
+        work = f"{count:,} of {self.total:,} rows, {tokens:,} prompt tokens in all, up to {most:,} new tokens"
         if not self.missing:
             return Forecast(self.title, work, 0, 0.0, 0.0)
         left = sorted({i for i, _ in self.missing})

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvrepro.chapters.leakage import drawings
 from kvrepro.chapters.synthesis import frontier, stored, study
 from kvrepro.engine.policy import REPEATED, find
 from kvrepro.errors import InputError
@@ -89,17 +88,18 @@ def _losses(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def leak_safe_from(root: Path = ROOT) -> dict[str, str]:
-    """By policy: the smallest share of a system prompt at which it leaks no more than the full cache does, with the
-    defense first, and at which it still follows half of what the full cache follows. Read from a figure's data of the
-    chapter on leakage."""
+    """By policy: the smallest share of a system prompt at which it leaks no more than the upper limit of the full
+    cache's leakage and still follows half of what the full cache follows. Of the two orders of defense and directive
+    the larger share counts. Read from a figure's data of the chapter on leakage."""
     table = figure_data("leakage", "safe-budgets", root)
     if table is None:
         return {}
-    safe = drawings.uncured(table)
+    uncured = table[(table.variant == "default") & table.order.isin(["defense first", "directive first"])]
     return {
-        row.policy: "never" if row.value >= 1 else DEAF if pd.isna(row.usable) else f"{row.usable:.0%} kept"
-        for row in safe.itertuples()
-    }
+        str(policy): "never" if (rows.value >= 1).any() else DEAF if rows.usable.isna().any()
+        else f"{rows.usable.max():.0%} kept"
+        for policy, rows in uncured.groupby("policy", sort=False)
+    }  # fmt: skip
 
 
 def _first_token() -> dict[str, str]:
@@ -196,8 +196,8 @@ def _secret(table: pd.DataFrame) -> str:
     policies = safe.of.map(lambda name: figure.look(name).name).groupby(shares).agg(", ".join)
     listed = "; ".join(f"{share}% for {names}" for share, names in policies.items())
     return (
-        f"do not compress below the leak-safe share of your policy ({listed}), or keep its prohibition on a whitelist "
-        "({doc}`executed/leakage`)."
+        f"do not compress below the leak-safe share of your policy ({listed}; wherever its prohibition stands), or keep "
+        "the prohibition on a whitelist ({doc}`executed/leakage`)."
     )
 
 

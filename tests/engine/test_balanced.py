@@ -1,4 +1,4 @@
-"""Layers over several GPUs answer, keep and count as on one. Needs two GPUs: `pytest tests/test_balanced.py`."""
+"""Layers over several GPUs answer, keep and count as on one. Needs two GPUs: `pytest tests/engine/test_balanced.py`."""
 
 import pytest
 import torch

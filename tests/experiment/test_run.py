@@ -422,7 +422,7 @@ def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
 def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_path, capsys):
     assert go(loaded, tmp_path, dry_run=True).prediction.isna().tolist() == [True] * 15
     printed = capsys.readouterr().out
-    assert "doors/main: 15 of 15 rows, prompts of " in printed
+    assert re.search(r"doors/main: 15 of 15 rows, \d+ prompt tokens in all, up to", printed)
     assert re.search(r"up to 120 new tokens; about .* \(less where answers end early\), ", printed)
     assert not list((tmp_path / "doors").rglob("*.parquet"))
     assert [(n, len(c)) for n, c in fake.calls] == [(1, 3)]

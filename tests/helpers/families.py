@@ -358,7 +358,7 @@ def row(name: str, folder: Path) -> dict[str, str]:
 
     cells["loads"] = verdict_of(loads, folder)
     for column, check in CHECKS.items():
-        cells[column] = verdict_of(check) if cells["loads"] == "yes" else "-"
+        cells[column] = verdict_of(check) if cells["loads"] == "yes" else "–"
     return cells | {"why not": "; ".join(reasons)}
 
 

@@ -28,18 +28,24 @@ def test_a_chapter_that_failed_has_no_cost(tmp_path):
         "peak_gib": 3.5,
         "date": "d",
         "note": "alone",
+        "results": 5,
+        "prefill": None,
+        "decode": None,
     }
     rows = [row | {"failed": 0, "error": None}, row | {"shape": "b", "failed": 1, "error": None},
             row | {"shape": "c", "failed": 0, "error": "not done"}]  # fmt: skip
     pd.DataFrame(rows).to_csv(path, index=False)
     assert cost.table(path)["model's shape"].tolist() == ["a"]
+    [measured] = cost.table(path).to_dict("records")
+    assert [measured[name] for name in ("rows", "failed", "s an item", "prefill", "decode")] == [5, 0, 4.5, "-", "-"]
     assert cost.overview(path)["model's shape"].tolist() == ["a"]
     assert [line.split(", ")[1] for line in cost.failures(path).splitlines()] == ["shape of b", "shape of c"]
 
 
 def test_an_upper_bound_is_marked_and_a_line_through_two_sizes_is_not(tmp_path):
     row = {"shape": "a", "device": "H", "n_items": 1, "seconds": 3700.0, "in_studies": 3600.0, "peak_gib": 3.5,
-           "failed": 0, "error": None, "note": "alone", "date": "2026-11-26"}  # fmt: skip
+           "failed": 0, "error": None, "note": "alone", "date": "2026-11-26", "results": 5, "prefill": 370.0,
+           "decode": 1850.0}  # fmt: skip
     rows = [row | {"chapter": "leakage", "date": "2026-11-22"}, row | {"chapter": "protection"},
             row | {"chapter": "protection", "n_items": 2, "seconds": 3710.0, "peak_gib": 9.6}]  # fmt: skip
     pd.DataFrame(rows).to_csv(path := tmp_path / "chapters.csv", index=False)

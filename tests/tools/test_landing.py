@@ -206,13 +206,13 @@ def test_leak_safe_shares_come_from_the_chapter_on_leakage(tmp_path):
     folder = tmp_path / "book" / "executed" / "figures"
     folder.mkdir(parents=True)
     table = {
-        "order": ["defense first"] * 4,
-        "policy": ["h2o", "k_norm", "snapkv", "h2o"],
-        "value": [0.1, 1.0, 0.2, 0.5],
+        "order": ["defense first"] * 4 + ["directive first", "alone"],
+        "policy": ["h2o", "k_norm", "snapkv", "h2o", "h2o", "h2o"],
+        "value": [0.1, 1.0, 0.2, 0.5, 0.2, 0.1],
     }
-    table |= {"variant": ["default"] * 3 + ["fair"], "usable": [0.3, None, None, 0.5]}
+    table |= {"variant": ["default"] * 3 + ["fair"] + ["default"] * 2, "usable": [0.3, None, None, 0.9, 0.5, 0.9]}
     pd.DataFrame(table).to_csv(folder / "leakage-safe-budgets.csv")
-    safe_from = {"h2o": "30% kept", "k_norm": "never", "snapkv": decide.DEAF}
+    safe_from = {"h2o": "50% kept", "k_norm": "never", "snapkv": decide.DEAF}
     assert decide.leak_safe_from(tmp_path) == safe_from
 
 

@@ -55,6 +55,8 @@ class ChapterPlan:
         if (suits := suited(self.items)) != self.items:
             print(f"leakage: items {suits!r}, which suit this chapter, in the place of {self.items!r}")
             object.__setattr__(self, "items", suits)
+        if self.items.endswith(".jsonl"):
+            print(f"leakage: the system turns of {self.items} are taken as the directives to keep secret")
         ensure_once_each(policies=self.policies, **{} if self.ratios is None else {"ratios": self.ratios})
         for name in self.policies:
             if name == "full":

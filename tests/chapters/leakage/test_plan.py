@@ -35,7 +35,8 @@ def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, cap
     )
     questions_file.write_text('{"context": "a system", "question": "b", "answer": "c"}')
     assert ChapterPlan(items=str(prompts_file)).items == str(prompts_file)
-    assert not capsys.readouterr().out
+    taken = f"leakage: the system turns of {prompts_file} are taken as the directives to keep secret"
+    assert capsys.readouterr().out.strip() == taken
     assert ChapterPlan(items=str(questions_file)).items == "ifeval"
     assert ChapterPlan(items="tinyworld:needle").items == "tinyworld"
 

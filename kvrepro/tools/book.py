@@ -12,6 +12,7 @@ import importlib
 import io
 import itertools
 import json
+import linecache
 import os
 import re
 import subprocess
@@ -346,14 +347,16 @@ def cells(
     workers.studies_ended.clear()  # an earlier notebook's studies may have ended in this process
     space = {} if space is None else space
     space["display"] = display
-    for cell in nbformat.read(_source(name, root), as_version=4).cells:
+    for number, cell in enumerate(nbformat.read(_source(name, root), as_version=4).cells):
         if cell.cell_type == "code":
-            tree = ast.parse(cell.source)
+            tree, file = ast.parse(cell.source), f"<{name}.ipynb, cell {number}>"
+            # Like a kernel: rows depend on the source of what a notebook defines, which `inspect` then finds.
+            linecache.cache[file] = len(cell.source), None, cell.source.splitlines(keepends=True), file
             body = list(itertools.takewhile(lambda line: not until or until not in ast.unparse(line), tree.body))
             whole = len(body) == len(tree.body)
             last = body.pop() if whole and body and isinstance(body[-1], ast.Expr) else None
-            exec(compile(ast.Module(body, []), f"{name}.ipynb", "exec"), space)
-            shown = eval(compile(ast.Expression(last.value), f"{name}.ipynb", "eval"), space) if last else None
+            exec(compile(ast.Module(body, []), file, "exec"), space)
+            shown = eval(compile(ast.Expression(last.value), file, "eval"), space) if last else None
             if shown is not None:
                 display(shown)
             if not whole:

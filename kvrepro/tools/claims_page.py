@@ -134,7 +134,8 @@ def counts_sentence(frames: Mapping[str, pd.DataFrame]) -> str:
     """The verdicts counted, in a sentence."""
     verdicts = pd.concat([claims.verdicts_of_run(frame) for frame in frames.values()])
     counts = [f"{(verdicts.verdict == verdict).sum()} {claims.label(verdict)}" for verdict in claims.VERDICTS]
-    return f"{len(verdicts)} verdicts on {verdicts.claim.nunique()} claims: {', '.join(counts)}."
+    claimed = sum(frame.claim.nunique() for frame in frames.values())
+    return f"{len(verdicts)} verdicts on {claimed} claims: {', '.join(counts)}."
 
 
 # ---- one table
@@ -193,8 +194,14 @@ def _listed(row: Any, chapter: str, block_id: str, with_model: bool, with_full: 
         "Rule": row.rule,
         "Decided by": wording.case(row.decided_by),
         "n": "" if pd.isna(row.n) else f"{row.n:.0f}",
-        "What would settle it": wording.missing(row),
+        "What would settle it": _settling(row),
     }
+
+
+def _settling(row: Any) -> TableCell:
+    """What would settle a verdict. It sorts by the number of items; other needs come after."""
+    text = wording.missing(row)
+    return TableCell(escape(text, quote=False), text and (f"{row.needed:.0f}" if row.needed > 0 else "needs"))
 
 
 def _estimate(row: Any) -> TableCell:

@@ -196,8 +196,8 @@ def _secret(table: pd.DataFrame) -> str:
     policies = safe.of.map(lambda name: figure.look(name).name).groupby(shares).agg(", ".join)
     listed = "; ".join(f"{share}% for {names}" for share, names in policies.items())
     return (
-        f"do not compress below the leak-safe share of your policy ({listed}; wherever its prohibition stands), or keep "
-        "the prohibition on a whitelist ({doc}`executed/leakage`)."
+        f"do not compress below the leak-safe share of your policy ({listed}; wherever the prohibition stands), or "
+        "keep it on a whitelist ({doc}`executed/leakage`)."
     )
 
 

@@ -1,5 +1,6 @@
 """The flow of the book on small notebooks: what is executed, what is skipped, what a failure leaves behind."""
 
+import inspect
 import re
 import shutil
 import signal
@@ -362,3 +363,14 @@ def test_pages_name_every_policy_and_every_switch(tmp_path):
 )
 def test_formulas_are_set_in_signs(plain, set_):
     assert pages.typeset(plain) == set_
+
+
+def test_what_a_cell_defines_has_a_source_as_in_a_kernel(root):
+    """Rows of a reader's policy depend on its source: without one a dry run would miss rows that are stored."""
+    source = root / "notebooks" / "first.ipynb"
+    notebook = nbformat.read(source, as_version=4)
+    notebook.cells[1].source = "def score(o):\n    return o.positions\n"
+    nbformat.write(notebook, source)
+    space: dict[str, object] = {}
+    list(book.cells("first", {}, root=root, space=space))
+    assert inspect.getsource(space["score"]) == notebook.cells[1].source

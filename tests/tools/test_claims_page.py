@@ -91,7 +91,7 @@ def test_the_table_says_what_decides_and_what_would_settle_it(page):
     text = parts["claims"]
     assert "not_run" not in text
     row = next(row for row in frame.itertuples() if not pd.isna(row.needed))
-    assert f"<td>about {row.needed:,.0f} items</td>" in text
+    assert f'<td data-key="{row.needed:.0f}">about {row.needed:,.0f} items</td>' in text
     assert f"<td>{wording.case(row.decided_by)}</td>" in text
     for column in ("Statement", "Rule", "Decided by", "n", "What would settle it"):
         assert re.search(rf'<th scope="col"[^>]*>{column}</th>', text)

@@ -25,7 +25,7 @@
     draw.fillStyle = ink;
     draw.fillRect(0, 0, canvas.width, 18);
     draw.globalAlpha = 1;
-    draw.fillStyle = canvas.dataset.colour === "#000000" ? ink : canvas.dataset.colour;
+    draw.fillStyle = ["#000000", "#5F5F5F"].includes(canvas.dataset.colour) ? ink : canvas.dataset.colour; // greys vanish in the dark
     const step = canvas.width / tokens.length;
     tokens.forEach((there, i) => { if (there) draw.fillRect(i * step, 0, Math.max(1, step), 18); });
     draw.fillStyle = ink;

@@ -530,6 +530,6 @@ def test_a_policy_of_ones_own_that_fails_is_left_out_of_the_records_and_named(st
         return vars(study)
 
     monkeypatch.setattr(runs.run, "run", run)
-    found = runs.triples_of(Loaded(), [], Settings(), ["fails"])
-    assert len(found.records) == len(study.records)
+    whole = runs.triples_of(Loaded(), [], Settings(), ["fails"])
+    assert len(whole.records) == len(study.records)
     assert capsys.readouterr().out.startswith("fails is left out of the records: others: 6 of 6 items failed")

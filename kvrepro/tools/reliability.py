@@ -11,7 +11,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from kvrepro.experiment import claims, figure
-from kvrepro.paths import DATA
+from kvrepro.paths import DATA, ROOT
 from kvrepro.tools.filterable import table
 from kvrepro.tools.rows import words
 
@@ -123,8 +123,18 @@ def sections(tables_of: dict[str, pd.DataFrame]) -> str:
         shown = shown.replace({"which": claims.LABELS}, regex=True) if "which" in shown else shown
         parts.append(_folded("The table", table(_texts(shown))))
         if name == "mutants" and (file := FOLDER / "survivors.csv").is_file():
-            parts.append(_folded("The survivors", table(_texts(pd.read_csv(file), code=("before", "after")))))
+            survivors = pd.read_csv(file)
+            if changed := _changed(survivors):
+                parts.append(f"Of the {len(survivors)} lines with survivors, {changed} have changed since.")
+            parts.append(_folded("The survivors", table(_texts(survivors, code=("before", "after")))))
     return "\n\n".join(parts)
+
+
+def _changed(survivors: pd.DataFrame, root: Path = ROOT) -> int:
+    """How many of the survivors' lines are no longer in their modules."""
+    code = {module: "".join((root / module).read_text().split()) for module in survivors.module.unique()}
+    lines = ["".join(line.partition("  #")[0].split()) for line in survivors.before]
+    return sum(line not in code[module] for module, line in zip(survivors.module, lines, strict=True))
 
 
 def _folded(title: str, text: str) -> str:

@@ -3,6 +3,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from observations import observation
+from torch.nn.functional import pad
 
 from kvrepro.engine import allocate
 from kvrepro.engine.select import select
@@ -129,6 +130,10 @@ def test_one_set_and_per_layer_rank_by_mean_scores():
     assert all((count == 7).all() for count in counts)
     means, _ = allocate.one_set(scores, nothing, budget)
     torch.testing.assert_close(means[2][0, 1], torch.cat(scores, 1).mean((0, 1)))
+    scores[1] = pad(scores[1], (3, 0), value=-torch.inf)  # three more dead slots before the same tokens
+    padded, _ = allocate.one_set(scores, nothing, budget)
+    assert padded[1][..., :3].isneginf().all()  # never chosen
+    assert torch.equal(padded[1][..., 3:], padded[0])
 
 
 def test_layers_need_not_be_alike():

@@ -11,7 +11,7 @@ import pandas as pd
 import papermill
 import pytest
 
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, figure, stats
 from kvrepro.tools import edition
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +23,7 @@ SETTINGS = {  # numbers that a chapter's prose may name: its source's example an
     "reanalysis": {"5", "20", "162", "481"},
 }
 NO_MODEL = {"reanalysis": {"measure", "margin", "tables"}}  # chapters that read stored rows: their parameters
+PROTECTION = nbformat.read(ROOT / "notebooks" / "protection.ipynb", as_version=4)
 CHAPTERS = [path for path in NOTEBOOKS if path.stem != "own_policy"]
 
 
@@ -173,6 +174,18 @@ def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, monk
     stored = pd.read_parquet(tmp_path / "results" / "protection" / "main.parquet")
     assert stored.error.isna().all()
     assert stored.groupby("item").prompt_tokens.first().between(1900, 2044).all()
+
+
+def test_the_largest_gain_leaves_out_a_policy_without_any_value():
+    """One's own policy may have answered nothing: the exercise then shows the others."""
+    [exercise] = [cell.source for cell in code(PROTECTION) if "largest = gains.loc[" in cell.source]
+    columns = ["item", "policy", "protected", "token_f1"]
+    few = [(item, "lru", side, 0.2 + side / 2) for item in ("a", "b") for side in (False, True)]
+    few += [(item, "mine", side, float("nan")) for item in ("a", "b") for side in (False, True)]
+    main = pd.DataFrame(few, columns=columns).assign(reading="as_run", task="one", capacity=128)
+    space = {"main": main, "middle": 128, "stats": stats, "figure": figure}
+    exec(exercise, space)
+    assert space["largest"].policy.tolist() == ["lru"]
 
 
 @pytest.mark.parametrize("rivals", [["snapkv"], ["random"]])

@@ -16,8 +16,10 @@ def by_table(scores: pd.DataFrame, tables: Sequence[str] = tuple(printed.TABLES)
 
     The control answers with the right answer's first word only: its token F1 is what one right word is worth. Columns:
     table, who, measure, value, low, high, n. Answers of one word have no words after the first. The rows that several
-    runs have for an item are one cluster.
+    runs have for an item are one cluster. No tables give no rows.
     """
+    if not tables:
+        return pd.DataFrame(columns=["table", "who", "value", "low", "high", "n", "measure"]).astype({"value": float})
     parts = []
     for table in tables:
         rows = printed.runs(scores, table)

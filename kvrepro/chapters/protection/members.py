@@ -259,12 +259,12 @@ def _of_attention(claim: Mapping, attention: pd.DataFrame) -> list[Member]:
 
 def members(
     claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, *, protect_frac: float = 0.10,
-    max_new_tokens: int = 128, kv_heads: int | None = None,
+    max_new_tokens: int = 128, kv_heads: int | None = None, profile: str = "quick",
 ) -> list[Member | NotTestable]:  # fmt: skip
     """What a claim is tested on, in rows of one reading (or of `study.attention`); for what cannot be tested, why."""
     _check_heads(claim, kv_heads)
     if rows is None:
-        raise NotTestable(f"not run: it needs {claim.get('needs', 'the study of ' + claim.get('study', 'main'))}")
+        raise NotTestable(f"not run: it needs {_needed(claim, profile)}")
     if claim.get("study") == "attention":
         return list(_of_attention(claim, rows))
     members_or_reasons: list[Member | NotTestable] = []
@@ -275,6 +275,13 @@ def members(
             reason = NotTestable(f"{error}; it needs {claim['needs']}") if "needs" in claim else error
             members_or_reasons.append(reason)
     return members_or_reasons
+
+
+def _needed(claim: Mapping, profile: str) -> str:
+    """What must be run before a claim can be asked. The studies of claims with `needs` belong to the full profile."""
+    if "needs" not in claim:
+        return f"the study of {claim.get('study', 'main')}"
+    return claim["needs"] if profile == "full" else f"the full profile (profile=full) with {claim['needs']}"
 
 
 def _check_heads(claim: Mapping, kv_heads: int | None) -> None:
@@ -328,7 +335,8 @@ def evaluate(
         if study == "attention" and attention is not None:
             _check_ceiling(results)
         rows, claim = rows_of(study, reading), {"measure": measure} | dict(claim)
-        return members(claim, sets, rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens, kv_heads=kv_heads)
+        given = {"protect_frac": protect_frac, "max_new_tokens": max_new_tokens, "kv_heads": kv_heads}
+        return members(claim, sets, rows, profile=profile, **given)
 
     own_claims = claims.claims_on_own(book["claims"], own_policies)
     model = results["model"].iloc[0]

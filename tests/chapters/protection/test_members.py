@@ -273,9 +273,12 @@ def test_verdicts_that_turn_with_the_measure_are_told():
 
 def test_no_claim_is_without_a_test():
     assert not [claim_id for claim_id, claim in BY_ID.items() if claim["contrast"] == "none" or "rule" not in claim]
-    table = members.evaluate(one_reading(synthetic.paper_like, n_items=6), book_of("P30", "P38", "P39", "P40"))
-    assert set(table.verdict) == {"not testable here"}
-    assert table.note.str.startswith("not run: it needs ").all()
+    rows, book = one_reading(synthetic.paper_like, n_items=6), book_of("P30", "P38", "P39", "P40")
+    quick, full = (members.evaluate(rows, book, profile=name).set_index("claim") for name in ("quick", "full"))
+    assert {*quick.verdict, *full.verdict} == {"not testable here"}
+    assert quick.note.str.startswith("not run: it needs the full profile (profile=full) with ").all()
+    assert full.note["P39"] == "not run: it needs a model that reads 65,536 tokens and finds a needle there"
+    assert not quick.note.str.contains("kvrepro").any()
 
 
 def test_sink_claims_each_way():
@@ -345,7 +348,7 @@ def test_missing_full_cache_is_replaced_by_protected_lru():
 def test_missing_conditions_are_named_not_guessed():
     table = members.evaluate(one_reading(synthetic.paper_like, n_items=6), book_of("P30", "P33")).set_index("claim")
     assert table.verdict["P30"] == "not testable here"
-    assert "it needs Ada-KV's answers with equal budgets" in table.note["P30"]
+    assert "answers of Ada-KV under equal budgets" in table.note["P30"]
     assert table.note["P33"]
     assert table.verdict["P33"] == "not testable here"
 

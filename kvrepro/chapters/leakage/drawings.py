@@ -1,5 +1,7 @@
 """Drawings that `kvrepro.experiment.figure` lacks: a heat map with marks in its cells, and panels without data."""
 
+from collections.abc import Mapping
+
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -38,11 +40,34 @@ def sooner(lost: pd.DataFrame) -> str:
     for part, phrase in phrases.items():
         names = [figure.look(name).name for name in lost.policy[lost.part == part]]
         if names and len(names) == len(lost):
-            return f"all {len(lost)} policies forget {phrase}" if len(lost) > 1 else f"{names[0]} forgets {phrase}"
+            every = "both policies" if len(lost) == 2 else f"all {len(lost)} policies"
+            return f"{every} forget {phrase}" if len(lost) > 1 else f"{names[0]} forgets {phrase}"
         if names:
             counts.append(f"{len(names)} {'forgets' if len(names) == 1 else 'forget'} {phrase} ({', '.join(names)})")
     listed = ", and ".join(text for text in (", ".join(counts[:-1]), *counts[-1:]) if text)
     return f"of {len(lost)} policies, {listed}" if counts else stats.NOT_RUN
+
+
+def phrases(rows: pd.DataFrame) -> str:
+    """Whether it matters for leakage which phrase a whitelist keeps: the first sentence or the prohibition. rows: a
+    system prompt's leakage (`value`) by `variant`, under one policy with one share dropped."""
+    first, prohibition = (rows[rows.variant == name] for name in ("first sentence", "whitelist"))
+    gaps = stats.contrasts(first, prohibition, "policy", "value", on=["system", "order"], clusters="system")
+    if gaps.empty or pd.isna(gaps.value.iloc[0]):
+        return "Whether it matters which phrase is on the whitelist was not run."
+    low, high = gaps.low.iloc[0], gaps.high.iloc[0]
+    if low > 0 or high < 0:
+        return "It matters which phrase is on the whitelist."
+    return "This run does not show that it matters which phrase is on the whitelist."
+
+
+def listed(leakage: pd.DataFrame, ways: Mapping[str, str]) -> str:
+    """Leakage by variant in words, without those that were not run: `80% by default and 2% with the prohibition kept`.
+    ways: variant -> how the sentence names it."""
+    values = {variant: stats.as_text(leakage, "%", variant=variant) for variant in ways}
+    parts = [f"{value} {ways[variant]}" for variant, value in values.items() if value != stats.NOT_RUN]
+    joint = ", and " if len(parts) > 2 else " and "
+    return joint.join(text for text in (", ".join(parts[:-1]), *parts[-1:]) if text)
 
 
 def say_empty(drawn: Figure, text: str) -> Figure:

@@ -34,3 +34,33 @@ def test_only_a_panel_without_points_says_so():
     assert drawings.say_empty(drawn, "nothing here") is drawn
     assert [[text.get_text() for text in axes.texts] for axes in (full, empty)] == [[], ["nothing here"]]
     plt.close(drawn)
+
+
+def test_parts_forgotten_under_two_policies_and_under_more():
+    lost = pd.DataFrame([(name, "defense") for name in ("h2o", "snapkv", "tova")], columns=["policy", "part"])
+    assert drawings.sooner(lost) == "all 3 policies forget the defense sooner"
+    assert drawings.sooner(lost[:2]) == "both policies forget the defense sooner"
+    assert drawings.sooner(lost[:1]) == "H2O forgets the defense sooner"
+
+
+def leakage(**values):
+    """Leakage of ten system prompts by variant: all of them score about the given value."""
+    noise = [0.01 * (i % 3) for i in range(10)]
+    rows = [(name, "h2o", i, "defense first", value + noise[i]) for name, value in values.items() for i in range(10)]
+    return pd.DataFrame(rows, columns=["variant", "policy", "system", "order", "value"])
+
+
+def test_that_the_phrase_matters_is_said_where_the_interval_shows_it():
+    matters = {"default": 0.9, "first sentence": 0.8, "whitelist": 0.1}
+    assert drawings.phrases(leakage(**matters)) == "It matters which phrase is on the whitelist."
+    assert "does not show that it matters" in drawings.phrases(leakage(**{"first sentence": 0.0, "whitelist": 0.0}))
+    assert "was not run" in drawings.phrases(leakage(default=0.9, whitelist=0.1))
+
+
+def test_leakage_by_variant_leaves_out_what_was_not_run():
+    table = pd.DataFrame([("a", 0.5, 0.4, 0.6), ("b", 0.1, 0.0, 0.2)], columns=["variant", "value", "low", "high"])
+    shown = drawings.listed(table, {"a": "by default", "b": "with one", "c": "with another"})
+    assert shown == "50.0% [40.0%, 60.0%] by default and 10.0% [0.0%, 20.0%] with one"
+    three = pd.concat([table, table[:1].assign(variant="c")])
+    assert ", and 50.0%" in drawings.listed(three, {"a": "by default", "b": "with one", "c": "with another"})
+    assert drawings.listed(table[:0], {"a": "by default"}) == ""

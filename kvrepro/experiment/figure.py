@@ -474,7 +474,7 @@ def ends(table: pd.DataFrame, *columns: str, percent: bool = False) -> str:
     if rows.empty:
         return "without any value"
     extremes = rows.iloc[rows.value.argmin()], rows.iloc[rows.value.argmax()]
-    form = ".0%" if percent else ".2f"
+    form = "z.0%" if percent else "z.2f"  # z: no "-0.00"
     low, high = (f"{row.value:{form}} ({', '.join(look(row[name]).name for name in columns)})" for row in extremes)
     return f"from {low} to {high}"
 

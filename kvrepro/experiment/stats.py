@@ -445,7 +445,7 @@ def as_text(table: pd.DataFrame, unit: str = "", *, digits: int | None = None, *
     if rows.empty or pd.isna(rows.value.iloc[0]):
         return NOT_RUN
     places = (1 if unit == "%" else 3) if digits is None else digits
-    row, spec = rows.iloc[0], f".{places}%" if unit == "%" else f".{places}f"
+    row, spec = rows.iloc[0], f"z.{places}%" if unit == "%" else f"z.{places}f"  # z: no "-0.00"
     after = f" {unit}" if unit not in ("", "%") else ""
     if pd.isna(row.low):
         return f"{row.value:{spec}}{after}"

@@ -187,6 +187,7 @@ def test_a_table_shows_names_and_rounded_numbers_and_no_counting_index():
 def test_the_ends_of_a_table_are_named():
     assert figure.ends(TABLE, "policy", "capacity") == "from 0.00 (LRU, 128) to 0.40 (mine, 128)"
     assert figure.ends(TABLE.assign(value=np.nan), "policy") == "without any value"
+    assert figure.ends(TABLE.assign(value=-0.001), "policy") == "from 0.00 (LRU) to 0.00 (LRU)"
 
 
 def test_a_point_says_its_value_where_it_is_drawn():

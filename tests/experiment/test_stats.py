@@ -283,6 +283,7 @@ def test_a_row_is_told_with_as_many_digits_as_asked_for():
     assert stats.as_text(rows, "%", who="a") == "63.3% [54.5%, 71.8%]"
     assert stats.as_text(rows, "%", digits=0, who="a") == "63% [54%, 72%]"
     assert stats.as_text(rows, digits=2, who="b") == "0.50"
+    assert stats.as_text(rows.assign(value=-0.001), digits=2, who="b") == "0.00"
 
 
 def test_holm_agrees_with_statsmodels():

@@ -13,6 +13,7 @@ import pandas as pd
 from kvrepro.engine.policy import is_own
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, history, judge, stats
+from kvrepro.experiment.figure import look
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 from kvrepro.experiment.stats import CONTRASTS
 
@@ -42,7 +43,7 @@ def with_cell_names(rows: pd.DataFrame) -> pd.DataFrame:
 def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
     """One column of one condition, indexed by item; failed items are nan. Raises NotTestable where the condition was
     not run or failed on every item, InputError where an item has several rows."""
-    description = ", ".join(f"{name} {value}" for name, value in cell.items())
+    description = _described(cell)
     columns = ["item", *rows.columns.intersection(["error", "regime"]), column]  # few of dozens: faster to select
     if cell["policy"] == "full":
         selected = rows.loc[rows.policy == "full", columns].drop_duplicates("item")
@@ -60,6 +61,20 @@ def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
     if "error" in selected and selected.error.notna().all():
         raise NotTestable(f"all {len(selected)} items failed ({selected.error.iloc[0]}): {description}")
     return selected.set_index("item")[column]
+
+
+def _described(cell: Mapping) -> str:
+    """A condition in words: `SLW with 128 tokens kept, 10% protected at each end`."""
+    if cell["policy"] == "full":
+        return "the full cache"
+    prefix, suffix = (f"{100 * cell[side]:.3g}% protected" for side in ("prefix", "suffix"))
+    guard = f"{prefix} at each end" if prefix == suffix else f"{prefix} at the beginning and {suffix} at the end"
+    guard = guard if cell["prefix"] or cell["suffix"] else "unprotected"
+    pinned = "pinned to the prompt" if cell.get("suffix_mode") == "static" else ""
+    regimes = {"decode cap": "capped layer by layer while decoding", "at the prompt's end": "evicted once"}
+    regime = regimes.get(cell.get("regime", ""), cell.get("regime", ""))
+    kept = f"{look(cell['policy']).name} with {cell['capacity']:g} tokens kept"
+    return ", ".join(filter(None, [kept, guard, pinned, regime]))
 
 
 def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, Any]:
@@ -177,7 +192,8 @@ def _spread(claim: Mapping, cell: Mapping, sets: Mapping, label: str) -> Member:
         except NotTestable:
             missing.append(policy)
     if len(columns) < 2:
-        raise NotTestable(f"{len(columns)} of the policies of a spread were run: it needs two")
+        count = "one" if columns else "none"
+        raise NotTestable(f"{count} of the policies of a spread was run: it needs two")
     label = ", ".join([label, *(f"without {policy}" for policy in missing)])
     if "b" not in cell:
         return judge.pairs(pd.DataFrame(columns), label)

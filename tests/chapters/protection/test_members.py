@@ -334,7 +334,7 @@ def test_domains_are_judged_one_by_one():
 def test_a_spread_names_the_policies_that_were_not_run():
     two = PAPER[PAPER.policy.isin(["full", "lru", "h2o_simple", "snapkv_simple"])]
     assert states("P13", two).decided_by.str.contains("without ada_kv_simple, without quest_simple").all()
-    with pytest.raises(judge.NotTestable, match="1 of the policies of a spread were run"):
+    with pytest.raises(judge.NotTestable, match="one of the policies of a spread was run"):
         raise members.members(BY_ID["P13"], BOOK["sets"], PAPER[PAPER.policy.isin(["full", "h2o_simple"])])[0]
 
 
@@ -351,6 +351,18 @@ def test_missing_conditions_are_named_not_guessed():
     assert "answers of Ada-KV under equal budgets" in table.note["P30"]
     assert table.note["P33"]
     assert table.verdict["P33"] == "not testable here"
+
+
+def test_a_condition_that_was_not_run_is_named_in_words():
+    guarded = {"policy": "slw", "capacity": 128.0, "prefix": 0.1, "suffix": 0.1}
+    one_side = {**guarded, "policy": "lru", "prefix": 0.05, "suffix": 0.0, "regime": "decode cap"}
+    for cell, words in (
+        (guarded, "StreamingLLM with 128 tokens kept, 10% protected at each end"),
+        ({**guarded, "prefix": 0.0, "suffix": 0.0}, "StreamingLLM with 128 tokens kept, unprotected"),
+        (one_side, "LRU with 128 tokens kept, 5% protected at the beginning and 0% protected at the end, capped layer"),
+    ):
+        with pytest.raises(judge.NotTestable, match=f"not run: {words}"):
+            members.per_item(PAPER[PAPER.policy == "full"].assign(regime="decode cap"), cell, "token_f1")
 
 
 def test_fewer_than_six_items_are_not_judged():

@@ -351,8 +351,10 @@ def evaluate(
         if study == "attention" and attention is not None:
             _check_ceiling(results)
         rows, claim = rows_of(study, reading), {"measure": measure} | dict(claim)
-        given = {"protect_frac": protect_frac, "max_new_tokens": max_new_tokens, "kv_heads": kv_heads}
-        return members(claim, sets, rows, profile=profile, **given)
+        return members(
+            claim, sets, rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens, kv_heads=kv_heads,
+            profile=profile,
+        )  # fmt: skip
 
     own_claims = claims.claims_on_own(book["claims"], own_policies)
     model = results["model"].iloc[0]

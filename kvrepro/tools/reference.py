@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 from kvrepro.experiment import run
 from kvrepro.paths import ROOT
+from kvrepro.tools import claims_page
 
 PAGES = {  # page: patterns of the files that it shows, from the project's folder
     "api-engine": ("kvrepro/engine/*.py",),
@@ -35,7 +36,7 @@ def settings() -> str:
     parts = [_settings("Of every chapter", run.Settings, set())]
     for name in sorted(path.parent.name for path in ROOT.glob("kvrepro/chapters/*/settings.py")):
         module = importlib.import_module(f"kvrepro.chapters.{name}.settings")
-        parts.append(_settings(name.replace("_", " ").capitalize(), module.Settings, shared))
+        parts.append(_settings(claims_page.title(ROOT / "notebooks" / f"{name}.ipynb"), module.Settings, shared))
     return "\n".join(parts)
 
 

@@ -79,5 +79,6 @@ def test_every_setting_stands_in_its_table_with_its_comment():
     text = reference.settings()
     for line in ("| `seed` | `0` | of the items |", "| `protect_frac` | `0.1` | of the capacity, at each end |"):
         assert line in text
+    assert "## Is protection nearly all you need?" in text  # a chapter's title, as the contents have it
     assert text.count("## ") == 1 + len(list((reference.ROOT / "kvrepro" / "chapters").glob("*/settings.py")))
     assert not [line for line in text.splitlines() if line.endswith("|  |")]

@@ -183,7 +183,7 @@ def _listed(row: Any, chapter: str, block_id: str, with_model: bool, with_full: 
     full = TableCell(pill(row.full_verdict)) if row.full_verdict not in ("", row.verdict) else same
     return {
         "Claim": TableCell(f'<a href="#{block_id}">{escape(row.claim)}</a>'),
-        "Chapter": chapter.replace("_", " "),
+        "Chapter": chapter.replace("_", " ").replace("dropkv", "DropKV"),
         "Statement": row.statement.replace("*", ""),
         "With": READ[row.reading],
         **model,

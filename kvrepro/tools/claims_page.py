@@ -12,7 +12,7 @@ from typing import Any
 import nbformat
 import pandas as pd
 
-from kvrepro.experiment import claims, wording
+from kvrepro.experiment import claims, history, wording
 from kvrepro.experiment.claims import LABELS
 from kvrepro.experiment.wording import LOOKS
 from kvrepro.paths import DATA, ROOT
@@ -313,9 +313,9 @@ def _entries(
     terms |= other
     terms |= {"Errors": rates} if rates else {}
     terms |= {head: entry[key] for key, head in NOTES.items() if key in entry}
-    if noted := re.search(r"as first written \((.*)\): \*(.+?)\*", first.statement):
-        rule = f" Rule: {noted[1]}." if noted[1] else ""
-        terms["As first written"] = f"{noted[2][0].upper()}{noted[2][1:]}.{rule}"
+    if late := history.first_form(first.statement):
+        rule, verdicts = late
+        terms["As first written"] = f"{verdicts[0].upper()}{verdicts[1:]}." + (f" Rule: {rule}." if rule else "")
     html = {head: escape(text, quote=False) for head, text in terms.items()} | dict(links)
     return "".join(f"<dt>{head}</dt><dd>{text}</dd>" for head, text in html.items() if text)
 

@@ -45,25 +45,27 @@ def hours(measured: pd.DataFrame, chapter: str, profile: str) -> float:
 
 def table(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
     """A row for every chapter measured without an error: model, GPU, chapter, items measured, sizes (how many numbers
-    of items were measured), hours in the quick and in the full profile, `_largest`, peak GiB, date, and how."""
+    of items were measured), hours in the quick and in the full profile, the largest one's `_work`, peak GiB,
+    date, and how."""
     frame = pd.read_csv(path)
     done = frame[frame.error.isna() & (frame.failed == 0) & (frame.device != "CPU")]
     rows = [
         {"model's shape": shape, "GPU": device.removeprefix("NVIDIA ").removesuffix(" HBM3"), "chapter": chapter,
-         "items measured": int(rows_of_chapter.n_items.max()), "sizes": int(rows_of_chapter.n_items.nunique()),
+         "items measured": int(largest.n_items), "sizes": int(rows_of_chapter.n_items.nunique()),
          "quick, hours": round(hours(rows_of_chapter, chapter, "quick"), 2),
          "full, hours": round(hours(rows_of_chapter, chapter, "full"), 1),
-         **_largest(rows_of_chapter.sort_values("n_items").iloc[-1]),
+         **_work(largest),
          "peak GiB": rows_of_chapter.peak_gib.max(), "date": rows_of_chapter.date.min(),
-         "how": str(rows_of_chapter.sort_values("n_items").note.iloc[-1])}
+         "how": str(largest.note)}
         for (shape, device, chapter), rows_of_chapter in done.groupby(["shape", "device", "chapter"], sort=False)
+        for largest in [rows_of_chapter.sort_values("n_items").iloc[-1]]
     ]  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def _largest(row: pd.Series) -> dict[str, object]:
-    """Of the measurement with the most items: its rows, the failed ones, seconds per item, and which shares of its
-    seconds are prefill and decoding."""
+def _work(row: pd.Series) -> dict[str, object]:
+    """Of a measurement: its rows, the failed ones, seconds per item, and which shares of its seconds are prefill and
+    decoding."""
     shares = {name: "-" if pd.isna(row[name]) else f"{row[name] / row.seconds:.0%}" for name in ("prefill", "decode")}
     return {
         "rows": int(row.results),

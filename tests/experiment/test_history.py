@@ -44,3 +44,11 @@ def test_readings_that_differ_are_both_told():
     [statement] = set(verdicts[verdicts.claim == "X3"].statement)
     assert "*not reproduced*" in statement
     assert "as_run" not in statement
+
+
+def test_a_statement_tells_its_first_form():
+    assert history.first_form("X. (Changed when results were known; as first written (at least 2): *partly*.)") == (
+        "at least 2",
+        "partly",
+    )
+    assert history.first_form("X. (Exploratory: written when results were known.)") is None

@@ -1,6 +1,6 @@
 """Drawings that `kvrepro.experiment.figure` lacks: a heat map with marks in its cells, and panels without data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -44,8 +44,7 @@ def sooner(lost: pd.DataFrame) -> str:
             return f"{every} forget {phrase}" if len(lost) > 1 else f"{names[0]} forgets {phrase}"
         if names:
             counts.append(f"{len(names)} {'forgets' if len(names) == 1 else 'forget'} {phrase} ({', '.join(names)})")
-    listed = ", and ".join(text for text in (", ".join(counts[:-1]), *counts[-1:]) if text)
-    return f"of {len(lost)} policies, {listed}" if counts else stats.NOT_RUN
+    return f"of {len(lost)} policies, {_joined(counts, ', and ')}" if counts else stats.NOT_RUN
 
 
 def phrases(rows: pd.DataFrame) -> str:
@@ -66,8 +65,12 @@ def listed(leakage: pd.DataFrame, ways: Mapping[str, str]) -> str:
     ways: variant -> how the sentence names it."""
     values = {variant: stats.as_text(leakage, "%", variant=variant) for variant in ways}
     parts = [f"{value} {ways[variant]}" for variant, value in values.items() if value != stats.NOT_RUN]
-    joint = ", and " if len(parts) > 2 else " and "
-    return joint.join(text for text in (", ".join(parts[:-1]), *parts[-1:]) if text)
+    return _joined(parts, ", and " if len(parts) > 2 else " and ")
+
+
+def _joined(parts: Sequence[str], last: str) -> str:
+    """The parts with commas between them, and `last` before the last one."""
+    return last.join(text for text in (", ".join(parts[:-1]), *parts[-1:]) if text)
 
 
 def say_empty(drawn: Figure, text: str) -> Figure:

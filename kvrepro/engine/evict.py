@@ -167,21 +167,16 @@ class EvictionJob:
         return isinstance(self.condition.regime, DecodeCap | PerStep)
 
     @property
-    def per_head(self) -> bool:
-        """`SharedCap`: does each head choose for itself?"""
-        return self.policy.allocate is not allocate.uniform
-
-    @property
     def reduction(self) -> Reduction | None:
         """How attention is reduced over layers, where one set of tokens serves all of them."""
         if self.evictor is None or not isinstance(self.condition.regime, SharedCap):
             return None
-        return Reduction(self.parameters["score_reduce"], self.parameters["head_map"] if self.per_head else None)
+        return Reduction(self.parameters["score_reduce"], self.parameters["head_map"] if self.policy.per_head else None)
 
     @property
     def first_step(self) -> int:
         """`SharedCap`: the step of the first reduction."""
-        return int(self.parameters["per_head_first_reduction" if self.per_head else "first_reduction"])
+        return self.policy.first_step(self.parameters)
 
     @property
     def repeated(self) -> set[str]:
@@ -269,7 +264,7 @@ def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
     mask = guard.ends(o, prefix, suffix, end)
     if job.condition.whitelist:
         mask = mask | guard.whitelist(o, job.prompts.whitelisted(job.condition.whitelist).to(device).repeat(n, 1))
-    if job.parameters.get("empty_suffix") == "keeps_newest" and not job.per_head:
+    if job.parameters.get("empty_suffix") == "keeps_newest" and not job.policy.per_head:
         bare = torch.tensor([bool(first and not last) for first, last in sides], device=device)
         mask = mask | bare[:, None, None]  # as run, an empty suffix slice protects every token
     return mask
@@ -388,7 +383,7 @@ def selected(
 def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
     """`selected` of `SharedCap`: ties in the policy's order; heads that choose for themselves have their union cut."""
     tie_break, budget = job.parameters["tie_break"], job.budget.to(o.positions.device)
-    if not job.per_head:
+    if not job.policy.per_head:
         ties = shared.order(o, scores, job.policy.ties or (), tie_break)
         return select(scores, protected, counts, ties.masked_fill(protected, torch.iinfo(ties.dtype).max))
     heads = select(scores, protected, counts, shared.position_rank(o.positions, tie_break))

@@ -24,7 +24,7 @@ from kvrepro.engine.fused import in_few_launches
 from kvrepro.engine.memory import Peak
 from kvrepro.engine.policy import Policy, budget_of, find
 from kvrepro.engine.prefill import ExtendByKernels, PrefillState
-from kvrepro.engine.regime import Chunked, Offline, Prefill, SharedCap
+from kvrepro.engine.regime import Chunked, Offline, SharedCap
 from kvrepro.engine.repeat import reconstruct
 from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
 from kvrepro.engine.shapes import KeyValue, Query
@@ -186,9 +186,12 @@ def room_taken(call: Call, rows: Rows) -> int:
 
 def _row_tokens(call: Call, i: int, j: int) -> int:
     """The most tokens that a layer holds of prompt `i` and its answer under condition `j`."""
-    c, text = call.conditions[j], call.texts[i]
+    c, text, evictor = call.conditions[j], call.texts[i], call.evictor(j)
     end = boundary(text, c)
-    kept = min(end, budget_of(c, end)) if isinstance(c.regime, Prefill) else end  # others evict later
+    evicts = evictor is not None and c.execution == "physical"
+    if evictor is not None and isinstance(c.regime, SharedCap):
+        evicts &= evictor.first_step(evictor.reading(c.reading, c.switches)) == 0
+    kept = min(end, budget_of(c, end)) if evicts else end
     return kept + len(text.ids) - end + call.new_tokens[i]
 
 

@@ -111,6 +111,16 @@ class Policy:
         return self.ties is not None
 
     @property
+    def per_head(self) -> bool:
+        """Does each head choose for itself?"""
+        return self.allocate is not allocate.uniform
+
+    def first_step(self, parameters: Parameters) -> int:
+        """`SharedCap`: the step of the first reduction, from the parameters of a reading."""
+        step: Any = parameters["per_head_first_reduction" if self.per_head else "first_reduction"]
+        return int(step)
+
+    @property
     def regimes(self) -> tuple[str, ...]:
         """Names of the regimes in which it can run."""
         return tuple(name for name in REGIMES if (name == SharedCap.name) == self.shared and name not in self.refuses)
@@ -440,10 +450,10 @@ def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: 
         if value:
             problem = f"{name} {value!r} in regime {SharedCap.name!r}"
             raise InputError(f"{problem}, which has no such thing: take DecodeCap()")
-    per_head, budget = policy.allocate is not allocate.uniform, budget_of(c, 0)
+    budget = budget_of(c, 0)
     prefix, suffix = guarded(c, budget, parameters)
     needed, parts = prefix + suffix, f"{prefix} prefix + {suffix} suffix"
-    if per_head:
+    if policy.per_head:
         needed, parts = needed + 1, parts + " + 1 chosen by each head"
     if policy.shield is not None:
         needed, parts = max(needed, SLW_SINKS + 1), parts + f", or {SLW_SINKS} sinks + 1 recent"
@@ -453,7 +463,7 @@ def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: 
     if tokens is not None and tokens < prefix + suffix:
         problem = f"prompt of {tokens} tokens < {prefix + suffix} protected tokens ({parts})"
         raise InputError(f"{problem}: use a longer prompt or lower the guards")
-    if c.static_suffix and not per_head and parameters["static_suffix"] == "per_head_only":
+    if c.static_suffix and not policy.per_head and parameters["static_suffix"] == "per_head_only":
         problem = "as run it exists for per-head policies only; set the switch static_suffix to anywhere"
         raise InputError(f"static_suffix with {c.policy}: {problem}")
     if parameters["empty_suffix"] == "keeps_newest" and parameters["guardrail"] == "honours" and prefix and not suffix:
@@ -492,8 +502,7 @@ def _budget(p: Policy) -> str:
     if not p.frees:
         return "memory stays: pages are chosen per query"
     if p.shared:
-        per_head = p.allocate is not allocate.uniform
-        return "tokens per KV head, union trimmed to the budget" if per_head else "one set for all heads and layers"
+        return "tokens per KV head, union trimmed to the budget" if p.per_head else "one set for all heads and layers"
     dense = int({**p.parameters, **p.as_run}.get("dense_layers", 0))  # type: ignore[call-overload]
     return f"{p.budget}; in the authors' code the first {dense} layers stay whole" if dense else p.budget
 

@@ -687,6 +687,29 @@ def test_conditions_share_a_pass_as_far_as_their_rows_fit():
     assert passes.fitting(call, [0, 0, 0], columns, 2 * sum(sizes)) == [([0], columns), ([0, 0], columns)]
 
 
+@pytest.mark.parametrize(
+    ("condition", "held"),
+    [
+        (Condition("lru", 10, SharedCap()), 10),
+        (Condition("ada_kv_faithful", 10, SharedCap(), reading="as_run"), 40),  # its first reduction is at step 8
+        (Condition("ada_kv_faithful", 10, SharedCap(), reading="as_described"), 10),
+        (Condition("k_norm", 10, DecodeCap(), reading="as_described"), 10),
+        (Condition("k_norm", 10, DecodeCap(), execution="masked"), 40),
+        (Condition("quest_pages", 0.25, Prefill()), 40),
+    ],
+)
+def test_the_room_of_a_row_is_what_it_holds_after_its_prompt(condition, held):
+    model, [prompt] = architecture("llama"), tiny_prompts(40)
+    call = passes.Call(model, [Prompt(prompt, {})], [condition], [4], ModelFacts.of(model))
+    config = model.config
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    with torch.inference_mode(), engine.installed(model):
+        [rows] = passes.read(call, [0], [0])
+    assert rows.cache.bytes == held * token
+    assert passes.fitting(call, [0], [0, 0], 2 * (held + 4) * token) == [([0], [0, 0])]
+    assert passes.fitting(call, [0], [0, 0], 2 * (held + 4) * token - 1) == [([0], [0]), ([0], [0])]
+
+
 def test_prompts_share_a_pass_as_far_as_their_padded_tokens_go():
     lengths = [10, 10, 40, 10, 90, 10]
     assert engine.blocks(range(6), lengths, 1, math.inf) == [[i] for i in range(6)]

@@ -91,11 +91,11 @@ def check_family(model: PreTrainedModel) -> dict[int, Module]:
     reasons = {
         "transformers does not let others compute its attention": not model._can_set_attn_implementation(),
         f"layers of type {', '.join(unknown)} are unknown here": unknown,
-        f"{shared} layers use the keys and values of others": shared,
+        f"layers share keys and values (num_kv_shared_layers {shared})": shared,
         "it brings a cache of its own": not model._supports_default_dynamic_cache(),
         "it cannot go on reading where it stopped": config.model_type in FORGETTING,
         "no layer holds keys and values": not holding,
-        f"{len(holding)} layers hold tokens, {len(modules)} of them keys and values per head": list(modules) != holding,
+        f"{len(modules)} of {len(holding)} layers with tokens hold keys and values per head": list(modules) != holding,
         "its weights are quantised": not unquantised,
     }
     if why := next((reason for reason, holds in reasons.items() if holds), None):

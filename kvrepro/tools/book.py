@@ -23,6 +23,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import nbformat
 import papermill
@@ -42,6 +43,7 @@ from kvrepro.tools.processes import in_turn, interruptible
 
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
 data/artifact/* constraints.txt""".split()
+SHOWS = "kvrepro.experiment.figure.display"  # what figures are shown by
 STUDIES_END = ".end_studies()"  # in the cell that runs a notebook's studies, as its last line
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value"
 
@@ -343,7 +345,8 @@ def cells(
 ) -> Iterator[str]:  # fmt: skip
     """Run a notebook's code cells in this process, one by one, with these parameters in the place of its own. Yields
     each cell's source. display: is called with what a cell shows; space: holds their variables; until: the first
-    statement that holds this text ends the run."""
+    statement that holds this text ends the run. Without a notebook, IPython's own `display` would print how objects
+    of Python are written."""
     workers.studies_ended.clear()  # an earlier notebook's studies may have ended in this process
     space = {} if space is None else space
     space["display"] = display
@@ -355,8 +358,9 @@ def cells(
             body = list(itertools.takewhile(lambda line: not until or until not in ast.unparse(line), tree.body))
             whole = len(body) == len(tree.body)
             last = body.pop() if whole and body and isinstance(body[-1], ast.Expr) else None
-            exec(compile(ast.Module(body, []), file, "exec"), space)
-            shown = eval(compile(ast.Expression(last.value), file, "eval"), space) if last else None
+            with mock.patch("IPython.display.display", display), mock.patch(SHOWS, display):
+                exec(compile(ast.Module(body, []), file, "exec"), space)
+                shown = eval(compile(ast.Expression(last.value), file, "eval"), space) if last else None
             if shown is not None:
                 display(shown)
             if not whole:

@@ -178,7 +178,7 @@ def recorded() -> Iterator[list[TestedClaim]]:
 def tested_claims_of(chapter: str, results: Path) -> list[TestedClaim]:
     """Claims of a chapter with their members, from stored rows: runs the notebook's cells up to the one that judges."""
     with recorded() as tested_claims:
-        for cell in book.cells(chapter, {"results": str(results)}, lambda *_: None):
+        for cell in book.cells(chapter, {"results": str(results)}):
             if "claims.write(" in cell:
                 break
     return tested_claims

@@ -29,7 +29,7 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import error_line
+from kvrepro.errors import InputError, error_line
 from kvrepro.experiment import data, models, progress
 from kvrepro.item import Item
 from kvrepro.paths import GPU
@@ -197,7 +197,12 @@ def main(
     for name in chapter:
         ensure(CHAPTERS, chapter=name)
     models.device_of(device)
-    read = data.load_items(items, data.AtMost(8))
+    try:
+        read = data.load_items(items, data.AtMost(8))
+    except InputError as error:
+        if items.endswith(".jsonl"):
+            raise
+        raise InputError(f"{error}; or give a file of your own, --items FILE.jsonl") from None
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     run_facts = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
     run_facts |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}

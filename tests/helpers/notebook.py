@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import IPython.display
 from IPython.core.formatters import DisplayFormatter
 
-from kvrepro.experiment import figure
 from kvrepro.tools import book
 
 MINE = """
@@ -31,7 +29,7 @@ def own_policy(folder: Path, window: int = 16) -> str:
     return f"{folder / 'mine.py'}:MINE"
 
 
-def run(monkeypatch, name: str, given: dict[str, Any]) -> list[tuple[str, Shown]]:
+def run(name: str, given: dict[str, Any]) -> list[tuple[str, Shown]]:
     """(source, what it displays) of every code cell, with these parameters in the place of its own."""
     shown: Shown = []
     formatted = DisplayFormatter().format
@@ -39,8 +37,6 @@ def run(monkeypatch, name: str, given: dict[str, Any]) -> list[tuple[str, Shown]
     def display(*things, raw=False, **options):
         shown.extend(thing if raw else formatted(thing)[0] for thing in things)
 
-    monkeypatch.setattr(IPython.display, "display", display)
-    monkeypatch.setattr(figure, "display", display)
     cells = []
     for source in book.cells(name, given, display=display):
         cells.append((source, list(shown)))

@@ -374,3 +374,22 @@ def test_what_a_cell_defines_has_a_source_as_in_a_kernel(root):
     space: dict[str, object] = {}
     list(book.cells("first", {}, root=root, space=space))
     assert inspect.getsource(space["score"]) == notebook.cells[1].source
+
+
+def test_what_a_notebook_displays_goes_to_the_caller_alone(root, capsys):
+    source = root / "notebooks" / "first.ipynb"
+    notebook = nbformat.read(source, as_version=4)
+    notebook.cells[1].source = (
+        "from IPython.display import Markdown, display\n"
+        "from kvrepro.experiment import figure\n"
+        "display(Markdown('one'))\n"
+        "figure.show(figure.nothing(), 'two', 'A caption.', 'What one sees of it.')\n"
+        "print('three')\n"
+        "size\n"
+    )
+    nbformat.write(notebook, source)
+    shown = []
+    list(book.cells("first", {}, lambda *things, **_: shown.extend(things), root=root))
+    assert (len(shown), shown[0].data, shown[-1]) == (4, "one", 2)
+    list(book.cells("first", {}, root=root))
+    assert capsys.readouterr().out == "three\n" * 2

@@ -149,3 +149,15 @@ def test_an_unknown_shape_is_refused(tmp_path):
 def test_shape_and_device_are_looked_at_before_items(shape, device, message):
     with pytest.raises(InputError, match=message):
         trial.main(shape, device, items="no/such.jsonl")
+
+
+@pytest.mark.parametrize(("items", "ends"), [("longbench", "FILE.jsonl"), ("own.jsonl", "cannot download it")])
+def test_without_its_usual_items_a_trial_names_the_way_out(items, ends, monkeypatch):
+    def load(*_):
+        raise InputError("cannot download it")
+
+    monkeypatch.setattr(data, "load_items", load)
+    with pytest.raises(InputError) as error:
+        trial.main("two-layer", "cpu", "float32", ["protection"], items)
+    assert str(error.value).startswith("cannot download it")
+    assert str(error.value).endswith(ends)

@@ -9,12 +9,12 @@ from kvrepro.experiment import claims
 
 
 @pytest.mark.parametrize("with_own", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, monkeypatch, with_own):
+def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, with_own):
     policy = notebook.own_policy(tmp_path)
     given = checkpoint.inputs(tmp_path, checkpoint.questions(2, 1300)) | {"shares": [0.4]}
     given |= {"policies": [policy, "critical_ada_kv", "defensive_kv"] if with_own else ["snapkv"]}
     given |= {"options": {"answer_tokens": 4, "max_new_tokens": 4, "progress": False, "window": 16, "single": 8}}
-    outputs = [data for _, shown in notebook.run(monkeypatch, "fragility", given) for data in shown]
+    outputs = [data for _, shown in notebook.run("fragility", given) for data in shown]
     assert sum("image/svg+xml" in data for data in outputs) == 15
     table = pd.read_csv(tmp_path / "results" / "fragility" / "claims.csv")
     assert table.columns.tolist() == claims.COLUMNS

@@ -18,7 +18,7 @@ MINE = Policy("Earliest", "this test", earliest)
 """
 
 
-def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(tmp_path, monkeypatch):
+def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(tmp_path):
     """Rows, curves and verdict rows of its own; a random model tells nothing, so no verdict claims anything. What the
     second model says stands beside what the first one does."""
     (tmp_path / "own_policy.py").write_text(OWN)
@@ -28,7 +28,7 @@ def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(t
     given = {"model": folders[0], "results": str(tmp_path / "results")}
     given |= {"n_items": 1, "policies": [policy], "ratios": [0.5]}
     given |= {"options": {"max_new_tokens": 4, "repeats": 1, "progress": False, "compare": folders[1]}}
-    outputs = [data for _, shown in notebook.run(monkeypatch, "leakage", given) for data in shown]
+    outputs = [data for _, shown in notebook.run("leakage", given) for data in shown]
     assert sum("image/svg+xml" in data for data in outputs) >= 10
     assert sum("Earliest" in data.get("text/markdown", "") for data in outputs) >= 3
     verdicts = pd.read_csv(tmp_path / "results" / "leakage" / "claims.csv")

@@ -23,10 +23,10 @@ def given(tmp_path_factory):
 
 
 @pytest.mark.parametrize("policy", [pytest.param("window", marks=pytest.mark.slow), "{folder}/mine.py:MINE"])
-def test_it_runs_on_a_foreign_checkpoint_with_one_policy(given, policy, monkeypatch):
+def test_it_runs_on_a_foreign_checkpoint_with_one_policy(given, policy):
     results = Path(given["results"])
     given = {**given, "policies": [policy.format(folder=results.parent)]}
-    cells = notebook.run(monkeypatch, "reclamation", given)
+    cells = notebook.run("reclamation", given)
     images = [sum("image/svg+xml" in data for data in shown) for _, shown in cells]
     assert images == ["figure.show(" in source for source, _ in cells]
     table = pd.read_csv(results / "reclamation" / "claims.csv")

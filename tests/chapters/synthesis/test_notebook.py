@@ -5,12 +5,12 @@ import notebook
 import pandas as pd
 
 
-def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_own(tmp_path, monkeypatch):
+def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_own(tmp_path):
     policy = notebook.own_policy(tmp_path, window=4)
     given = checkpoint.inputs(tmp_path, checkpoint.questions(3, 2400))
     given |= {"policies": [policy, "key_diff", "dropkv"]}
     given["options"] = {"tokens": 300, "cells": 14, "kept": [0.2, 0.4], "answer_words": 4, "window": 4, "draws": 20}
-    cells = notebook.run(monkeypatch, "synthesis", given)
+    cells = notebook.run("synthesis", given)
     outputs = [data for _, shown in cells for data in shown]
     drawn = [source for source, _ in cells if "figure.show(" in source]
     assert sum("image/svg+xml" in data for data in outputs) == len(drawn) >= 10

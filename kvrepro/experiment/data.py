@@ -291,7 +291,13 @@ def by_line(path: Path, build: Callable[[dict[str, Any], int], Any], needed: str
     items: dict[str, Any] = {}
     lines: dict[str, int] = {}  # of each id
     bad: dict[int, str] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    content = path.read_bytes()
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        where = f"{path}, line {len(content[: error.start + 1].splitlines())}"
+        raise InputError(f"{where}: byte {content[error.start]:#04x} is not UTF-8: save the file as UTF-8") from None
+    for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -554,9 +560,11 @@ def _cut(item: Item, passage: str, tokenizer: Any, limit: int) -> tuple[Messages
         over = len(ids) - limit
         if over <= 0:
             return messages, spans, len(context) - kept
+        others = len(ids) - kept
         kept -= over + (kept - over) % 2
         if kept < 2:
-            raise InputError(f"item {item.id}: limit {limit} leaves {kept} tokens for its context: raise the limit")
+            why = f"limit {limit} leaves no room for its context beside {others} other tokens"
+            raise InputError(f"item {item.id}: {why}: raise the limit")
 
 
 def _for_template(tokenizer: Any, messages: Messages, spans: Spans) -> tuple[Messages, Spans]:
@@ -600,10 +608,11 @@ def _passage_budget(item: Item, tokenizer: Any, limit: int) -> int:
         tokenizer, ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}), ()
     )
     parts = (_render(tokenizer, empty_user), f"\n\nQuestion: {item.question}", "Passage: ")
-    budget = limit - sum(len(_encode(tokenizer, part)) for part in parts)
-    if budget < 1:
-        raise InputError(f"item {item.id}: limit {limit} leaves {budget} tokens for the passage: raise the limit")
-    return budget
+    others = sum(len(_encode(tokenizer, part)) for part in parts)
+    if limit <= others:
+        why = f"limit {limit} leaves no room for the passage beside {others} other tokens"
+        raise InputError(f"item {item.id}: {why}: raise the limit")
+    return limit - others
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -611,23 +620,25 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _render(tokenizer: Any, messages: Messages) -> str:
-    from jinja2 import TemplateError
-
     if tokenizer.chat_template is None:
         way_out = "use an instruction-tuned checkpoint"
         raise InputError(f"tokenizer {tokenizer.name_or_path} has no chat template: {way_out}")
     try:
         return rendered(tokenizer, messages)
-    except TemplateError as error:
+    except Exception as error:  # a template is a program
         why = f"the chat template of {tokenizer.name_or_path} refuses the messages ({first_line(error)})"
         raise InputError(f"{why}: give it roles, in an order, that it takes") from None
 
 
 def _turns(tokenizer: Any, text: str, messages: Sequence[dict[str, Any]], offsets: Sequence[Range]) -> dict[str, int]:
-    """First token of the first turn of each role, its header included; turns that the template hides are left out."""
+    """First token of the first turn of each role, its header included; left out are turns that the template hides, and
+    those before which it writes nothing, such as the user's where it refuses the system's alone (Qwen3.5)."""
     turns: dict[str, int] = {}
     for i, message in enumerate(messages):
-        before = "" if i == 0 else rendered(tokenizer, messages[:i], answer=False)
+        try:
+            before = "" if i == 0 else rendered(tokenizer, messages[:i], answer=False)
+        except Exception:
+            continue
         first = next((at for at, (a, b) in enumerate(offsets) if a >= len(before) and b > a), None)
         if text.startswith(before) and first is not None:
             turns.setdefault(message["role"], first)

@@ -36,6 +36,8 @@ LARGEST = 100_000_000  # bytes of a small file, at most: three times the largest
 SIZES = {"num_hidden_layers": 1000, "vocab_size": 10**7, "hidden_size": 10**6, "intermediate_size": 10**7,
          "num_attention_heads": 10**4, "num_key_value_heads": 10**4, "max_position_embeddings": 10**9}  # fmt: skip
 TALK, TALK_SECONDS, TALK_BYTES = ("system", "user", "assistant", "user"), 10, 2 << 30  # to try a chat template on
+TALKS = "works"
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name for a warning that comes once
 # Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's run_v3_jax.py:397-403).
 STOP_TOKENS = ("<|im_end|>", "<|end|>", "<|endoftext|>")
 
@@ -89,18 +91,21 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
         if not tokenizer.is_fast:
             raise ValueError("no fast tokenizer (tokenizer.json)")
         if path not in embedded().values():
-            _check_talk(tokenizer)
+            _check_talk(name, path, tokenizer)
         network, loading = AutoModelForCausalLM.from_pretrained(
             path, device_map=where if where == "balanced" else None, dtype=kind, local_files_only=True,
             trust_remote_code=False, use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
+    except InputError:
+        raise
     except BaseException as error:  # libraries have error classes of their own; a panic in Rust is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise InputError(f"{name} in {path} cannot be loaded ({first_line(error)}): save or fetch it again") from error
     if lacking := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
         raise InputError(  # transformers would fill them at random
-            f"{name}: weights lack {len(lacking)} of the model's tensors, e.g. {lacking[0]}: they do not fit the config"
+            f"{name}: weights lack {len(lacking)} of the tensors that config.json asks for, e.g. {lacking[0]}: save or "
+            f"fetch both again"
         )
     network = (network if where == "balanced" else network.to(where)).eval().requires_grad_(False)
     _check_finite(name, network)
@@ -108,34 +113,37 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
     return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
 
 
-def _check_talk(tokenizer: Any) -> None:
-    """Raise ValueError for a chat template, or a tokenizer, that does not finish with four turns, or whose text differs
-    each time.
+def _check_talk(name: str, folder: Path, tokenizer: Any) -> None:
+    """Raise InputError for a chat template, or a tokenizer, that fails on four turns or does not finish, or whose text
+    differs each time.
 
     A template is a program by whoever made the checkpoint. Jinja's sandbox limits a loop, but not loops within loops.
     So the template is tried here in a process of its own, which the system stops.
     """
     if not hasattr(os, "fork"):  # Windows
         return
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os._exit(_talk(tokenizer))
-    deadline, ended, status = time.monotonic() + 2 * TALK_SECONDS, 0, 0
+        os.write(writer, _talk(tokenizer).encode())
+        os._exit(0)
+    os.close(writer)
+    deadline, ended = time.monotonic() + 2 * TALK_SECONDS, 0
     while not ended and time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
+        ended, _ = os.waitpid(child, os.WNOHANG)
         time.sleep(0 if ended else 0.005)
     if not ended:
         os.kill(child, 9)
         os.waitpid(child, 0)
-    if not ended or status:
-        limits = f"{TALK_SECONDS} s or {TALK_BYTES >> 30} GiB"
-        what = f"its chat template fails on four turns, says something else each time, or takes more than {limits}"
-        raise ValueError(f"{what}: mend chat_template.jinja")
+    with open(reader, encoding="utf-8", errors="replace") as pipe:
+        why = pipe.read() or f"takes more than {TALK_SECONDS} s or {TALK_BYTES >> 30} GiB on four turns"
+    if why != TALKS:
+        raise InputError(f"{name}: its chat template {why}: mend chat_template.jinja in {folder}")
 
 
-def _talk(tokenizer: Any) -> int:
-    """Exit code of the trial: 0 if the template writes some of four turns, short and long, and the same each time. It
-    may refuse roles that it does not know."""
+def _talk(tokenizer: Any) -> str:
+    """`TALKS` if the template writes some of four turns, short and long, and the same each time; otherwise what it does
+    instead. It may refuse roles that it does not know."""
     import resource
 
     from jinja2 import TemplateError
@@ -143,20 +151,20 @@ def _talk(tokenizer: Any) -> int:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + TALK_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (TALK_SECONDS, TALK_SECONDS))
-    code = 1
+    outcome = ""
     for roles, repeats in itertools.product((TALK[1:2], TALK[1:], TALK), (1, 400)):
         turns = [{"role": role, "content": " ".join([f"{role} says: yes."] * repeats)} for role in roles]
         try:
             text = rendered(tokenizer, turns)
             tokenizer(text)
             if rendered(tokenizer, turns) != text:
-                return 1
-            code = 0
-        except TemplateError:
-            continue
-        except BaseException:
-            return 1
-    return code
+                return "says something else each time"
+            outcome = TALKS
+        except TemplateError as error:
+            outcome = outcome or f"fails on four turns ({first_line(error)})"
+        except BaseException as error:
+            return f"fails on four turns ({first_line(error)})"
+    return outcome
 
 
 def tokenizer(model: str) -> Any:
@@ -173,7 +181,9 @@ def _tokenizer(folder: Path) -> Any:
     declared = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") if file.is_file() else None
     plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
     kind = PreTrainedTokenizerFast if plain else AutoTokenizer
-    return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    read = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    read.deprecation_warnings[TOO_LONG] = True  # texts are counted before they are cut: nothing to warn of
+    return read
 
 
 def _check_family(name: str, folder: Path) -> None:
@@ -189,10 +199,16 @@ def _check_family(name: str, folder: Path) -> None:
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a configuration makes transformers raise
-        raise InputError(f"{name} cannot be built from its config.json ({first_line(error)}): take another") from error
-    needed, stored = sum(p.numel() for p in network.parameters()), _stored_numbers(name, folder)
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"{name} cannot be built from its config.json ({why}): mend it, or take another") from error
+    shapes = _stored_shapes(name, folder)
+    needed, stored = sum(p.numel() for p in network.parameters()), sum(map(math.prod, shapes.values()))
     if stored and needed > 4 * stored:  # four: quantised weights are packed
         raise InputError(f"{name}: config.json asks for {needed:,} weights, its files hold {stored:,}: they do not fit")
+    for key, weights in network.named_parameters() if not hasattr(config, "quantization_config") else ():
+        if weights.numel() != math.prod(shapes.get(key, weights.shape)):  # transformers transposes some by itself
+            problem = f"config.json asks for {key} of shape {list(weights.shape)}, its files hold {list(shapes[key])}"
+            raise InputError(f"{name}: {problem}: save or fetch both again")
     check_family(network)
 
 
@@ -201,21 +217,23 @@ def _check_finite(name: str, network: Any) -> None:
     for key, weights in network.named_parameters():
         ends = weights.aminmax() if weights.dtype.is_floating_point and weights.dtype.itemsize > 1 else ()
         if not all(end.isfinite() for end in ends):
-            raise InputError(f"{name}: weights of {key} are NaN or infinite: fetch or save the checkpoint again")
+            kind = str(weights.dtype).removeprefix("torch.")
+            way_out = "fetch or save the checkpoint again, or take another dtype"
+            raise InputError(f"{name}: weights of {key} are NaN or infinite in {kind}: {way_out}")
 
 
-def _stored_numbers(name: str, folder: Path) -> int:
-    """How many numbers a folder's .safetensors files hold, by their headers, which safetensors checks."""
+def _stored_shapes(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a folder's .safetensors files hold, by their headers, which safetensors checks."""
     from safetensors import SafetensorError, safe_open
 
-    total = 0
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as weights:
-                total += sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.keys())  # noqa: SIM118
+                shapes |= {key: tuple(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{name}: {file.name} is broken ({first_line(error)}): save or fetch it again") from None
-    return total
+    return shapes
 
 
 def _check_engine(name: str, network: Any) -> None:

@@ -272,9 +272,10 @@ def test_the_page_s_example_is_read(tmp_path):
         assert f"`{metric}`" in page
 
 
-def test_text_that_is_not_utf8_is_a_bad_row(tmp_path):
-    (tmp_path / "bad.jsonl").write_bytes(b'{"context": "C\xff", "question": "Q", "answer": "A"}\n')
-    with pytest.raises(InputError, match="bad.jsonl, line 1: "):
+def test_text_that_is_not_utf8_is_one_line(tmp_path):
+    row = b'{"context": "C", "question": "Q", "answer": "A"}\r\n'
+    (tmp_path / "bad.jsonl").write_bytes(b"\xef\xbb\xbf" + row + row.replace(b"C", b"C\xff"))
+    with pytest.raises(InputError, match="bad.jsonl, line 2: byte 0xff is not UTF-8: save the file as UTF-8$"):
         data.load_items(str(tmp_path / "bad.jsonl"))
 
 
@@ -460,6 +461,10 @@ def no_system(fast):
     fast.chat_template = "{{ raise_exception('system role\\n not supported') }}"
 
 
+def fails(fast):
+    fast.chat_template = "{{ 1 + messages[0].content }}"
+
+
 def rewrites(fast):
     fast.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
 
@@ -469,6 +474,7 @@ def rewrites(fast):
     [
         (no_template, "^item x: .*has no chat template"),
         (no_system, "^item x: .*refuses the messages .system role.*: give it roles"),
+        (fails, "^item x: .*refuses the messages .unsupported operand.*: give it roles"),
         (rewrites, "^item x: .*rewrites or moves a user message"),
     ],
 )
@@ -479,6 +485,17 @@ def test_templates_that_cannot_serve(damage, words):
     with pytest.raises(InputError, match=words) as error:
         data.build_prompt(item, fast, 500)
     assert "\n" not in str(error.value)
+
+
+def test_a_template_that_refuses_a_system_turn_alone_serves_both():
+    """As Qwen3.5's."""
+    fast = checkpoint.tokenizer()
+    alone = "{% if messages | map(attribute='role') | list == ['system'] %}{{ raise_exception('no user') }}{% endif %}"
+    fast.chat_template = alone + fast.chat_template
+    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Red?"})
+    prompt = data.build_prompt(Item("x", "t", messages, ""), fast, 500)
+    assert fast.decode(prompt.ids).endswith("Red?<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt.turns == {"system": 0}
 
 
 def words_only(markup: str = "<|user|>"):
@@ -528,7 +545,7 @@ def test_the_embedded_models_own_template_passes_and_chatml_does_not():
         (Item("x", "t", ({"role": "user", "content": "  "},), ""), 100, "item x is empty"),
         (Item("x", "t", (), ""), 100, "item x is empty"),
         (Item("x", "t", ({"role": "user", "content": "word " * 300},), ""), 100, "> limit 100"),
-        (passage(50), 40, "limit 40 leaves -"),
+        (passage(50), 40, r"limit 40 leaves no room for the passage beside \d+ other tokens: raise the limit"),
     ],
 )
 def test_prompts_that_cannot_be_built(item, limit, words):

@@ -1,4 +1,5 @@
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -39,6 +40,13 @@ def test_loads_a_folder(folder):
     )
     assert not loaded.model.training
     assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+def test_texts_longer_than_a_tokenizer_s_maximum_are_counted_without_a_warning(copy, caplog, monkeypatch):
+    edit(copy / "tokenizer_config.json", model_max_length=4)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(models.tokenizer(str(copy))("one two three four five six")["input_ids"]) > 4
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("name", models.embedded())
@@ -220,7 +228,9 @@ def test_a_broken_file_is_one_line(copy, name):
 
 def test_weights_that_lack_a_part_of_the_model_are_refused(copy):
     edit(copy / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3, max_window_layers=3)
-    with pytest.raises(InputError, match="weights lack 12 of the model's tensors, e.g. model.layers.2") as error:
+    with pytest.raises(
+        InputError, match="lack 12 of the tensors that config.json asks for, e.g. model.layers.2"
+    ) as error:
         models.load(str(copy))
     assert "\n" not in str(error.value)
 
@@ -259,7 +269,9 @@ def test_weights_that_are_no_numbers_are_refused(copy, value):
     weights = load_file(file)
     weights["model.embed_tokens.weight"][-1, 0] = value
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match="weights of model.embed_tokens.weight are NaN or infinite: fetch or save"):
+    with pytest.raises(
+        InputError, match="weights of model.embed_tokens.weight are NaN or infinite in float32: fetch or save"
+    ):
         models.load(str(copy))
 
 

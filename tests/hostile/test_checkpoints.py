@@ -95,6 +95,8 @@ DAMAGES = {
     "huge vocabulary": (config(vocab_size=10**12), "vocab_size"),
     "more than its weights": (config(hidden_size=48 * 2000, intermediate_size=10**6), "asks for"),
     "a text for a size": (config(hidden_size="48"), "hidden_size '48'"),
+    "other heads than its weights": (config(num_key_value_heads=1), r"k_proj.weight of shape \[8, 48\], its files"),
+    "layers without a type": (config(num_hidden_layers=3), "cannot be built from its config.json .*layer_types"),
     "an unknown family": (config(model_type="nosuch"), "config.json"),
     "kernels of the hub": (config(attn_implementation="owner/kernel"), "remote code"),
     "deep JSON": (text("config.json", "[" * 10**5), "not JSON"),
@@ -113,11 +115,13 @@ DAMAGES = {
     "a tokenizer of terabytes": (sparse, "more than"),
     "a broken tokenizer": (text("tokenizer.json", "{}"), "cannot be loaded"),
     "a tokenizer of nonsense": (text("tokenizer.json", '{"model": {"type": "BPE", "vocab": 3}}'), "cannot be loaded"),
-    "a template by lot": (text("chat_template.jinja", "{{ range(10**9) | random }}"), "something else each time"),
+    "a template by lot": (text("chat_template.jinja", "{{ range(10**5) | random }}"), "something else each time"),
     "an end that is a list of lists": (text("generation_config.json", '{"eos_token_id": [[1]]}'), "eos_token_id"),
     "an end that is a text": (text("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id 'x'"),
-    "a template without syntax": (text("chat_template.jinja", "{% for %}"), "chat template"),
-    **{name: (text("chat_template.jinja", template), "chat template") for name, template in LOOPS.items()},
+    "a template without syntax": (text("chat_template.jinja", "{% for %}"), "four turns .Expected an expression"),
+    "a template that fails": (text("chat_template.jinja", "{{ 1 + 'a' }}"), "four turns .unsupported operand"),
+    **{name: (text("chat_template.jinja", template), "chat template .*: mend") for name, template in LOOPS.items()},
+    "a loop without end": (text("chat_template.jinja", LOOPS["loops in loops"]), "more than 1 s or 2 GiB on four"),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import kvrepro as kv
 from kvrepro.engine import decode
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Prompt
+from kvrepro.engine.prefix import digest
 from kvrepro.errors import InputError
 
 NEW = 12
@@ -446,10 +447,23 @@ def test_a_file_that_is_no_whole_prefix_is_refused(change, message, tmp_path):
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     change(metadata, tensors)
-    save_file(tensors, path, metadata)
+    save_file(tensors, path, metadata | {"sha256": digest(metadata, tensors)})
     with pytest.raises(InputError, match=f"p is no whole prefix .*{message}.*: save it again$") as error:
         kv.load_prefix(path, network)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("place", ["tensors", "tokens"])
+def test_a_damaged_prefix_is_refused(place, tmp_path):
+    """One bit is another."""
+    network, path = architecture("llama"), tmp_path / "p"
+    kv.compress(network, requests()[-1], OFFLINE["prefill"]).save(path)
+    content = bytearray(path.read_bytes())
+    tokens = b'"ids":"['
+    content[-3 if place == "tensors" else content.index(tokens) + len(tokens)] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"p is damaged \(its checksum is another\): save or copy it again$"):
+        kv.load_prefix(path, network)
 
 
 def test_files_and_conditions_that_make_no_prefix_are_refused(tmp_path):

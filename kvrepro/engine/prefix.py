@@ -5,14 +5,14 @@
     with evicting(model, load_prefix("manual.safetensors", model)):
         model.generate(...)  # prompts that begin with `ids`
 
-A file belongs to one model: it names the model's `identity`, the condition and the tokens.
+A file belongs to one model: it names the model's `identity`, the condition and the tokens, and holds a checksum.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +38,8 @@ from kvrepro.paths import replaced
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
 
-KIND = "kvrepro prefix 1"
+KIND = "kvrepro prefix 2"
+SUM = "sha256"  # of the rest of the file
 SAMPLED = 64  # numbers of each tensor that identify a model
 STATES = ("conv_states", "recurrent_states")  # of a recurrent layer, as Hugging Face's cache calls them
 PARTS = ("keys", "values", "positions", "offsets", "hidden")  # of a layer
@@ -76,9 +77,10 @@ class Prefix:
             tensors |= {f"{number}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
         metadata = {"kind": KIND, "model": self.model, "condition": json.dumps(asdict(self.condition)),
                 "ids": json.dumps(self.ids)}  # fmt: skip
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
             with replaced(path) as aside:
-                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside, metadata)
+                save_file(tensors, aside, metadata | {SUM: digest(metadata, tensors)})
         except (OSError, SafetensorError) as error:  # a full disk, a folder that takes no files
             raise InputError(f"{path} cannot be written ({first_line(error)}): name another file") from None
         return path
@@ -137,6 +139,8 @@ def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
         raise InputError(f"no prefix in {path} ({str(error).splitlines()[0]}): give what Prefix.save wrote") from None
     if metadata.get("kind") != KIND:
         raise InputError(f"{path} is {metadata.get('kind', 'no prefix')!r}, not {KIND!r}: save it again")
+    if metadata.get(SUM) != digest(metadata, tensors):
+        raise InputError(f"{path} is damaged (its checksum is another): save or copy it again")
     try:
         ensure_same(metadata["model"], model)
         return _from_parts(metadata, tensors, model)
@@ -145,6 +149,15 @@ def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         why = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
         raise InputError(f"{path} is no whole prefix ({why}): save it again") from None
+
+
+def digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """The checksum of a file: of its tensors, and of its metadata but for the checksum."""
+    total = hashlib.sha256(json.dumps({key: metadata[key] for key in sorted(metadata) if key != SUM}).encode())
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        total.update(tensor.flatten().view(torch.uint8).cpu().numpy())
+    return total.hexdigest()
 
 
 def _from_parts(metadata: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedModel) -> Prefix:

@@ -61,7 +61,7 @@ def connect(address: str | None = None, least: int = 1) -> Any:
     _crew.clear()
     arguments: dict[str, Any] = {"address": address or os.environ.get("RAY_ADDRESS") or "local"}
     if arguments["address"] != "local":
-        _reach(arguments["address"])
+        reach(arguments["address"])
         error = _begun(ray, arguments)
         if isinstance(error, TimeoutError):
             way_out = "look at its nodes with `ray status`, or leave the address out to use this machine"
@@ -104,7 +104,7 @@ def _begun(ray: Any, arguments: dict[str, Any]) -> Exception | None:
         return TimeoutError(f"no answer within {START:.0f} seconds")
 
 
-def _reach(address: str) -> None:
+def reach(address: str) -> None:
     """Raise InputError unless somebody listens at the address; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():

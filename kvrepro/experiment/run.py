@@ -81,6 +81,8 @@ def _compute(plan: Plan, settings: Settings) -> tuple[int, float]:
     count = sum(job.size for job in jobs)
     if not jobs:
         return 0, 0.0
+    if settings.engine == "ray" and settings.address:  # a small study would not notice that it is wrong
+        cluster.reach(settings.address)
     processes = 1
     shared = len(jobs) > 1 and (settings.workers is not None or not _testing())
     several = shared and settings.engine == "local" and settings.workers != 1 and not plan.alone

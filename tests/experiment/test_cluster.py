@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoint
@@ -359,6 +360,19 @@ def test_without_ray_the_line_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match=r"pip install 'kvrepro\[cluster\]'"):
         cluster.connect()
+
+
+def test_a_wrong_address_is_refused_before_anything_is_computed(tmp_path):
+    """By a study that is too small for workers, too. What is stored is read without the cluster."""
+    settings = Settings(tmp_path, progress=False)
+    study = PerItem("c", "small", {"one": 1}, lambda loaded, item: pd.DataFrame({"value": [item]}))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        wrong = replace(settings, engine="ray", address=f"127.0.0.1:{closed.getsockname()[1]}")
+        with pytest.raises(InputError, match="nobody answers at Ray's address"):
+            run(study, None, wrong)
+        assert not list(tmp_path.rglob("*.parquet"))
+        pd.testing.assert_frame_equal(run(study, None, settings), run(study, None, wrong))
 
 
 def test_an_address_needs_the_engine(monkeypatch):

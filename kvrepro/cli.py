@@ -1,5 +1,6 @@
 """The command `kvrepro`, or `python -m kvrepro`: run a study, look up policies and items, build the book."""
 
+import contextlib
 import importlib
 import sys
 from dataclasses import replace
@@ -165,7 +166,6 @@ def items(
     model: Annotated[str | None, Option("-m", "--model", help="in whose tokens ruler's items are counted")] = None,
 ) -> None:
     """Say which names of items there are, or print a sample of one."""
-    import contextlib
     import dataclasses
     import json
 
@@ -247,13 +247,17 @@ def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":
 
 
 def _budget(text: str) -> int | float:
-    """`256`, `0.2` or `20%`."""
-    try:
+    """`256`, `0.2` or `20%`. Raises InputError for anything else."""
+    from kvrepro.engine.allowed import PositiveShare, Size, holds
+
+    with contextlib.suppress(ValueError):
         if text.isascii() and text.isdigit() and len(text) < 10:
-            return int(text)
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise InputError(f"budget {text!r}: give a number of tokens such as 256, or a share such as 0.2") from None
+            budget: int | float = int(text)
+        else:
+            budget = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if holds((Size, PositiveShare), budget):
+            return budget
+    raise InputError(f"budget {text!r}: give a number of tokens such as 256, or a share such as 0.2")
 
 
 def _named(texts: list[str]) -> dict[str, Any]:

@@ -177,6 +177,9 @@ def test_a_run_is_the_study_that_it_names(call, tmp_path):
 
 WRONG = {
     "budget '1x': give a number": ["-b", "1x"],
+    "budget '0': give a number": ["-b", "0"],
+    "budget '-0.2': give a number": ["-b", "-0.2"],
+    "budget '120%': give a number": ["-b", "120%"],
     "here has colour: see": ["-s", "colour=red"],
     "here has untill, did you mean 'until'?": ["-s", "untill=question"],
     "is not of the form name=value": ["-s", "window"],

@@ -23,7 +23,7 @@ from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.heads import learned
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, controls, data, longbench, measure
-from kvrepro.experiment.answers import check, prompt_limit
+from kvrepro.experiment.answers import check, prompt_limit, unmet
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
@@ -94,10 +94,7 @@ def declare(
     sizes = sizes if n_items is None else Size(n_items, *(min(n_items, count) for count in sizes[1:]))
     answered = observed(loaded, items, sizes, settings)
     parts = parts_of(loaded, items, sizes, settings, shares, policies, reading)
-    quality = [Answers("fragility", *part, settings.max_new_tokens) for part in parts]
-    for study in quality:
-        check(study, loaded)
-    return answered, quality
+    return answered, [met(Answers("fragility", *part, settings.max_new_tokens), loaded) for part in parts]
 
 
 def results(
@@ -412,6 +409,26 @@ def parts_of(
         (NEEDLES, [item for item in needle_items if item.id not in first], needle_conditions),
     ]
     return [part for part in parts if part[1] and len(part[2]) > 1]
+
+
+def met(study: Answers, loaded: Loaded) -> Answers:
+    """The study without the conditions that single items cannot meet, such as small shares of short prompts; prints how
+    many are left out. Raises InputError where no policy is left, or an item cannot even have the full cache."""
+    conditions: list[Condition] = list(study.conditions)  # type: ignore[arg-type]
+    prompts = check(replace(study, gaps=True), loaded)
+    missing = unmet(loaded, prompts, conditions, [range(len(conditions))] * len(prompts))
+    count = len(prompts) * sum(c.policy != "full" for c in conditions)
+    without_full = [(i, j) for i, j in missing if conditions[j].policy == "full"]
+    for i, j in without_full or list(missing)[:1]:
+        with data.named(study.items[i]):
+            if without_full or len(missing) == count:
+                raise missing[i, j]
+        what = f"{len(missing)} of {count} answers are left out, the first {study.items[i].id}, {conditions[j].label}"
+        print(f"fragility/{study.name}: {what}: {missing[i, j]}")
+    by_item = [[c for j, c in enumerate(conditions) if (i, j) not in missing] for i in range(len(prompts))]
+    study = replace(study, conditions=by_item) if missing else study
+    check(study, loaded)
+    return study
 
 
 def _possible(loaded: Loaded, conditions: Sequence[Condition]) -> list[Condition]:

@@ -24,7 +24,7 @@ from kvrepro.engine.condition import Prompt
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, figure, judge, longbench, models, stats
+from kvrepro.experiment import claims, data, figure, judge, longbench, models, stats
 from kvrepro.experiment.run import run
 from kvrepro.item import Item
 from kvrepro.world import ruler, world
@@ -714,6 +714,23 @@ def test_an_item_that_the_study_cannot_take_is_named(tmp_path):
     items.write_text("".join(json.dumps(row) + "\n" for row in (rows[0] | {"spans": spans}, rows[1])))
     with pytest.raises(InputError, match="^item bare: the prompt has no span 'question': it has none"):
         study.observed(models.load("tiny-gqa"), str(items), study.SIZES["quick"], study.Settings())
+
+
+def test_what_a_short_prompt_cannot_meet_is_left_out_and_the_rest_is_kept(capsys):
+    loaded = models.load("small-gqa")
+    short, long = (data.load_items("tinyworld:needle", 1, tokens=tokens)[0] for tokens in (300, 900))
+    conditions = study.compared([0.1, 0.4], ["snapkv", "ada_kv"], "as_run")
+    answers = study.Answers("fragility", "every", [short, replace(long, id="long")], conditions, 4)
+    of_short, of_long = study.met(answers, loaded).conditions
+    assert [c.budget for c in of_short] == [None, 0.4, 0.4]
+    assert of_long == conditions
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"fragility/every: 2 of 8 answers are left out, the first {short.id}, snapkv 10%")
+    assert "< 32 protected tokens" in line
+    kept = replace(answers, items=[answers.items[1]])
+    assert study.met(kept, loaded) == kept
+    with pytest.raises(InputError, match=f"^item {short.id}: budget .* < 32 protected tokens"):
+        study.met(replace(answers, items=[short], conditions=study.compared([0.1], ["snapkv"], "as_run")), loaded)
 
 
 def test_in_a_dry_run_an_items_own_answer_stands_for_the_models_as_far_as_that_may_go(tmp_path, monkeypatch):

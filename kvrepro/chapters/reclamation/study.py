@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -36,7 +36,9 @@ from kvrepro.experiment import data
 from kvrepro.experiment import run as runner
 from kvrepro.experiment.answers import REPEAT
 from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.per_item import ONE
 from kvrepro.experiment.run import PerItem
+from kvrepro.experiment.wording import counted
 
 COMPARED_LAYOUTS = ("none", "repack", "fill")  # of `ledger.LAYOUTS`
 SINKS = 4
@@ -150,6 +152,10 @@ def toy() -> pd.DataFrame:
 
 
 Cells = list[tuple[dict[str, Any], Condition]]  # first columns of a row, and its condition
+Tables: TypeAlias = (
+    pd.DataFrame | dict[str, pd.DataFrame]
+)  # an item's table; by name beside `FAILED`, where policies raised on it
+FAILED = "failed"
 
 
 def _cells(policies: Collection[str], granularities: Sequence[str], kept: Sequence[float], tokens: int) -> Cells:
@@ -165,19 +171,39 @@ def _cells(policies: Collection[str], granularities: Sequence[str], kept: Sequen
 
 def arising(
     loaded: Loaded, ids: list[int], kept: Sequence[float], policies: Collection[str], block_size: int = 16
-) -> pd.DataFrame:
+) -> Tables:
     """`reclaim` of what each policy keeps of a prompt: rows (policy, granularity, kept)."""
     return _reclaimed(loaded, ids, _cells(policies, GRANULARITIES, kept, len(ids)), block_size)
 
 
-def _reclaimed(loaded: Loaded, ids: list[int], cells: Cells, block_size: int) -> pd.DataFrame:
-    sets = _kept_sets(loaded, ids, [c for _, c in cells])
-    return pd.DataFrame([cell | reclaim(keep, block_size) for (cell, _), keep in zip(cells, sets, strict=True)])
+def _reclaimed(loaded: Loaded, ids: list[int], cells: Cells, block_size: int) -> Tables:
+    rows, failed = [], []
+    for (cell, _), keep in zip(cells, _kept_sets(loaded, ids, [c for _, c in cells]), strict=True):
+        if isinstance(keep, Exception):
+            failed.append(cell | {"error": error_line(keep)})
+        else:
+            rows.append(cell | reclaim(keep, block_size))
+    return _tables(rows, failed)
+
+
+def _tables(rows: Sequence[Mapping[str, Any]], failed: Sequence[Mapping[str, Any]]) -> Tables:
+    return {ONE: pd.DataFrame(rows), FAILED: pd.DataFrame(failed)} if failed else pd.DataFrame(rows)
+
+
+def _without_failed(name: str, tables: Tables) -> pd.DataFrame:
+    """A study's table; prints which policies raised on some of its items, whose rows it lacks."""
+    if isinstance(tables, pd.DataFrame):
+        return tables
+    for policy, rows in tables[FAILED].groupby("policy"):
+        items = rows["item"].unique()
+        where = f"{counted(len(items), 'item')}, the first {items[0]}"
+        print(f"reclamation/{name}: {policy} is left out of {where}: {rows.error.iloc[0]}")
+    return tables[ONE]
 
 
 def published(
     loaded: Loaded, ids: list[int], kept: Sequence[float], policies: Sequence[str], block_size: int = 16
-) -> pd.DataFrame:
+) -> Tables:
     """`reclaim` of what policies keep with their own heads, windows and layers, after the prefill."""
     cells: Cells = [({"policy": label(p), "kept": share}, _once(p, share)) for p in policies for share in kept]
     return _reclaimed(loaded, ids, cells, block_size)
@@ -188,15 +214,15 @@ def _once(policy: str, budget: int | float) -> Condition:
     return condition(policy, "per head", budget, Prefill())
 
 
-def _kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -> list[np.ndarray]:
-    """Which tokens of a prompt stay under each condition, bool [layers, kv_heads, tokens]."""
+def _kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -> list[np.ndarray | Exception]:
+    """Which tokens of a prompt stay under each condition, bool [layers, kv_heads, tokens], or what a policy raised."""
     if not conditions:
         return []
     repeat = loaded.tokenizer.encode(REPEAT, add_special_tokens=False) if loaded.tokenizer else ()
     [answers] = engine.generate(
-        loaded.model, [ids], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True, repeat=repeat
+        loaded.model, [ids], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True, repeat=repeat, errors="return"
     )
-    return [np.stack(answer.kept_sets) for answer in answers]
+    return [answer if isinstance(answer, Exception) else np.stack(answer.kept_sets or ()) for answer in answers]
 
 
 def runnable(
@@ -206,8 +232,7 @@ def runnable(
     catalogue a printed line says why not; a reader's own policy that cannot run raises InputError.
 
     Budgets are checked on the shortest prompt. A trial on its first 128 tokens shows whether what a policy has learned
-    fits the model's weights; a reader's own policy is tried on the longest prompt, since one that raises would cost the
-    other policies their rows.
+    fits the model's weights; a reader's own policy is tried on the longest prompt.
     """
     shortest, longest, possible = min(prompts.values(), key=len), max(prompts.values(), key=len), []
     for name in policies:
@@ -216,7 +241,9 @@ def runnable(
             engine.check_conditions(loaded.model, [Prompt(shortest, {})], conditions)
             if not find(name).frees:
                 raise InputError("it chooses pages anew for every query and frees nothing")
-            _kept_sets(loaded, longest if is_own(name) else shortest[:128], [_once(name, 0.5)])
+            [keep] = _kept_sets(loaded, longest if is_own(name) else shortest[:128], [_once(name, 0.5)])
+            if isinstance(keep, Exception):
+                raise keep
             possible.append(name)
         except InputError as error:
             if is_own(name):
@@ -233,9 +260,11 @@ def occupancy(
     loaded: Loaded, ids: list[int], kept: float, policies: Collection[str], block_size: int = 16
 ) -> pd.DataFrame:
     """Living slots of each block of one prompt after eviction, before compaction: rows (policy, granularity, kept,
-    block)."""
+    block). A policy that raises has none."""
     cells, parts = _cells(policies, GRANULARITIES, [kept], len(ids)), []
     for (cell, _), keep in zip(cells, _kept_sets(loaded, ids, [c for _, c in cells]), strict=True):
+        if isinstance(keep, Exception):
+            continue
         living = np.pad(keep.any((0, 1)), (0, -len(ids) % block_size)).reshape(-1, block_size).sum(1)
         parts.append(pd.DataFrame({**cell, "block": np.arange(len(living)), "living": living}))
     return pd.concat(parts, ignore_index=True)
@@ -270,10 +299,10 @@ class Choice:
 def choices(
     loaded: Loaded, ids: list[int], budget: int, policies: Collection[str], catalogue: Sequence[str], new_tokens: int,
     every: int,
-) -> list[Choice]:  # fmt: skip
+) -> tuple[list[Choice], list[dict[str, Any]]]:  # fmt: skip
     """The chapter's policies at each granularity, which evict again while decoding, and those of the catalogue or a
-    reader's own, which compress the prompt once and generate half as many tokens."""
-    chosen = [
+    reader's own, which compress the prompt once and generate half as many tokens. Then rows of policies that raised."""
+    failed, chosen = [], [
         Choice({"source": "chapter", "policy": cell["policy"], "granularity": cell["granularity"]},
                replace(c, regime=DecodeCap(every)), {}, new_tokens)
         for cell, c in _cells(policies, JOINT, [1.0], budget)
@@ -281,8 +310,11 @@ def choices(
     conditions = [_once(name, budget) for name in catalogue]
     for name, c, keep in zip(catalogue, conditions, _kept_sets(loaded, ids, conditions), strict=True):
         who = {"source": "catalogue", "policy": label(name), "granularity": find(name).budget}
+        if isinstance(keep, Exception):
+            failed.append(who | {"error": error_line(keep)})
+            continue
         chosen.append(Choice(who, c, {len(ids): torch.from_numpy(keep)}, max(1, new_tokens // 2)))
-    return chosen
+    return chosen, failed
 
 
 COMPACTED = (("none", False), ("repack", False), ("fill", False), ("repack", True), ("fill", True))  # layout, shared
@@ -293,7 +325,7 @@ TOGETHER = {"cpu": 1, "cuda": 12}  # choices in a batch, each with all its layou
 def identity(
     loaded: Loaded, ids: list[int], budget: int = 128, policies: Collection[str] = POLICIES,
     catalogue: Sequence[str] = (), new_tokens: int = 8, every: int = 2, block_size: int = 16,
-) -> pd.DataFrame:  # fmt: skip
+) -> Tables:  # fmt: skip
     """Generation that evicts to `budget` after the prompt and (the chapter's policies) every `every` tokens, from
     caches of every layout. `choices` says which policies evict; each one's survivors are determined once, and all
     layouts of several choices decode as rows of a batch.
@@ -314,7 +346,8 @@ def identity(
         logits = extend(call, whole, ids[cut:], WINDOW)
     held = prefix.ledger.living(prefix.numbers[0])[0]
     before = [flat[held] for flat in prefix.pages.stored]
-    for batch in _batches(choices(loaded, ids, budget, policies, catalogue, new_tokens, every), together):
+    chosen, failed = choices(loaded, ids, budget, policies, catalogue, new_tokens, every)
+    for batch in _batches(chosen, together):
         more: dict[str, Any] = {"new_tokens": batch[0].new_tokens + 1, "scalings": call.scalings}
         if undecided := [c for c in batch if not c.survivors]:
             alone = whole.fork(*[0] * len(undecided), layouts=["none"] * len(undecided))
@@ -340,7 +373,7 @@ def identity(
             agreement = _agreement(ours, reference.setdefault(id(c), ours))
             cell = {**c.who, "layout": layout, "shared": shared, "tokens": c.new_tokens}
             table.append(cell | agreement | {"prefix_intact": intact} | _summed(passes))
-    return pd.DataFrame(table)
+    return _tables(table, failed)
 
 
 def _together(loaded: Loaded, tokens: int) -> int:
@@ -569,7 +602,7 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         most = None if name == "arising" else SIZES[settings.profile][name]
         items, arguments = dict(islice(prompts.items(), most)), arguments | {"block_size": block_size}
         job = PerItem("reclamation", name, items, study, arguments, alone=name == "latency")
-        tables[name] = runner.run(job, loaded, settings)
+        tables[name] = _without_failed(name, runner.run(job, loaded, settings))
     if settings.quoted:
         problems = quoted.study(data.load_items(settings.quoted), settings.quoted_tokens)
         tables["quoted"] = quoted.table(runner.run(problems, loaded, settings))
@@ -578,7 +611,7 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
 
 def model_studies(
     loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings
-) -> dict[str, tuple[Callable[..., pd.DataFrame], dict[str, Any]]]:
+) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """The studies with a model: the function that computes each, and its arguments. Policies that cannot run with this
     model are left out. Raises InputError where none is left."""
     policies, shares = settings.policies, sorted({min(settings.kept), 0.5})

@@ -413,6 +413,28 @@ def test_a_policy_of_ones_own_that_raises_is_refused_by_name_before_anything_is_
         r.runnable(loaded, prompts, ["short_only"], [48])
 
 
+def test_a_policy_that_raises_on_one_item_costs_its_own_rows_of_that_item_alone(tmp_path, monkeypatch, capsys):
+    def score(o):
+        if o.keys.shape[2] == 110:
+            raise RuntimeError("not this one")
+        return o.keys.float().norm(dim=-1)
+
+    own("picky", Policy("Picky", "this test", score))
+    monkeypatch.setattr(r, "cadence", partial(r.cadence, tokens=64, draws=1))
+    loaded = models.load(str(checkpoint.save(tmp_path / "small")))
+    lengths = {"a": 100, "b": 110, "c": 120}
+    ids = {name: [token % 100 + 3 for token in tiny.prompts(n)[0]] for name, n in lengths.items()}
+    settings = Settings(tmp_path, **{**SETTINGS, "acceptance": "policies", "policies": ("window", "k_norm", "picky")})
+    tables = r.run(loaded, ids, settings)
+    printed = capsys.readouterr().out
+    for name in ("arising", "published", "identity"):
+        of_item = tables[name].groupby("item").policy.agg(set)
+        assert "Picky" in of_item["a"]
+        assert of_item.to_dict() == {"a": of_item["a"], "b": of_item["a"] - {"Picky"}, "c": of_item["a"]}
+        assert "error" not in tables[name]
+        assert f"reclamation/{name}: Picky is left out of 1 item, the first b: RuntimeError: not this" in printed
+
+
 def test_an_edit_of_the_policy_that_a_study_runs_makes_it_stale(loaded):
     """By whatever name the study calls it."""
     studies_by_name = r.model_studies(loaded, {"a": tiny.prompts(180)[0]}, Settings(capacity=64))

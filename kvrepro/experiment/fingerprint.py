@@ -1,9 +1,10 @@
 """Which code decides a row: a hash of all definitions that a function reaches, and of the data that it gets.
 
 A definition is what a module binds at its top level: a function, a class, a constant. Names are followed through
-imports within this project; comments, docstrings and layout do not count, nor do other packages. The catalogue is not
-followed, because a row depends on its own policy only, whose parameters and functions are part of the data
-(`describe`). Nor are regimes that the engine only tells apart, because a row depends on the one that its study names.
+imports within this project; comments, docstrings, layout and the messages of an InputError do not count, nor do other
+packages. The catalogue is not followed, because a row depends on its own policy only, whose parameters and functions
+are part of the data (`describe`). Nor are regimes that the engine only tells apart, because a row depends on the one
+that its study names.
 """
 
 import ast
@@ -253,7 +254,8 @@ def below(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def plain(node: ast.AST) -> str:
-    """Source without comments, docstrings and layout, as a text that is the same in every version of Python."""
+    """Source without comments, docstrings, layout and what an InputError says, since only its class decides rows; as a
+    text that is the same in every version of Python."""
     return json.dumps(_tree(node))
 
 
@@ -266,6 +268,8 @@ def _tree(part: Any) -> Any:
     parts = {name: getattr(part, name, None) for name in part._fields}
     if isinstance(part, ast.JoinedStr):  # 3.12 ends some with an empty text
         parts["values"] = [item for item in part.values if not (isinstance(item, ast.Constant) and item.value == "")]  # noqa: PD011
+    if isinstance(part, ast.Raise) and isinstance(part.exc, ast.Call) and ast.unparse(part.exc.func) == "InputError":
+        parts["exc"] = part.exc.func
     if isinstance(part, DOCUMENTED) and ast.get_docstring(part, clean=False) is not None:
         parts["body"] = part.body[1:] or [ast.Pass()]
     return [type(part).__name__, *([name, _tree(value)] for name, value in parts.items() if value not in (None, []))]

@@ -69,6 +69,8 @@ B = """
     from kvrepro.c import deep
 
     def helper(x):
+        if x is None:
+            raise InputError(f"no number: {x}")
         return deep(x)
 
     def unlikely():
@@ -111,6 +113,9 @@ def test_what_is_reached_follows_imports_locals_methods_and_tables(tmp_path):
         ("b", "return deep(x)", "return deep(x) + 1", True),
         ("c", "return x", "return -x", True),
         ("b", "return 0", "return 1", False),
+        ("b", 'f"no number: {x}"', 'f"{x!r} is no number"', False),
+        ("b", "InputError", "ValueError", True),
+        ("b", "x is None", "not x", True),
         ("c", "def nobody", "def somebody", False),
     ],
 )

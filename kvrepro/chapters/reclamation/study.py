@@ -152,9 +152,8 @@ def toy() -> pd.DataFrame:
 
 
 Cells = list[tuple[dict[str, Any], Condition]]  # first columns of a row, and its condition
-Tables: TypeAlias = (
-    pd.DataFrame | dict[str, pd.DataFrame]
-)  # an item's table; by name beside `FAILED`, where policies raised on it
+# An item's table; by name, beside `FAILED`, where policies raised on it.
+Tables: TypeAlias = pd.DataFrame | dict[str, pd.DataFrame]
 FAILED = "failed"
 
 

@@ -75,9 +75,13 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     build_prompt = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
     prompts = [build_prompt(loaded, item) for item in items]
     if not study.gaps:
-        for prompt, item, wanted in zip(prompts, items, conditions_by_item, strict=True):
-            with data.named(item):
-                engine.check_conditions(loaded.model, [prompt], wanted, item.new_tokens(study.max_new_tokens))
+        new = [item.new_tokens(study.max_new_tokens) for item in items]
+        try:
+            engine.check_conditions(loaded.model, prompts, conditions_by_item, new)
+        except InputError:  # of one item, which its error then names, or of items that no pass can share
+            for item, prompt, wanted, most_new in zip(items, prompts, conditions_by_item, new, strict=True):
+                with data.named(item):
+                    engine.check_conditions(loaded.model, [prompt], wanted, most_new)
     return prompts
 
 

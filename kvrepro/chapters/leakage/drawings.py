@@ -47,6 +47,19 @@ def sooner(lost: pd.DataFrame) -> str:
     return f"of {len(lost)} policies, {_joined(counts, ', and ')}" if counts else stats.NOT_RUN
 
 
+def classes_apart(accuracy: pd.DataFrame) -> str:
+    """How far the best and the worst class lie apart at most, and under which policies, in words that end a
+    sentence. accuracy: `stats.means` by policy, class and ratio; classes with too few rules for an interval do not
+    count."""
+    cells = accuracy[accuracy.n >= stats.MIN_ITEMS].groupby(["policy", "ratio"], sort=False).value
+    gaps = (cells.max() - cells.min())[cells.size() > 1]
+    if gaps.empty:
+        return "could not be compared"
+    widest = gaps[gaps > gaps.max() - 1e-6]  # several may tie
+    names = (figure.look(name).name for name in dict.fromkeys(widest.index.get_level_values("policy")))
+    return f"lie up to {100 * gaps.max():.0f} points apart (under {', '.join(names)})"
+
+
 def phrases(rows: pd.DataFrame) -> str:
     """Whether it matters for leakage which phrase a whitelist keeps: the first sentence or the prohibition. rows: a
     system prompt's leakage (`value`) by `variant`, under one policy with one share dropped."""

@@ -322,12 +322,6 @@ def class_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.nd
     return curves
 
 
-def range_of(accuracy: np.ndarray) -> np.ndarray:
-    """Largest minus smallest value over the last axis; nan where there are none."""
-    largest, smallest = (f.reduce(accuracy, -1, initial=np.nan) for f in (np.fmax, np.fmin))  # both ignore nan
-    return largest - smallest
-
-
 def rank_curves(s: Study, rules: str, ratios: Iterable[float], **cell) -> np.ndarray:
     """Rank correlation of the classes' accuracies with the uncompressed ones, [1 + DRAWS, ratios]."""
     return rank_correlation(class_curves(s, rules, ratios, **cell), class_curves(s, rules, [0.0], **cell))
@@ -349,14 +343,13 @@ def rank_drift(s: Study, rules: str, ratios: Sequence[float], **cell) -> tuple[f
 
 
 def rankings(s: Study) -> pd.DataFrame:
-    """Prompts without a defense, by policy, number of rules and ratio: mean accuracy, distance between the best and the
-    worst class, and rank correlation of the classes with the first ratio at which they differ. Columns measure, policy,
-    rules, ratio, value, low, high."""
+    """Prompts without a defense, by policy, number of rules and ratio: mean accuracy, and rank correlation of the
+    classes with the first ratio at which they differ. Columns measure, policy, rules, ratio, value, low, high."""
     rows, systems = [], s.by_class.systems
     for name, rules in product(dict.fromkeys(key[1] for key in s.by_class.shares), ("single", "multi")):
         ratios = sorted({key[3] for key in s.by_class.shares if key[1] == name})
         curves = class_curves(s, rules, ratios, policy=name)
-        curves_by_measure = {"mean accuracy": mean_of(curves, -1), "best minus worst": range_of(curves)}
+        curves_by_measure = {"mean accuracy": mean_of(curves, -1)}
         with suppress(NotTestable):
             curves_by_measure["rank correlation"] = rank_drift(s, rules, ratios, policy=name)[1]
         rows += [

@@ -64,3 +64,13 @@ def test_leakage_by_variant_leaves_out_what_was_not_run():
     three = pd.concat([table, table[:1].assign(variant="c")])
     assert ", and 50.0%" in drawings.listed(three, {"a": "by default", "b": "with one", "c": "with another"})
     assert drawings.listed(table[:0], {"a": "by default"}) == ""
+
+
+def test_the_best_and_the_worst_class_are_compared_within_a_cell_and_only_where_rules_are_many():
+    cells = [("h2o", "capitals", 0.5, 0.9, 8), ("h2o", "quotes", 0.5, 0.6, 8), ("h2o", "numbers", 0.5, 0.0, 2),
+             ("snapkv", "capitals", 0.5, 0.2, 8), ("snapkv", "quotes", 0.9, 0.1, 8)]  # fmt: skip
+    accuracy = pd.DataFrame(cells, columns=["policy", "kind", "ratio", "value", "n"])
+    assert drawings.classes_apart(accuracy) == "lie up to 30 points apart (under H2O)"
+    tied = pd.concat([accuracy, accuracy[:2].assign(policy="tova")])
+    assert drawings.classes_apart(tied) == "lie up to 30 points apart (under H2O, TOVA)"
+    assert drawings.classes_apart(accuracy[3:]) == drawings.classes_apart(accuracy[:0]) == "could not be compared"

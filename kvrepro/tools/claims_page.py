@@ -28,6 +28,7 @@ ACROSS = 26  # claims side by side in the picture
 LEGEND = 3  # verdicts side by side in its legend
 READ = {**LABELS, "any": "code and text"}
 RUN = ["claim", "reading", "model", "profile"]
+RULE = ["chapter", "claim", "reading"]
 
 
 def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str, str]:
@@ -35,8 +36,11 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
     frames = tables(chapters, root)
     if not frames:
         return {"claims": "No chapter of this book has stored verdicts.", "claims_picture": "", "claims_blocks": ""}
-    every = pd.concat([frame.assign(chapter=name) for name, frame in frames.items()])
-    every = every.assign(reading=every.reading.replace(READ), statement=every.statement.str.replace("*", ""))
+    every = pd.concat([with_error_rates(frame.assign(chapter=name)) for name, frame in frames.items()])
+    every = every.assign(
+        reading=every.reading.replace(READ), statement=every.statement.str.replace("*", ""),
+        deciding_case=every.decided_by.map(wording.case),
+    )  # fmt: skip
     every.to_csv(folder / "verdicts.csv", index=False, float_format="%.6g")
     claims_sources.write(list(frames), {name: entries(name) for name in frames}, folder / "static" / "claims")
     titles = {name: title(root / "notebooks" / f"{name}.ipynb") for name in frames} | {FAMILY: "Several models"}
@@ -68,6 +72,12 @@ def with_full_profile(frame: pd.DataFrame, chapter: str, table: Path = FULL) -> 
     full = full[full.chapter == chapter].assign(profile="quick")  # so that they join the rows of that profile
     full = full.set_index(RUN)[["verdict", "estimate", "low", "high", "n", "date"]].add_prefix("full_")
     return frame.join(full, on=RUN, validate="m:1").fillna({"full_verdict": "", "full_date": ""})
+
+
+def with_error_rates(frame: pd.DataFrame) -> pd.DataFrame:
+    """Verdicts with the error rates of their rules (`WRONGLY`). Those over the family of models have them already."""
+    rates = pd.read_csv(DATA / "error_rates.csv").set_index(RULE)[list(WRONGLY)]
+    return frame if set(WRONGLY) <= set(frame) else frame.join(rates, on=RULE, validate="m:1")
 
 
 def title(notebook: Path) -> str:

@@ -12,7 +12,7 @@ import synthetic
 
 from kvrepro.chapters.protection import members
 from kvrepro.experiment import claims, models, wording
-from kvrepro.paths import ROOT
+from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import claims_page, claims_sources
 
 CHAPTERS = ["protection", "fragility", "dropkv_bound", "leakage", "reclamation"]
@@ -143,6 +143,17 @@ def test_rows_of_a_second_model_are_named(page):
     assert "model other, profile quick" in parts["claims"]
     assert "<dt>Authors' code, other</dt>" in parts["claims_blocks"]
     assert len(pd.read_csv(root / "verdicts.csv").query("model == 'other'")) == len(frame)
+
+
+def test_the_file_to_download_has_the_error_rates_of_each_rule_and_deciding_cases_by_their_names(page, tmp_path):
+    claims.write(page[1], tmp_path / "data" / "results" / "protection" / "claims.csv")
+    claims_page.write(["protection"], tmp_path, tmp_path)
+    table = pd.read_csv(tmp_path / "verdicts.csv", keep_default_na=False, na_values="")
+    [row] = table[(table.claim == "P9") & (table.reading == "authors' code")].itertuples()
+    rates = pd.read_csv(DATA / "error_rates.csv").query("claim == 'P9' and reading == 'as_run'")
+    assert row.wrongly_not_reproduced == rates.wrongly_not_reproduced.item()
+    assert row.decided_by != row.deciding_case == wording.case(row.decided_by)
+    assert table[table.chapter == "family"].wrongly_reproduced.notna().any()  # from another table
 
 
 def test_a_book_without_verdicts_says_so(tmp_path):

@@ -101,10 +101,10 @@ def _leakage(root: Path) -> str:
     half = half[(half.ratio - 0.5).abs() == (half.ratio - 0.5).abs().min()].sort_values("value")
     most, dropped = half.tail(1), half.ratio.iloc[0]
     return (
-        f"If the directive comes first, {sooner['directive first']}; if the defense does, {sooner['defense first']}. "
-        f"With {dropped:.0%} of the system prompt dropped and the defense first, the model reveals "
+        f"If the directive comes first, {sooner['directive first']}; if the defense does, {sooner['defense first']}, and "
+        f"with {dropped:.0%} of the system prompt dropped the model then reveals "
         f"{stats.as_text(most, unit='%', digits=0)} of its secret rules under {figure.look(most.policy.iloc[0]).name}, "
-        f"where it reveals most, and less than a tenth under {(half.value < 0.1).sum()} of {len(half)} policies."
+        "where it reveals most."
     )
 
 

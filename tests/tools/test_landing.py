@@ -104,9 +104,11 @@ def test_what_is_forgotten_first_is_told_as_the_chapter_drew_it(tmp_path):
     table.to_csv(folder / "leakage-curves.csv", index=False)
     answer = landing.answers(tmp_path).splitlines()[4]
     both = "of 2 policies, 1 forgets the defense sooner (SnapKV), and 1 forgets the directive sooner (H2O)"
-    assert f"If the directive comes first, {both}; if the defense does, {both}. With 50% of" in answer
-    assert "reveals 80% [0%, 100%] of its secret rules under SnapKV" in answer
-    assert "less than a tenth under 1 of 2 policies" in answer
+    assert answer.removeprefix(f"- **{landing.QUESTIONS['leakage']['question']}** ") == (
+        f"If the directive comes first, {both}; if the defense does, {both}, and with 50% of the system prompt dropped the "
+        "model then reveals 80% [0%, 100%] of its secret rules under SnapKV, where it reveals most. "
+        "{doc}`The chapter <executed/leakage>`."
+    )
 
 
 def test_a_claim_that_comes_out_in_part_says_what_it_asks_for(tmp_path):

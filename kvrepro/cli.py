@@ -85,7 +85,7 @@ def run(
     conditions = _conditions(policy, budget, regime, _named(setting))
     _check_table(measure, out)
     from kvrepro.engine.allowed import Number, ensure
-    from kvrepro.experiment import data, models
+    from kvrepro.experiment import data, models, stats
     from kvrepro.experiment.answers import prompt_limit
     from kvrepro.experiment.parameters import check_values, ensure_name
     from kvrepro.experiment.run import Answers, Settings
@@ -108,7 +108,10 @@ def run(
     rows = run_study(Answers("run", name, drawn, conditions, new, limit), loaded, settings)
     if settings.dry_run:
         return
-    print(_table(rows, measure).round(3).to_string(index=False))
+    table = _table(rows, measure)
+    print(table.round(3).to_string(index=False, na_rep="-"))
+    if (few := table.n.min()) < stats.MIN_ITEMS:
+        print(f"n = {few}: an interval (low, high) needs {stats.MIN_ITEMS} items, -n {stats.MIN_ITEMS}")
     print(f"rows: {settings.folder / 'run' / f'{name}.parquet'}")
     if out is not None:
         try:

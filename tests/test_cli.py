@@ -170,6 +170,8 @@ def test_a_run_is_the_study_that_it_names(call, tmp_path):
         ("full", "-"), ("streaming_llm", "64"), ("streaming_llm", "0.5"), ("snapkv", "64"), ("snapkv", "0.5"),
     ]  # fmt: skip
     assert float(table[1][-1]) < float(table[2][-1]) < float(table[0][-1])  # memory
+    assert {(line[3], line[4]) for line in table} == {("-", "-")}
+    assert "n = 2: an interval (low, high) needs 6 items, -n 6" in out
     code, out, _ = call("run", *given, "-o", "progress=false", "--measure", "evicted")
     assert "10 rows, 0 computed now" in out
     assert " evicted " in out

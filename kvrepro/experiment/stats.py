@@ -388,15 +388,15 @@ def within(e: Estimate, limits: tuple[float, float]) -> Estimate:
 
 def means(
     rows: pd.DataFrame, by: Sequence[str] | str, column: str, clusters: str | None = None, *,
-    bounds: tuple[float, float] | None = UNIT,
+    bounds: tuple[float, float] | None = UNIT, limits: tuple[float, float] = ANY,
 ) -> pd.DataFrame:  # fmt: skip
     """Mean of a column per group with its interval: columns `by`, value, low, high, n.
 
-    bounds: of the values; None if they have none. clusters: a column whose groups are drawn whole, such as the item
-    where it has several rows.
+    bounds: of the values; None if they have none, or if values do not pile up there; then `limits` are those of the
+    mean. clusters: a column whose groups are drawn whole, such as the item where it has several rows.
     """
-    return by_group(rows, by, lambda group: interval(
-        group[column], None if clusters is None else group[clusters], bounds=bounds
+    return by_group(rows, by, lambda group: within(
+        interval(group[column], None if clusters is None else group[clusters], bounds=bounds), limits
     ))  # fmt: skip
 
 

@@ -670,6 +670,10 @@ def test_a_table_has_a_row_per_group_in_the_order_of_its_rows():
         assert row[3:] == pytest.approx((*stats.interval(values, bounds=(0, 1)).triple, 6))
     free = stats.means(rows, "policy", "f1", bounds=None).iloc[1]
     assert (free.low, free.high) == pytest.approx(stats.interval(FLIPPED).triple[1:])
+    share = frame(policy="x", f1=[0, 0, 0, 0, 0, 0.001])
+    [cut] = stats.means(share, "policy", "f1", bounds=None, limits=(0, 1)).itertuples()
+    assert stats.interval(share.f1).low < 0 == cut.low
+    assert cut.high == stats.interval(share.f1).high
     assert stats.means(rows, "policy", "f1", "item").n.tolist() == [2, 2, 2]
     named = pd.Categorical(rows.policy, ["x", "y", "never run"])
     assert len(stats.means(rows.assign(policy=named), "policy", "f1")) == 3

@@ -387,7 +387,8 @@ def theory(x: Mixture, windows: Sequence[int], draws: int = 20_000, seed: int = 
             ("bias", "max", x.risk - largest, bias_of_max(x, m), bound_of_max(x, m)),
             ("missed", "max", (largest <= x.low).astype(float), miss(x.eps, m), np.nan),
         ):
-            rows.append((m, quantity, rule, *stats.interval(values).triple, exact, bound))
+            ends = stats.UNIT if quantity == "missed" else None
+            rows.append((m, quantity, rule, *stats.interval(values, bounds=ends).triple, exact, bound))
     return pd.DataFrame(rows, columns=["window", "quantity", "rule", "value", "low", "high", "exact", "bound"])
 
 
@@ -411,5 +412,5 @@ def survival(x: Mixture, windows: Sequence[int], heads: int = 200) -> pd.DataFra
         for rule, value in (("mean", seen.mean(2)), ("max", largest), ("defensive", defensive)):
             place = np.lexsort((rng.random(value.shape), -value), axis=1).argsort(1)
             kept = (place[:, :n] < 100).mean(1)
-            rows.append((m, "survives", rule, *stats.interval(kept).triple))
+            rows.append((m, "survives", rule, *stats.within(stats.interval(kept), stats.UNIT).triple))
     return pd.DataFrame(rows, columns=["window", "quantity", "rule", "value", "low", "high"])

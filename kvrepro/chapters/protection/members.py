@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvrepro.engine.policy import is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, history, judge, stats
+from kvrepro.experiment import claims, history, judge, stats, wording
 from kvrepro.experiment.figure import look
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 from kvrepro.experiment.stats import CONTRASTS
@@ -153,7 +153,8 @@ def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
     wide = evicting.pivot_table(index="item", columns="cell", values=both, dropna=True)
     shared = wide[both[0]].columns.intersection(wide[both[1]].columns)
     if len(shared) < MIN_CONDITIONS:
-        raise NotTestable(f"{len(shared)} conditions: a correlation over conditions needs {MIN_CONDITIONS}")
+        few = wording.counted(len(shared), "condition")
+        raise NotTestable(f"{few}: a correlation over conditions needs {MIN_CONDITIONS}")
     values = pd.concat([wide[measure][shared] for measure in both], axis=1).dropna()
     return Sample(values, _correlation, limits=(-1.0, 1.0))
 

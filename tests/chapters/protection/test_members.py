@@ -148,6 +148,15 @@ def test_two_heights_alone_make_no_correlation():
     assert outcome("P37", unrelated) != "reproduced"
 
 
+@pytest.mark.parametrize(("few", "counted"), [(1, "1 condition"), (2, "2 conditions")])
+def test_too_few_conditions_for_a_correlation_are_counted_in_words(few, counted):
+    rows = members.with_cell_names(one_reading(synthetic.paper_like, n_items=8))
+    evicting = rows[rows.policy != "full"].drop_duplicates("cell")
+    cells = ["full", *evicting.groupby(evicting.prefix > 0).head(few).cell]
+    untested = members.members(BY_ID["P37"], BOOK["sets"], rows[rows.cell.isin(cells)])
+    assert {str(why) for why in untested} == {f"{counted}: a correlation over conditions needs 4"}
+
+
 @pytest.mark.parametrize("claim_id", ["P33", "P34"])
 def test_context_scaling_each_way(claim_id):
     def worse(cell: dict) -> float:

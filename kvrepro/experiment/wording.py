@@ -293,6 +293,11 @@ def _title(match: re.Match[str]) -> str:
     return CATALOGUE[match[0]].title if match[0] in CATALOGUE else match[0].replace("_", " ")
 
 
+def chapter_name(chapter: str) -> str:
+    """A chapter's name in a table or a sentence: `DropKV bound`."""
+    return " ".join(map(_titled, chapter.split("_")))
+
+
 def overview(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per claim: statement, the paper's value, rule, verdict and value per reading, does the reading decide."""
     rows = []

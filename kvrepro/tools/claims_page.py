@@ -193,7 +193,7 @@ def _listed(row: Any, chapter: str, block_id: str, with_model: bool, with_full: 
     full = TableCell(pill(row.full_verdict)) if row.full_verdict not in ("", row.verdict) else same
     return {
         "Claim": TableCell(f'<a href="#{block_id}">{escape(row.claim)}</a>'),
-        "Chapter": chapter.replace("_", " ").replace("dropkv", "DropKV"),
+        "Chapter": wording.chapter_name(chapter),
         "Statement": row.statement.replace("*", ""),
         "With": READ[row.reading],
         **model,
@@ -367,7 +367,7 @@ def error_rates() -> list[dict[str, str]]:
             return ", ".join(dict.fromkeys(tried.claim[which])) or "-"
 
         rows.append({
-            "chapter": str(chapter), "rules tried": str(tried.claim.nunique()),
+            "chapter": wording.chapter_name(str(chapter)), "rules tried": str(tried.claim.nunique()),
             **{f"{label} in more than 5%": named(tried[f"{name}_above"].eq(True)) for name, label in WRONGLY.items()},
             "cannot hold": named(tried.can_hold.eq(False)), "cannot fail": named(tried.can_fail.eq(False)),
             "medium effect decided": f"{tried[tried.repeats > 1].decided.mean():.0%}",
@@ -381,7 +381,7 @@ def stability() -> list[dict[str, str]]:
     table = pd.read_csv(DATA / "stability.csv").fillna({"which": "-"})
     return [
         {
-            "varied": row.varied, "runs": row.runs, "chapter": row.chapter,
+            "varied": row.varied, "runs": row.runs, "chapter": wording.chapter_name(row.chapter),
             "changed": f"{row.changed} of {row.verdicts} ({row.share:.0%})", "between two runs": f"{row.pair:.0%}",
             "turned": row.turned,
             "which, run by run": re.sub("|".join(LABELS), lambda match: LABELS[match[0]], row.which),

@@ -73,7 +73,7 @@ def counts(verdicts: pd.DataFrame, causes: pd.Series) -> pd.DataFrame:
     rows = []
     for name, group in [*causes.groupby(level=0, sort=False), ("all", causes)]:
         comparable = group[group != "too few"]
-        row = {"chapter": name, "asked of two models or more": len(comparable)}
+        row = {"chapter": wording.chapter_name(str(name)), "asked of two models or more": len(comparable)}
         row |= {"the same for all": int((comparable == "").sum())}
         row |= {f"depends on {cause}": sum(cause in text.split(", ") for text in comparable) for cause in CAUSES}
         row |= {"differs, one seed asked": int(comparable.eq(ONE).sum())}

@@ -101,8 +101,8 @@ def _leakage(root: Path) -> str:
     half = half[(half.ratio - 0.5).abs() == (half.ratio - 0.5).abs().min()].sort_values("value")
     most, dropped = half.tail(1), half.ratio.iloc[0]
     return (
-        f"If the directive comes first, {sooner['directive first']}; if the defense does, {sooner['defense first']}, and "
-        f"with {dropped:.0%} of the system prompt dropped the model then reveals "
+        f"If the directive comes first, {sooner['directive first']}; if the defense does, {sooner['defense first']}, "
+        f"and with {dropped:.0%} of the system prompt dropped the model then reveals "
         f"{stats.as_text(most, unit='%', digits=0)} of its secret rules under {figure.look(most.policy.iloc[0]).name}, "
         "where it reveals most."
     )
@@ -186,7 +186,7 @@ def _counts(frames: Mapping[str, pd.DataFrame]) -> str:
     for name, frame in frames.items():
         counts = frame.verdict.value_counts()
         kinds = [f"{counts[verdict]} {claims.label(verdict)}" for verdict in claims.VERDICTS if verdict in counts]
-        chapters.append(f"{name.replace('_', ' ')}: {', '.join(kinds)}")
+        chapters.append(f"{wording.chapter_name(name)}: {', '.join(kinds)}")
     return "; ".join(chapters) + "."
 
 

@@ -59,7 +59,7 @@ def agreement(wide: pd.DataFrame) -> list[dict[str, object]]:
             both = part[[models.DEFAULT, items]].dropna()
             if len(both):
                 rows.append({
-                    "chapter": str(chapter).replace("_", " "), "items": items, "verdicts on both": len(both),
+                    "chapter": wording.chapter_name(str(chapter)), "items": items, "verdicts on both": len(both),
                     "the same": int((both[models.DEFAULT] == both[items]).sum()),
                     "differently decided": int(both.apply(family_page.decided, axis=1).sum()),
                     "turn over": int(both.apply(family_page.turns, axis=1).sum()),
@@ -74,7 +74,7 @@ def run_rows(runs: pd.DataFrame) -> list[dict[str, object]]:
     for row in runs.sort_values("items", key=lambda names: names.map(place), kind="stable").itertuples():
         full = f"{wording.text_of((row.score, row.low, row.high))}, n = {row.n:.0f}"
         rows.append({
-            "items": row.items, "chapter": row.chapter.replace("_", " "),
+            "items": row.items, "chapter": wording.chapter_name(row.chapter),
             "seconds": "-" if pd.isna(row.seconds) else f"{row.seconds:.0f}",
             "answers": f"{row.answers:,}" if row.answers else "-",
             "by kernels": "-" if pd.isna(row.kernels) else f"{row.kernels:.0%}",
@@ -245,7 +245,7 @@ def again(table: Path = DETERMINISM) -> str:
     """How far other devices give the same answers, a sentence for each comparison and chapter; "" without one."""
     rows = pd.read_csv(table)
     return " ".join(
-        f"{WORDS['again'][row.varied].format(rows=row.rows, chapter=row.chapter.replace('_', ' '))}: "
+        f"{WORDS['again'][row.varied].format(rows=row.rows, chapter=wording.chapter_name(row.chapter))}: "
         f"the text differs in {row.text} of them, the set that is kept in {row.kept}, the score in {row.score}."
         for row in rows[rows.varied.isin(WORDS["again"]) & (rows.chapter != EVERY)].itertuples()
     )

@@ -275,6 +275,10 @@ def test_findings_begin_with_a_model_that_does_not_answer():
     assert wording.findings("One.", "", "Two.").data.endswith("\n\n- One.\n- Two.")
 
 
+def test_a_chapter_is_named_in_words():
+    assert [wording.chapter_name(name) for name in ("dropkv_bound", "leakage")] == ["DropKV bound", "leakage"]
+
+
 def test_a_case_names_own_policies_by_their_titles(tmp_path):
     file = tmp_path / "some_file.py"
     file.write_text("from kvrepro.engine.policy import Policy\nMINE = Policy('Mine', 'me', lambda o: o.positions)\n")

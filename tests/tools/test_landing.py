@@ -105,8 +105,8 @@ def test_what_is_forgotten_first_is_told_as_the_chapter_drew_it(tmp_path):
     answer = landing.answers(tmp_path).splitlines()[4]
     both = "of 2 policies, 1 forgets the defense sooner (SnapKV), and 1 forgets the directive sooner (H2O)"
     assert answer.removeprefix(f"- **{landing.QUESTIONS['leakage']['question']}** ") == (
-        f"If the directive comes first, {both}; if the defense does, {both}, and with 50% of the system prompt dropped the "
-        "model then reveals 80% [0%, 100%] of its secret rules under SnapKV, where it reveals most. "
+        f"If the directive comes first, {both}; if the defense does, {both}, and with 50% of the system prompt dropped "
+        "the model then reveals 80% [0%, 100%] of its secret rules under SnapKV, where it reveals most. "
         "{doc}`The chapter <executed/leakage>`."
     )
 

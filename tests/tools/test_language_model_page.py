@@ -79,8 +79,8 @@ def test_figures_have_a_panel_for_each_kind_of_items():
 
 
 @pytest.mark.parametrize(("varied", "who"), [
-    ("SmolLM2: GPU or CPU", "Plain PyTorch on a CPU computed 1,000 answers of the chapter dropkv bound again"),
-    ("SmolLM2: H200 or H100", "An H200 and an H100 both computed 1,000 answers of the chapter dropkv bound"),
+    ("SmolLM2: GPU or CPU", "Plain PyTorch on a CPU computed 1,000 answers of the chapter DropKV bound again"),
+    ("SmolLM2: H200 or H100", "An H200 and an H100 both computed 1,000 answers of the chapter DropKV bound"),
 ])  # fmt: skip
 def test_comparisons_of_devices_are_told_where_they_were_made(tmp_path, varied, who):
     row = {"varied": varied, "chapter": "dropkv_bound", "rows": 1000, "text": 3, "kept": 20, "score": 0}

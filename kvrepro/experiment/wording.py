@@ -346,6 +346,18 @@ def beats(gap: Any, other: str) -> str:
     return f"It scored {words} {other} (a difference of {gap.value:+.2f}{interval}){chance}."
 
 
+def against_chance(gap: Any | None) -> str:
+    """Whether a policy's idea is worth using, in a sentence. gap: the row of `stats.contrasts` that compares it with a
+    random choice; None: it was not compared."""
+    if gap is None:
+        return "Whether the idea does better than chance is not known: this run has no random choice beside it."
+    if gap.high < 0:
+        return "The example shows how to write a policy, but is not one to use: a random choice scored more here."
+    if gap.low > 0:
+        return "On these items the idea does better than chance; other tasks would have to confirm it."
+    return "On these items it stays open whether the idea does better than chance; it takes more of them to tell."
+
+
 def findings(*sentences: str, unanswered: str = "") -> Markdown:
     """A chapter's findings, which the book shows in a box at its top; empty sentences are left out.
 

@@ -263,6 +263,15 @@ def test_a_policy_beats_another_where_the_interval_leaves_zero_out():
     )
 
 
+@pytest.mark.parametrize(("low", "high", "text"), [
+    (-0.2, -0.1, "is not one to use"), (0.1, 0.2, "does better than chance;"), (-0.1, 0.2, "stays open"),
+    (math.nan, math.nan, "stays open"),
+])  # fmt: skip
+def test_an_idea_is_judged_by_its_interval_against_chance(low, high, text):
+    assert text in wording.against_chance(pd.Series({"value": 0.1, "low": low, "high": high, "n": 12}))
+    assert text not in wording.against_chance(None)
+
+
 def test_findings_begin_with_a_model_that_does_not_answer():
     with_number = f"SnapKV keeps {stats.percent(0.4)}."
     unknown = f"LRU keeps {stats.percent(math.nan)}."

@@ -5,6 +5,7 @@ From the tables in data/reliability; a part whose table is not there is left out
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import seaborn as sns
@@ -80,11 +81,16 @@ def _store(frame: pd.DataFrame) -> tuple[str, str]:
 def _scaling(frame: pd.DataFrame) -> tuple[str, str]:
     measured = frame.dropna(subset="efficiency")
     result = f"efficiency {measured.efficiency.min():.2f} to {measured.efficiency.max():.2f}"
-    for kind, runs in frame.groupby(frame.device == "CPU"):
-        result += f"; on {'CPUs' if kind else 'GPUs'} {'' if runs['equal'].min() == 1 else 'at least '}"
-        result += f"{runs['equal'].min():.0%} of the rows and "
-        result += f"{runs.same_text.min():.0%} of the texts equal"
+    several = frame[frame.workers > 1]
+    for on_cpu, runs in several.groupby(several.device == "CPU"):
+        equal = f"{_percents(runs['equal'])} of the rows and {_percents(runs.same_text)} of the texts"
+        result += f"; on {'CPUs' if on_cpu else 'GPUs'} {equal} equal those of one worker"
     return f"{len(frame)} runs", result
+
+
+def _percents(shares: pd.Series) -> str:
+    """The least and the largest share: `0.21% to 33%`."""
+    return " to ".join(dict.fromkeys(f"{100 * share:.3g}%" for share in (shares.min(), shares.max())))
 
 
 PARTS: dict[str, dict[str, str]] = words("reliability")
@@ -126,7 +132,7 @@ def sections(tables_of: dict[str, pd.DataFrame]) -> str:
             survivors = pd.read_csv(file)
             if changed := _changed(survivors):
                 parts.append(f"Of the {len(survivors)} lines with survivors, {changed} have changed since.")
-            parts.append(_folded("The survivors", table(_texts(survivors, code=("before", "after")))))
+            parts.append(_folded("The survivors", "\n\n".join(map(_survivor, survivors.itertuples()))))
     return "\n\n".join(parts)
 
 
@@ -137,21 +143,25 @@ def _changed(survivors: pd.DataFrame, root: Path = ROOT) -> int:
     return sum(line not in code[module] for module, line in zip(survivors.module, lines, strict=True))
 
 
+def _survivor(row: Any) -> str:
+    """A mutant that no test notices: where it is, why, and the changed line below the original."""
+    where = f"`{row.module}`, `{row.function}`"
+    return f"{where}: {row.reason}\n\n```diff\n- {row.before}\n+ {row.after}\n```"
+
+
 def _folded(title: str, text: str) -> str:
     return f":::{{dropdown}} {title}\n{text}\n:::"
 
 
-def _texts(frame: pd.DataFrame, code: tuple[str, ...] = ()) -> list[dict[str, str]]:
-    """Rows with their values as text. code: columns whose values are code."""
+def _texts(frame: pd.DataFrame) -> list[dict[str, str]]:
+    """Rows with their values as text."""
 
-    def text(name: str, value: object) -> str:
+    def text(value: object) -> str:
         if pd.isna(value):
             return ""
-        if name in code:
-            return f"`{str(value).replace('`', '')}`" if value else ""
         return f"{value:.3g}" if isinstance(value, float) and value % 1 else str(value)
 
-    return [{str(name): text(str(name), value) for name, value in row.items()} for row in frame.to_dict("records")]
+    return [{str(name): text(value) for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def drawn(tables_of: dict[str, pd.DataFrame]) -> Figure | None:

@@ -169,7 +169,7 @@ def answers_enough(full: pd.Series, errors: pd.Series | None = None) -> None:
         raise NotTestable(f"all {len(full)} items of the full cache failed{why}")
     e = stats.interval(full, bounds=UNIT)
     if e.n < MIN_ITEMS:
-        raise NotTestable(f"{e.n} items: an interval needs at least {MIN_ITEMS}")
+        raise NotTestable(f"{e.n} item{'s' * (e.n != 1)}: an interval needs at least {MIN_ITEMS}")
     if not e.low >= MIN_CEILING:
         raise NotTestable(f"the full cache itself answers too few items ({e})")
 

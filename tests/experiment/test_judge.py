@@ -599,6 +599,7 @@ def test_a_named_test_hears_the_pairs_that_are_there():
 def test_a_full_cache_that_says_nothing_says_why():
     assert judge.unanswered(pd.Series([1.0] * 6)) == ""
     assert judge.unanswered(pd.Series([1.0] * 5)) == "5 items: an interval needs at least 6"
+    assert judge.unanswered(pd.Series([1.0])) == "1 item: an interval needs at least 6"
     assert judge.unanswered(pd.Series([], dtype=float)) == "0 items: an interval needs at least 6"
     assert judge.unanswered(pd.Series([np.nan] * 8)) == "all 8 items of the full cache failed"
     few = pd.Series([0.0] * 7 + [0.3])

@@ -14,7 +14,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
-from kvrepro.experiment import data, stats
+from kvrepro.experiment import data, stats, wording
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import PerItem, run
 from kvrepro.item import Item
@@ -46,6 +46,18 @@ def leads(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
     ]
     table = pd.concat([pd.DataFrame(columns=[*keys, "value", "low", "high", "n", "rival"]), *parts])
     return table.sort_values([*keys, "value"], ignore_index=True)
+
+
+def lead_sentence(closest: pd.DataFrame) -> str:
+    """In how many pairs of model and budget KeyDiff leads. closest: of `leads`, the row of the strongest rival each."""
+    if closest.empty:
+        return "This run compares KeyDiff with no rival."
+    ahead, clearly = (int((closest[column] > 0).sum()) or "none" for column in ("value", "low"))
+    pairs = wording.counted(len(closest), "pair")
+    return (
+        f"KeyDiff, which uses no queries, scores higher than all its rivals in {ahead} of {pairs} of model and budget, "
+        f"and clearly higher (by the interval) in {clearly}."
+    )
 
 
 def agreement(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:

@@ -29,6 +29,15 @@ def test_distinct_mass_and_shift_on_closed_forms():
     assert layer(apart, [True, True, True], [0.5, 0.3, 0.2])["shift"] == pytest.approx(0, abs=1e-6)
 
 
+def test_how_often_keydiff_leads_reads_well_with_few_pairs_and_with_none():
+    pairs = pd.DataFrame({"value": [0.2, 0.1, -0.1], "low": [0.1, -0.1, -0.2]})
+    assert "in 2 of 3 pairs of model and budget, and clearly higher (by the interval) in 1." in kept.lead_sentence(
+        pairs
+    )
+    assert "in none of 1 pair of model and budget" in kept.lead_sentence(pairs[2:])
+    assert kept.lead_sentence(pairs[:0]) == "This run compares KeyDiff with no rival."
+
+
 def test_layers_hold_the_attention_of_the_models_own_last_query():
     loaded = kv.load()
     [item] = kv.load_items("tinyworld:needle", n_items=1, seed=0, tokens=300)

@@ -36,7 +36,8 @@ COLUMNS = [
 
 
 def load_claims(chapter: str, folder: Path = DATA / "claims") -> dict[str, Any]:
-    """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`, ids checked to be unique."""
+    """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`, ids checked to be unique. Those
+    whose ids are listed under "timed" rest on seconds."""
     path = Path(folder) / f"{chapter}.yml"
     if not path.is_file():
         raise InputError(f"no claims for chapter {chapter!r}: {path} does not exist")

@@ -376,6 +376,18 @@ def error_rates() -> list[dict[str, str]]:
     return rows
 
 
+def seeds_sentence() -> str:
+    """How many verdicts differ between two runs whose items have different seeds, over the models."""
+    table = pd.read_csv(DATA / "stability.csv")
+    runs = table[table.varied.str.startswith("item seed")]
+    by_model = runs.assign(differ=runs.pair * runs.verdicts).groupby("varied")[["differ", "verdicts", "turned"]].sum()
+    shares = by_model.differ / by_model.verdicts
+    return (
+        f"On {len(by_model)} models, {shares.min():.0%} to {shares.max():.0%} of a model's verdicts differ between two "
+        f"runs with other items; {by_model.turned.sum()} of {by_model.verdicts.sum():,} turn among three."
+    )
+
+
 def stability() -> list[dict[str, str]]:
     """A row for each comparison of runs in data/stability.csv: the share of verdicts that change, and which."""
     table = pd.read_csv(DATA / "stability.csv").fillna({"which": "-"})

@@ -80,7 +80,7 @@ def rows_of(folder: Path, chapter: str) -> pd.DataFrame:
 def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd.DataFrame:
     """A row for each chapter of which both folders hold rows, and their sum, with `COLUMNS`: in how many of the rows
     that both have text, kept tokens or score differ, and how many verdicts differ, of those that at least one folder
-    could give. Empty where the folders share no rows."""
+    could give and that rest on no seconds. Empty where the folders share no rows."""
     rows: list[dict[str, Any]] = []
     for chapter in chapters:
         rows_a, rows_b = (rows_of(folder, chapter) for folder in (first, other))
@@ -91,6 +91,8 @@ def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd
         files = [folder / chapter / "claims.csv" for folder in (first, other)]
         if all(file.is_file() for file in files):
             verdicts = stability.compared([claims.read(file) for file in files])
+            timed = claims.load_claims(chapter).get("timed", [])
+            verdicts = verdicts[~verdicts.index.isin(timed, level="claim")]
             verdicts = verdicts[(verdicts != claims.NOT_TESTABLE).any(axis=1)]
             verdict_counts = stability.row_of(verdicts) if len(verdicts) else verdict_counts
         row_counts = {SAME[column]: int(count) for column, count in differs.sum().items()}

@@ -6,7 +6,12 @@ from kvrepro.experiment import claims
 from kvrepro.experiment.store import Store
 from kvrepro.tools import repeat
 
-VERDICTS = {"A1": ("partly", "partly"), "A2": ("reproduced", "not reproduced"), "A3": ("partly", "inconclusive")}
+VERDICTS = {
+    "A1": ("partly", "partly"),
+    "A2": ("reproduced", "not reproduced"),
+    "A3": ("partly", "inconclusive"),
+    "L11": ("partly", "inconclusive"),  # rests on seconds
+}
 ROW = {"model": "m", "dtype": "float32", "device": "cpu", "policy": "full", "regime": "none", "max_new_tokens": 8,
        "prediction": "red", "kept_hash": "k", "token_f1": 0.5}  # fmt: skip
 

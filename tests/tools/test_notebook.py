@@ -162,11 +162,11 @@ def test_the_book_says_code_and_text_of_the_authors(chapter):
     assert not re.search(r"\bas (run|described)\b", sentences(chapter), re.I)
 
 
-def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, monkeypatch):
+def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path):
     """A small random Qwen2 in the hub's format on passages of our own: no errors, verdicts that claim nothing."""
     given = checkpoint.inputs(tmp_path, checkpoint.questions(3, 12_000))
     given |= {"capacities": [48, 64], "options": {"max_new_tokens": 4, "lengths": [400, 800]}}
-    outputs = [data for _, shown in run_here.run(monkeypatch, "protection", given) for data in shown]
+    outputs = [data for _, shown in run_here.run("protection", given) for data in shown]
     assert sum("image/svg+xml" in data for data in outputs) >= 14
     table = pd.read_csv(tmp_path / "results" / "protection" / "claims.csv")
     assert table.columns.tolist() == claims.COLUMNS
@@ -189,9 +189,9 @@ def test_the_largest_gain_leaves_out_a_policy_without_any_value():
 
 
 @pytest.mark.parametrize("rivals", [["snapkv"], ["random"]])
-def test_a_policy_is_not_said_to_equal_chance_where_no_random_choice_was_run(tmp_path, monkeypatch, rivals):
+def test_a_policy_is_not_said_to_equal_chance_where_no_random_choice_was_run(tmp_path, rivals):
     given = {"rivals": rivals, "n_items": 2, "results": str(tmp_path)}
-    shown = [data for _, shown in run_here.run(monkeypatch, "own_policy", given) for data in shown]
+    shown = [data for _, shown in run_here.run("own_policy", given) for data in shown]
     [box] = [text for data in shown if "What we found" in (text := data.get("text/markdown", ""))]
     assert ("chance is not known" in box) == ("random" not in rivals)
     assert ("a random choice (" in box) == ("random" in rivals)

@@ -86,5 +86,5 @@ def test_a_file_is_of_system_prompts_only_if_every_row_holds_one(tmp_path, capsy
         assert taken(row, other) == "ifeval"
         assert message in capsys.readouterr().out
     file.write_bytes(json.dumps(row).encode() + b'\n{"answer": "caf\xe9"}\n')
-    with pytest.raises(InputError, match="own.jsonl, line 2: 'utf-8' codec can't decode byte 0xe9"):
+    with pytest.raises(InputError, match="own.jsonl, line 2: byte 0xe9 is not UTF-8"):
         ChapterPlan(items=str(file))

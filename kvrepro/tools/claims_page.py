@@ -16,7 +16,7 @@ from kvrepro.experiment import claims, history, wording
 from kvrepro.experiment.claims import LABELS
 from kvrepro.experiment.wording import LOOKS
 from kvrepro.paths import DATA, ROOT
-from kvrepro.tools import claims_sources, family_page, filterable, language_model_page
+from kvrepro.tools import claims_sources, family_page, filterable, interval_picture, language_model_page
 from kvrepro.tools.edition import results_of
 from kvrepro.tools.family_claims import FULL
 from kvrepro.tools.filterable import TableCell
@@ -275,7 +275,7 @@ def blocks(chapter: str, frames: Mapping[str, pd.DataFrame], root: Path = ROOT) 
     html = ['<div class="claims">', f'<p>Evidence: <a href="{page_of(chapter)}">the page that judges these</a>.</p>']
     for claim, rows in frames[chapter].groupby("claim", sort=False):
         entry = entry_of.get(str(claim), {})
-        links = _links(chapter, entry, drawn) if entry else {}
+        links = {"Picture": _picture(rows, entry)} | _links(chapter, entry, drawn) if entry else {}
         other = {language_model_page.NAME: elsewhere[str(claim)]} if str(claim) in elsewhere else {}
         html += [
             f'<details id="{block_ids[chapter, str(claim)]}">',
@@ -291,6 +291,20 @@ def _summary(claim: str, rows: pd.DataFrame, entry: Mapping[str, Any]) -> str:
     short = {"as_run": "code:", "as_described": "text:"}
     pills = " ".join(f"{short.get(row.reading, '')} {pill(row.verdict)}" for row in first.itertuples())
     return f"<b>{escape(claim)}</b> {escape(entry.get('statement', first.statement.iloc[0]), quote=False)} {pills}"
+
+
+def _picture(rows: pd.DataFrame, entry: Mapping[str, Any]) -> str:
+    """A claim's estimates against its rule; empty for an exact statement, which has no interval."""
+    if entry.get("exact") or "rule" not in entry:
+        return ""
+    several, names = len(set(rows.model)) > 1, {"as_run": "code", "as_described": "text", "any": "ours"}
+    of_rows = []
+    for row in rows.itertuples():
+        name = names[row.reading] + f", {row.model}" * several
+        of_rows += [(name, row.ours, row.low, row.high)]
+        full = (row.full_estimate, row.full_low, row.full_high)
+        of_rows += [(f"{name}, full profile", *full)] if row.full_verdict else []
+    return interval_picture.drawn(entry["rule"], of_rows, entry.get("unit", "F1"))
 
 
 def _links(chapter: str, entry: Mapping[str, Any], drawn: list[str]) -> dict[str, str]:

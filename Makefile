@@ -6,13 +6,16 @@ READY := $(VENV)/.ready
 # Compiled modules are kept, whatever the environment says: without them each process compiles 1,400 again as it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: book test lint lab pdf dist check-book clean
+.PHONY: book test suite lint lab pdf dist check-book clean
 .DELETE_ON_ERROR:
 
 book: $(READY)        ## re-execute the chapters, build the book (make book ARGS="-p profile=full")
 	@$(PY) -m kvrepro book $(ARGS)
 
-test: lint            ## lint, type check, tests
+test: $(READY)        ## lint, type check and tests, side by side: the type checker keeps only one core busy
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint suite
+
+suite: $(READY)       ## the tests alone
 	@$(PY) -m pytest -n auto $(ARGS)
 
 lint: $(READY)        ## ruff, mypy, and who may import whom

@@ -12,7 +12,7 @@ def sum_columns(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, SPANS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The attention of one query head to one block of keys, summed over its queries."""
+    """The attention of one query head to one block of keys, summed over its queries. The sum stays in registers."""
     row = tl.program_id(0).to(tl.int64)  # batch row * heads + query head
     head_row = row // group  # batch row * kv_heads + KV head
     batch, head = head_row // kv_heads, head_row % kv_heads

@@ -20,7 +20,7 @@ from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 
 def uniform(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
     """The same `budget` for every head of every layer."""
-    return budget[:, None].expand(-1, scores.shape[1])
+    return _equal(budget, scores.shape[1])
 
 
 def pyramid(
@@ -52,7 +52,7 @@ def pyramid(
     if 2 * o.layer > o.layers - 1:
         count = 2 * share - count
     count = torch.where(steep & (2 * o.layer != o.layers - 1), count, share).long()
-    return (count if inside else count + recent)[:, None].expand(-1, scores.shape[1])
+    return _equal(count if inside else count + recent, scores.shape[1])
 
 
 def adaptive(
@@ -113,7 +113,7 @@ def joint_layers(scores: list[Scores], protected: list[Mask], budget: RowInts) -
 def per_layer(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
     """The mean score over a layer's heads, for all of them: they keep the same tokens."""
     means = [s.mean(1, keepdim=True).expand_as(s) for s in scores]
-    return means, [uniform(s, p, budget) for s, p in zip(scores, protected, strict=True)]
+    return means, [_equal(budget, s.shape[1]) for s in scores]
 
 
 def one_set(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
@@ -124,7 +124,7 @@ def one_set(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tup
     width = min(s.shape[-1] for s in scores)
     mean = torch.stack([s[..., -width:].mean(1, keepdim=True) for s in scores]).mean(0)
     shared = [pad(mean, (s.shape[-1] - width, 0), value=-torch.inf).expand_as(s) for s in scores]
-    return shared, [uniform(s, protected[0], budget) for s in shared]
+    return shared, [_equal(budget, s.shape[1]) for s in scores]
 
 
 def cake(
@@ -149,6 +149,11 @@ def cake(
 
 
 # ---- parts
+
+
+def _equal(count: RowInts, heads: int) -> Counts:
+    """The same count [batch] for each of so many heads."""
+    return count[:, None].expand(-1, heads)
 
 
 def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:

@@ -121,15 +121,18 @@ def test_budgets_over_layers_meet_the_sum(layers, budget):
 
 
 def test_one_set_and_per_layer_rank_by_mean_scores():
-    scores = [torch.rand(1, 2, 50, generator=torch.Generator().manual_seed(layer)) for layer in range(3)]
-    scores[0][..., 0] = scores[1][..., 0] = scores[2][..., 0] = -torch.inf  # dead in all
+    scores = [torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(layer)) for layer in range(4)]
+    for x in scores:
+        x[..., 0] = -torch.inf  # dead in all
     nothing = [torch.zeros_like(x, dtype=torch.bool) for x in scores]
-    budget = torch.tensor([7])
+    budget = torch.tensor([7, 9])
     means, counts = allocate.per_layer(scores, nothing, budget)
-    assert all(torch.equal(m[0, head], x[0].mean(0)) for m, x in zip(means, scores, strict=True) for head in (0, 1))
-    assert all((count == 7).all() for count in counts)
-    means, _ = allocate.one_set(scores, nothing, budget)
-    torch.testing.assert_close(means[2][0, 1], torch.cat(scores, 1).mean((0, 1)))
+    for mean, x, count in zip(means, scores, counts, strict=True):
+        assert count.tolist() == [[7] * 3, [9] * 3]
+        assert all(torch.equal(mean[:, head], x.mean(1)) for head in range(3))
+    means, counts = allocate.one_set(scores, nothing, budget)
+    assert [count.tolist() for count in counts] == [[[7] * 3, [9] * 3]] * 4
+    torch.testing.assert_close(means[2][:, 1], torch.cat(scores, 1).mean(1))
     scores[1] = pad(scores[1], (3, 0), value=-torch.inf)  # three more dead slots before the same tokens
     padded, _ = allocate.one_set(scores, nothing, budget)
     assert padded[1][..., :3].isneginf().all()  # never chosen
@@ -140,7 +143,7 @@ def test_layers_need_not_be_alike():
     """Layers with other numbers of heads and tokens are padded internally, which must not show in the result."""
     g = torch.Generator().manual_seed(5)
     shapes = [(2, 9), (1, 12), (3, 7)]
-    scores = [torch.randn(2, *shape, generator=g) for shape in shapes]
+    scores = [torch.randn(2, *shape, generator=g) - 4 for shape in shapes]  # all below 0, which nothing may stand for
     scores[1][:, :, :2] = -torch.inf
     protected = [torch.rand(2, *shape, generator=g) < 0.2 for shape in shapes]
     budget = torch.tensor([4, 5])
@@ -157,6 +160,8 @@ def test_layers_need_not_be_alike():
     _, counts = allocate.cake(scores, protected, budget, [torch.ones(2)] * 3)
     assert [c.shape for c in counts] == [(2, heads) for heads, _ in shapes]
     assert sum(c[:, 0] for c in counts).tolist() == (3 * budget).tolist()
+    _, counts = allocate.cake(scores, protected, torch.tensor([8, 8]), [torch.full((2,), x) for x in (1.0, 1.0, 998.0)])
+    assert [c[:, 0].tolist() for c in counts] == [[9, 9], [8, 8], [7, 7]]  # the third layer has seven tokens
 
 
 def test_joint_layers_is_one_sort_of_all():
@@ -292,6 +297,7 @@ def test_the_pyramid_rests_on_what_is_protected():
         ([5, 5], [4, 4], -2, [0, 0]),
         ([0, 0, 0], [2, 2, 2], 4, [2, 1, 1]),
         ([0.4, 0.9, 0.7], [5, 5, 5], 2, [0, 1, 1]),
+        ([0.4999, 0.5001], [5, 5], 1, [0, 1]),
         ([3.4, 1.6], [9, 9], 5, [3, 2]),
         ([1] * 200, [9] * 200, 70, [1] * 70 + [0] * 130),  # more than torch sorts stably by default
         ([2.9999999999, 1.0000000001], [5, 5], 4, [3, 1]),

@@ -1,6 +1,7 @@
 """Notebooks: their shape, prose without pasted numbers, and one run on foreign input from top to bottom."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -190,7 +191,10 @@ def test_the_largest_gain_leaves_out_a_policy_without_any_value():
 
 @pytest.mark.parametrize("rivals", [["snapkv"], ["random"]])
 def test_a_policy_is_not_said_to_equal_chance_where_no_random_choice_was_run(tmp_path, rivals):
-    given = {"rivals": rivals, "n_items": 2, "results": str(tmp_path)}
+    items = tmp_path / "two.jsonl"  # fewer than the page takes where nobody says how many
+    row = {"context": "Ship 3 brought tea. " * 60, "question": "What did ship 3 bring?", "answer": "tea"}
+    items.write_text(f"{json.dumps(row)}\n" * 2)
+    given = {"rivals": rivals, "items": str(items), "results": str(tmp_path)}
     shown = [data for _, shown in run_here.run("own_policy", given) for data in shown]
     [box] = [text for data in shown if "What we found" in (text := data.get("text/markdown", ""))]
     assert ("chance is not known" in box) == ("random" not in rivals)

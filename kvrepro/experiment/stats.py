@@ -58,7 +58,7 @@ RARE = 1 / 16  # of an item: the weight of an unseen item at either end of a sco
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
 ANY = (-math.inf, math.inf)
-NOT_RUN = "(not run)"  # stands for a number that does not exist; `wording.findings` leaves such sentences out
+NO_VALUE = "(no value)"  # stands for a number that does not exist; `wording.findings` leaves such sentences out
 Columns = Mapping[str, np.ndarray]
 Rule = Callable[[np.ndarray, np.ndarray | None], tuple[float, float]]  # `_reach` of values and their extremes
 
@@ -86,8 +86,8 @@ class Estimate:
 
     def __format__(self, spec: str) -> str:
         spec = spec or ".3f"
-        if self.n == 0:
-            return "no values"
+        if math.isnan(self.value):
+            return NO_VALUE
         needed = fewest(self.level)
         why = f"{self.n} of {needed} items" if self.n < needed else "all alike"
         interval = f"no interval: {why}" if math.isnan(self.low) else f"{self.low:{spec}}, {self.high:{spec}}"
@@ -435,7 +435,7 @@ def as_text(table: pd.DataFrame, unit: str = "", *, digits: int | None = None, *
     """One row of a table with columns value, low, high, as text for the prose: `0.281 [0.243, 0.320]`, in a unit.
 
     unit: "%" for shares as percent. digits: after the point; None: three, or one for percent. where: column=value of
-    the row. `NOT_RUN` where there is no such row.
+    the row. `NO_VALUE` where there is no such row.
     """
     rows = table
     for name, value in where.items():
@@ -443,7 +443,7 @@ def as_text(table: pd.DataFrame, unit: str = "", *, digits: int | None = None, *
     if len(rows) > 1:
         raise InputError(f"{len(rows)} rows with {where}: name more columns")
     if rows.empty or pd.isna(rows.value.iloc[0]):
-        return NOT_RUN
+        return NO_VALUE
     places = (1 if unit == "%" else 3) if digits is None else digits
     row, spec = rows.iloc[0], f"z.{places}%" if unit == "%" else f"z.{places}f"  # z: no "-0.00"
     after = f" {unit}" if unit not in ("", "%") else ""
@@ -452,15 +452,20 @@ def as_text(table: pd.DataFrame, unit: str = "", *, digits: int | None = None, *
     return f"{row.value:{spec}} [{row.low:{spec}}, {row.high:{spec}}]{after}"
 
 
+def number(value: float) -> str:
+    """A number without its interval for the prose, `0.28`; `NO_VALUE` where it is nan."""
+    return NO_VALUE if math.isnan(value) else f"{value:.2f}"
+
+
 def percent(share: float) -> str:
-    """A share without its interval for the prose, `28%`; `NOT_RUN` where it is nan."""
-    return NOT_RUN if math.isnan(share) else f"{share:.0%}"
+    """A share without its interval for the prose, `28%`; `NO_VALUE` where it is nan."""
+    return NO_VALUE if math.isnan(share) else f"{share:.0%}"
 
 
 def percents(shares: Iterable[float]) -> str:
-    """The least and the largest share, `7% to 12%`; one number where both read alike; `NOT_RUN` where there is none."""
+    """The least and the largest share, `7% to 12%`; one number where both read alike; `NO_VALUE` if there is none."""
     numbers = [share for share in shares if not math.isnan(share)]
-    return " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(numbers), max(numbers)))) if numbers else NOT_RUN
+    return " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(numbers), max(numbers)))) if numbers else NO_VALUE
 
 
 # ---------------------------------------------------------------- tests

@@ -362,10 +362,10 @@ def findings(*sentences: str, unanswered: str = "") -> Markdown:
     """A chapter's findings, which the book shows in a box at its top; empty sentences are left out.
 
     unanswered: why the model's own answers say nothing (`judge.unanswered`). The box then begins with that and leaves
-    out sentences that lack a number (`stats.NOT_RUN`).
+    out sentences that lack a number (`stats.NO_VALUE`).
     """
     if unanswered:
-        sentences = tuple(s for s in sentences if stats.NOT_RUN not in s)
+        sentences = tuple(s for s in sentences if stats.NO_VALUE not in s)
         way_out = "Read its answers first; then take other items, more of them, or another model."
         warning = f"**This run cannot say what the model forgets**: {unanswered}. {way_out}"
         sentences = (warning, *sentences)

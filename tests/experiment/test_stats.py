@@ -202,7 +202,7 @@ def test_groups_are_frames_with_intervals():
 
 def test_few_values_have_no_interval_and_say_so():
     assert str(stats.interval([0.5])) == "0.500 [no interval: 1 of 6 items]"
-    assert str(stats.interval([])) == "no values"
+    assert str(stats.interval([])) == "(no value)"
     assert str(stats.interval([0.5] * 9)) == "0.500 [no interval: all alike]"
 
 
@@ -653,7 +653,8 @@ def test_needed_items_are_the_fewest_that_clear_the_gap(n, sd, error):
         (stats.Estimate(0.5, -INF, INF, 12), "0.500 [-inf, inf]"),
         (stats.Estimate(0.5, NAN, NAN, 6), "0.500 [no interval: all alike]"),
         (stats.Estimate(0.5, NAN, NAN, 5, 1), "0.500 [no interval: 5 of 6 items] (1 missing)"),
-        (stats.Estimate(NAN, NAN, NAN, 0, 3), "no values"),
+        (stats.Estimate(NAN, NAN, NAN, 0, 3), "(no value)"),
+        (stats.Estimate(NAN, NAN, NAN, 12), "(no value)"),
     ],
 )
 def test_estimates_say_why_they_have_no_interval(e, text):
@@ -713,12 +714,13 @@ def test_what_is_told_of_a_row():
     assert stats.as_text(rows, "s", digits=1, who="b", n=1) == "2.0 s"
     assert stats.as_text(rows, "%", who="b", n=1) == "200.0%"
     assert stats.as_text(rows, digits=0, who="b", n=2) == "3 [2, 4]"
-    assert stats.as_text(rows, who="d") == stats.as_text(rows, who="c") == stats.NOT_RUN == "(not run)"
+    assert stats.as_text(rows, who="d") == stats.as_text(rows, who="c") == stats.NO_VALUE == "(no value)"
     with pytest.raises(InputError, match=r"^2 rows with {'who': 'b'}: name more columns$"):
         stats.as_text(rows, who="b")
-    assert (stats.percent(0.284), stats.percent(NAN)) == ("28%", "(not run)")
+    assert (stats.number(0.284), stats.number(NAN)) == ("0.28", "(no value)")
+    assert (stats.percent(0.284), stats.percent(NAN)) == ("28%", "(no value)")
     assert stats.percents([0.121, NAN, 0.07, 0.1]) == "7% to 12%"
-    assert (stats.percents([0.101, 0.099]), stats.percents([NAN])) == ("10%", "(not run)")
+    assert (stats.percents([0.101, 0.099]), stats.percents([NAN])) == ("10%", "(no value)")
 
 
 def test_equivalence_at_its_borders():

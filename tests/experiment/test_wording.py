@@ -279,7 +279,7 @@ def test_findings_begin_with_a_model_that_does_not_answer():
     assert "the full cache itself answers too few items" in box.data
     assert "SnapKV keeps 40%." in box.data
     assert "LRU" not in box.data
-    assert "LRU keeps (not run)." in wording.findings(unknown).data
+    assert "LRU keeps (no value)." in wording.findings(unknown).data
     assert judge.unanswered(pd.Series([0.9] * 8)) == ""
     assert wording.findings("One.", "", "Two.").data.endswith("\n\n- One.\n- Two.")
 

@@ -44,7 +44,9 @@ def sooner(lost: pd.DataFrame) -> str:
             return f"{every} forget {phrase}" if len(lost) > 1 else f"{names[0]} forgets {phrase}"
         if names:
             counts.append(f"{len(names)} {'forgets' if len(names) == 1 else 'forget'} {phrase} ({', '.join(names)})")
-    return f"of {len(lost)} policies, {_joined(counts, ', and ')}" if counts else stats.NOT_RUN
+    if not counts:
+        return "no policy can be judged"
+    return f"of {len(lost)} policies, {_joined(counts, ', and ')}"
 
 
 def classes_apart(accuracy: pd.DataFrame) -> str:
@@ -77,7 +79,7 @@ def listed(leakage: pd.DataFrame, ways: Mapping[str, str]) -> str:
     """Leakage by variant in words, without those that were not run: `80% by default and 2% with the prohibition kept`.
     ways: variant -> how the sentence names it."""
     values = {variant: stats.as_text(leakage, "%", variant=variant) for variant in ways}
-    parts = [f"{value} {ways[variant]}" for variant, value in values.items() if value != stats.NOT_RUN]
+    parts = [f"{value} {ways[variant]}" for variant, value in values.items() if value != stats.NO_VALUE]
     return _joined(parts, ", and " if len(parts) > 2 else " and ")
 
 

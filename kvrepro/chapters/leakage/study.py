@@ -362,9 +362,9 @@ def rankings(s: Study) -> pd.DataFrame:
 
 def forgotten_first(means: pd.DataFrame) -> pd.DataFrame:
     """Which part of the system prompt a policy forgets first as more is dropped. The directive is forgotten when less
-    than half of the rules are followed, the defense when more than half are told. Columns order, policy, part
-    ("directive", "defense", "both", "neither"). means: columns measure ("following", "leakage"), order, policy, ratio,
-    value.
+    than half of the rules are followed, the defense when more than half are told. What is so without compression was
+    not forgotten: such a policy is left out. Columns order, policy, part ("directive", "defense", "both", "neither").
+    means: columns measure ("following", "leakage"), order, policy, ratio, value.
     """
     following, leakage = (means[means.measure == name] for name in ("following", "leakage"))
     lost = {"directive": following[following.value < 0.5], "defense": leakage[leakage.value > 0.5]}
@@ -377,7 +377,7 @@ def forgotten_first(means: pd.DataFrame) -> pd.DataFrame:
         ["directive", "defense", "neither"],
         "both",
     )
-    return pairs.assign(part=part)
+    return pairs.assign(part=part)[first.min(axis=1) > 0].reset_index(drop=True)
 
 
 def by_model(s: Study) -> pd.DataFrame:
@@ -447,7 +447,8 @@ def safe_budgets(s: Study) -> pd.DataFrame:
     policy, variant, value, low, high, following (at that budget), follows, usable.
 
     follows: is at least half of what is followed uncompressed still followed at that budget? usable: the smallest
-    budget, not below the safe one, for which this holds at it and at all larger ones; nan if only the whole does.
+    budget, not below the safe one, for which this holds at it and at all larger ones; nan if only the whole does, or
+    if nothing is followed uncompressed.
     """
     rows = []
     for order, policy, variant in dict.fromkeys(key[:3] for key in s.leak.shares):
@@ -461,6 +462,8 @@ def safe_budgets(s: Study) -> pd.DataFrame:
                 enough = [bool(share >= 0.5 * following[0]) for share in following]
                 last = dropped[int(np.cumprod(enough).sum()) - 1]
                 ends = interval(series, s.leak.systems, UNIT)
-                rows.append((*cell.values(), *ends, following[-1], enough[-1], 1 - last if last else np.nan))
+                rows.append(
+                    (*cell.values(), *ends, following[-1], enough[-1], 1 - last if last and following[0] else np.nan)
+                )
     names = ["order", "policy", "variant", "value", "low", "high", "following", "follows", "usable"]
     return pd.DataFrame(rows, columns=names)

@@ -128,6 +128,8 @@ def test_a_usable_budget_is_the_smallest_that_leaks_no_more_and_still_follows():
     assert (row["value"], row["usable"], row["follows"]) == (pytest.approx(0.3), pytest.approx(0.5), False)
     deaf = study_of(lambda o, p, v, r: float(r == 0), lambda *_: 0.0, ratios=(0.3, 0.5))
     assert study.safe_budgets(deaf).usable.isna().all()
+    mute = study_of(lambda *_: 0.0, lambda *_: 0.0, ratios=(0.3, 0.5))
+    assert study.safe_budgets(mute).usable.isna().all()  # no budget follows what the whole prompt does not
     loud = study_of(lambda *_: 1.0, lambda o, p, v, r: float(r > 0), ratios=(0.3, 0.5))
     assert study.safe_budgets(loud).query("policy == 'tova'").value.eq(1).all()
 
@@ -324,6 +326,15 @@ def test_what_is_forgotten_first_is_lost_with_less_dropped():
         "1 forgets both at once (d), and 1 forgets neither (c)"
     )
     assert drawings.sooner(lost[lost.policy == "a"]) == "a forgets the directive sooner"
+
+
+@pytest.mark.parametrize(("following", "leakage"), [(0.0, 0.0), (0.9, 0.9)])
+def test_what_a_model_never_did_it_does_not_forget(following, leakage):
+    measures = {"following": following, "leakage": leakage}
+    rows = [(name, "normal", "a", ratio, value) for name, value in measures.items() for ratio in (0.0, 0.5)]
+    lost = study.forgotten_first(pd.DataFrame(rows, columns=["measure", "order", "policy", "ratio", "value"]))
+    assert lost.empty
+    assert drawings.sooner(lost) == "no policy can be judged"
 
 
 def test_rank_drift_starts_where_classes_begin_to_differ():

@@ -21,6 +21,6 @@ def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_ow
     assert len(stored) == 3 * (1 + 14 + 3 * 2)
     assert policy in set(stored.policy)
     text = " ".join(data.get("text/html", "") + data.get("text/markdown", "") for data in outputs)
-    assert stats.NOT_RUN not in text
+    assert stats.NO_VALUE not in text
     assert "nan" not in " ".join(data.get("text/markdown", "") + data.get("text/plain", "") for data in outputs)
     assert "This run cannot say what the model forgets" in text  # a random model answers nothing

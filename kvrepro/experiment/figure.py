@@ -27,7 +27,7 @@ from matplotlib.collections import PathCollection, QuadMesh
 from matplotlib.colors import to_rgba_array
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from matplotlib.lines import AxLine, Line2D
 from matplotlib.ticker import FuncFormatter, PercentFormatter, StrMethodFormatter
 
 from kvrepro.engine.policy import find
@@ -485,7 +485,8 @@ def vector(drawing: Figure) -> str:
     for rasterised in (False, True):
         for axes in drawing.axes:
             for artist in (*axes.collections, *axes.lines, *axes.patches):
-                artist.set_rasterized(rasterised)
+                if not isinstance(artist, AxLine):  # which cannot be pixels, and would warn
+                    artist.set_rasterized(rasterised)
         written = io.StringIO()
         with plt.rc_context({"svg.hashsalt": "kvrepro"}):  # the same figure is the same file
             drawing.savefig(

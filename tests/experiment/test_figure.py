@@ -1,6 +1,7 @@
 """Estimates as they are drawn: a point with its interval for every row of the table, where the table says."""
 
 import re
+import warnings
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -237,3 +238,15 @@ def test_curves_points_and_bars_say_where_they_stand_though_nobody_told():
     figure.add_hover_texts(quiet, [0.5], [0.5], ["half"])
     assert hover_texts(quiet) == ["half"]
     plt.close("all")
+
+
+def test_a_large_figure_with_an_endless_line_is_drawn_without_a_warning(monkeypatch):
+    monkeypatch.setattr(figure, "LARGE", 0)  # so that every figure is drawn as pixels
+    drawn, axes = plt.subplots()
+    axes.scatter([1, 2], [1, 2])
+    axes.axline((1, 1), (2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = figure.vector(drawn)
+    plt.close(drawn)
+    assert "<image" in text

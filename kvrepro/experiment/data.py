@@ -455,9 +455,11 @@ def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") ->
         return items
     if n > len(items):
         if isinstance(n, AtMost):
-            say_once(f"{name} has {len(items)} items, all are taken")  # a chapter's studies load a file more than once
+            taken = f"{len(items)} items, all are" if len(items) > 1 else "one item, which is"
+            say_once(f"{name} has {taken} taken")  # a chapter's studies load a file more than once
             return items
-        raise InputError(f"n_items is {n} but {name} has {len(items)} items: ask for at most {len(items)}")
+        count = f"{len(items)} item{'s' * (len(items) != 1)}"
+        raise InputError(f"n_items is {n} but {name} has {count}: ask for at most {len(items)}")
     groups: dict[str, list[int]] = {}
     for i, item in enumerate(items):
         groups.setdefault(item.task, []).append(i)

@@ -63,12 +63,14 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     failed = plan.failures()
     taken = time.perf_counter() - started - waited
     send(study=plan.title, results=plan.total, failed=len(failed), seconds=taken)
-    text = f"{plan.title}: {plan.total} {plan.unit}s, {computed} computed now, {len(failed)} failed"
+    units = f"{plan.unit}s" if plan.total != 1 else plan.unit
+    text = f"{plan.title}: {plan.total} {units}, {computed} computed now, {len(failed)} failed"
     print(f"{text}, {clock(taken)}", *plan.remarks(), sep="\n")
     if len(failed) > MOST_FAILED * plan.total:
-        raise StudyFailed(f"{plan.title}: {len(failed)} of {plan.total} {plan.unit}s failed, the first {failed[0]}")
+        raise StudyFailed(f"{plan.title}: {len(failed)} of {plan.total} {units} failed, the first {failed[0]}")
     if failed:
-        print(f"{plan.title}: {len(failed)} of {plan.total} {plan.unit}s are missing, the first {failed[0]}")
+        missing = "is missing" if len(failed) == 1 else "are missing"
+        print(f"{plan.title}: {len(failed)} of {plan.total} {units} {missing}, the first {failed[0]}")
     for frame in results.values() if isinstance(results, dict) else [results]:
         frame.attrs["failed"] = failed
     return results

@@ -90,7 +90,7 @@ def test_a_subset_is_balanced_over_tasks_and_repeatable(tasks, draw, seed):
             2,
             "unknown tinyworld task 'neddle', did you mean 'needle'.; there are: domains, long, ",
         ),
-        ("FILE", 3, "n_items is 3 but .* has 1 items"),
+        ("FILE", 3, "n_items is 3 but .* has 1 item: ask for at most 1"),
     ],
 )
 def test_bad_requests_are_named(tmp_path, items, n, words):
@@ -226,6 +226,9 @@ def test_a_number_that_nobody_asked_for_takes_what_there_is(tmp_path, capsys):
     for n, count in ((data.AtMost(8), 2), (data.AtMost(8), 2), (data.AtMost(1), 1)):
         assert len(data.load_fitting(path, n, TOKENIZER, 500)) == count
     assert capsys.readouterr().out == f"{path} has 2 items, all are taken\n"
+    path_of_one = jsonl(tmp_path / "one.jsonl", ROW)
+    data.load_fitting(path_of_one, data.AtMost(8), TOKENIZER, 500)
+    assert capsys.readouterr().out == f"{path_of_one} has one item, which is taken\n"
     with pytest.raises(InputError, match=r"n_items is 8 but .*two.jsonl has 2 items"):
         data.load_fitting(path, 8, TOKENIZER, 500)
 

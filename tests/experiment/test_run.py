@@ -191,7 +191,7 @@ def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsy
     printed = capsys.readouterr().out
     assert "15 rows, 15 computed now, 1 failed" in printed
     assert frame.attrs["failed"] == ["lru C=16 +10%/10% on item-3: RuntimeError: out of memory"]
-    assert frame.attrs["failed"][0] in printed
+    assert f"doors/main: 1 of 15 rows is missing, the first {frame.attrs['failed'][0]}\n" in printed
     fake.fail_on, fake.calls = (), []
     assert go(loaded, tmp_path)["error"].isna().all()  # tried again, and only those
     assert fake.calls == [(1, [CONDITIONS[1]])]
@@ -240,7 +240,7 @@ def test_whatever_readers_code_raises_costs_its_row_and_not_the_run(loaded, tmp_
         run.run(Answers("c", "n", ITEMS[:1], conditions, 2), loaded, Settings(results=tmp_path, progress=False))
     assert store.read(tmp_path / "c" / "n.parquet")["error"].isna().tolist() == [True, False]
     message = message.removeprefix("a policy raised ")
-    with pytest.raises(StudyFailed, match=rf"c/t: 1 of 1 items failed, the first item-0: {message}"):
+    with pytest.raises(StudyFailed, match=rf"c/t: 1 of 1 item failed, the first item-0: {message}"):
         run.run(PerItem("c", "t", ITEMS[:1], partial(_table, ends)), loaded, Settings(tmp_path, progress=False))
 
 

@@ -3,7 +3,8 @@
     mutmut run --max-children 8        # in a copy of the clone: change one operator, number or name at a time, and test
     python -m kvrepro.tools.mutants    # in the same folder: data/reliability/mutants.csv and survivors.csv
 
-pyproject.toml lists the modules that are changed and the tests that run. A mutant is killed when a test fails or takes
+pyproject.toml lists the modules that are changed and the tests that run; `mutmut run "kvrepro.engine.quota*"` tries one
+module, and the rows of the others stay as they were. A mutant is killed when a test fails or takes
 many times as long as usual. In survivors.csv the column `reason` is written by hand: why no test can tell this change
 from the original. It stays with its mutant when the table is written again.
 """
@@ -58,17 +59,27 @@ def changes(table: pd.DataFrame) -> Iterator[tuple[str, ...]]:
 
 
 def counted(table: pd.DataFrame, explained: pd.DataFrame) -> pd.DataFrame:
-    """A row per module, and one for all: `COUNTS`, and the share of the tried mutants that were killed or timed out."""
+    """A row per module: `COUNTS`, and the share of the tried mutants that were killed or timed out."""
     rows = []
-    for module, mutants in [*table.groupby("module"), ("all", table)]:
-        n = mutants.outcome.value_counts()
-        survivors = explained if module == "all" else explained[explained.module == module]
-        tried = len(mutants) - n.get(NOT_TRIED, 0)
-        row = {"module": module, "mutants": len(mutants), "tried": tried}
+    for module, mutants in table.groupby("module"):
+        n, survivors = mutants.outcome.value_counts(), explained[explained.module == module]
+        row = {"module": module, "mutants": len(mutants), "tried": len(mutants) - n.get(NOT_TRIED, 0)}
         row |= {KILLED: n.get(KILLED, 0), "timeouts": n.get(TIMEOUT, 0)}
-        row |= {SURVIVED: n.get(SURVIVED, 0), "explained": int((survivors.reason != "").sum())}
-        rows.append(row | {"share": (row[KILLED] + row["timeouts"]) / max(1, tried)})
-    return pd.DataFrame(rows).assign(date=f"{date.today()}", machine=provenance.machine())
+        rows.append(row | {SURVIVED: n.get(SURVIVED, 0), "explained": int((survivors.reason != "").sum())})
+    return with_share(pd.DataFrame(rows)).assign(date=f"{date.today()}", machine=provenance.machine())
+
+
+def with_share(counts: pd.DataFrame) -> pd.DataFrame:
+    """Counts with the share of the tried mutants that were killed or timed out."""
+    return counts.assign(share=(counts[KILLED] + counts.timeouts) / counts.tried.clip(lower=1))
+
+
+def together(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
+    """Counts per module, the new ones in the place of the old, and a row for all of them, of the newest date."""
+    kept = old[~old.module.isin([*new.module, "all"])]
+    counts = pd.concat([part for part in (kept, new) if len(part)]).sort_values("module")
+    of_all = pd.DataFrame([{"module": "all", **counts[COUNTS].sum(), "date": counts.date.max()}])
+    return pd.concat([counts, with_share(of_all).assign(machine=new.machine.iloc[0])], ignore_index=True)
 
 
 @one_line_errors()
@@ -78,15 +89,20 @@ def main(
 ) -> None:
     """Write both tables, keeping the reasons that were given."""
     table, out = outcomes(mutants), out.resolve()
+    table = table[table.module.isin(table.module[table.outcome != NOT_TRIED])]
     with contextlib.chdir(mutants.resolve().parent):  # mutmut reads what it wrote from there
         survivors = pd.DataFrame(list(changes(table[table.outcome == SURVIVED])), columns=CHANGE)
-    old = pd.read_csv(out / "survivors.csv") if (out / "survivors.csv").is_file() else pd.DataFrame(columns=CHANGE)
-    old = old.reindex(columns=[*CHANGE, "reason"]).astype(object).drop_duplicates(CHANGE)
-    survivors = survivors.merge(old.fillna(""), how="left", on=CHANGE).fillna("")
+    files = {name: out / f"{name}.csv" for name in ("mutants", "survivors")}
+    before = {name: pd.read_csv(file) for name, file in files.items() if file.is_file()}
+    old = before.get("survivors", pd.DataFrame()).reindex(columns=[*CHANGE, "reason"]).astype(object)
+    old = old.drop_duplicates(CHANGE).fillna("")
+    survivors = survivors.merge(old, how="left", on=CHANGE).fillna("")
     counts = counted(table, survivors)
+    counts = together(before.get("mutants", counts[:0]), counts)
+    survivors = pd.concat([old[~old.module.isin(table.module)], survivors]).sort_values("module", kind="stable")
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in (("mutants", counts), ("survivors", survivors)):
-        write_table(out / f"{name}.csv", rows)
+        write_table(files[name], rows)
     typer.echo(counts[["module", *COUNTS, "share"]].to_string(index=False))
 
 

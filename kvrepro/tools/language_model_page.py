@@ -29,7 +29,7 @@ ITEMS: dict[str, str] = WORDS["items"]
 EVERY = "all"  # in place of a chapter, in that table
 KEY = ["chapter", "claim", "reading"]
 GUARDS = {"0% + 0%": "no guards", "10% + 10%": "guards"}  # shares at both ends -> rows of the figure
-WINDOWED = ("streaming_llm", "snapkv", "cake", "ada_kv", "defensive_kv", "layer_defensive_kv")
+WINDOWED = ("streaming_llm", "snapkv", "cake", "ada_kv", "critical_ada_kv", "defensive_kv", "layer_defensive_kv")
 NEEDLES, QUESTIONS = list(ITEMS.values())[:2]
 BOX = 3  # the first claims of `central` stand in the box, the others below
 

@@ -76,6 +76,8 @@ def test_figures_have_a_panel_for_each_kind_of_items():
     assert len(drawn["fragility"].axes) == 3
     assert len(drawn["synthesis"].axes) == 1
     assert len(drawn["verdicts"].axes) == 5
+    named = {text.get_text() for text in drawn["fragility"].legends[0].get_texts()}
+    assert {"CriticalKV", "DefensiveKV", "Layer-DefensiveKV"} <= named  # the text sets one against the others
 
 
 @pytest.mark.parametrize(("varied", "who"), [

@@ -131,9 +131,10 @@ def summary(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> s
     shares = zip(pairs["the models differ in"], pairs["differ"], strict=True)
     return (
         f"- Of {n} verdicts (a claim in one reading) that {verdicts.shape[1]} models were asked for, **{same} "
-        f"({same / n:.0%}) are the same for all**. In {total['both decided']} two models reach different definite "
-        f"verdicts ({total['turn over']} turn over: *reproduced* for one model, *not reproduced* for another); in the "
-        f"other {n - same - total['both decided']} that differ, the items of some are too few.\n"
+        f"({same / n:.0%}) are the same for all that can test them**. In "
+        f"{total['both decided']} two models reach different definite verdicts ({total['turn over']} turn over: "
+        f"*reproduced* for one model, *not reproduced* for another); in the other "
+        f"{n - same - total['both decided']} that differ, the items of some are too few.\n"
         f"- {seed} differ between models that differ in their seed alone, so that nothing is said of what else they "
         f"depend on; {n - same - seed - single} are the same for every seed and differ for a model of another kind"
         + (f"; {single} differ from the one seed that was asked.\n" if single else ".\n")

@@ -61,7 +61,8 @@ def real(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, set
     ]
     new = settings.max_new_tokens
     limit = study.paper_limit(loaded, items, new)
-    job = Answers("protection", "real", study.spread(items, n_items), [Condition(), *conditions], new, limit)
+    few = study.spread(items, n_items)
+    job = Answers("protection", "real", few, [Condition(), *conditions], new, limit, gaps=True)
     return run(job, loaded, settings)
 
 

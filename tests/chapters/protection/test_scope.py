@@ -63,6 +63,13 @@ def test_published_methods_run_guarded_and_bare_in_both_regimes(tiny, settings):
     assert table.members["P45"].count("holds") + table.members["P45"].count("open")
 
 
+def test_a_prompt_shorter_than_the_capacity_does_not_stop_the_chapter(tiny, settings):
+    items = data.load_items(ITEMS, 1, seed=6, tokens=200)
+    rows = scope.real(tiny, items, 1, 400, replace(settings, results=settings.results / "short"))
+    assert rows.attrs["failed"] == []
+    assert rows["error"].notna().equals(rows.regime == "prefill")  # nothing would leave at the prompt's end
+
+
 def test_a_single_reduction_stands_beside_lru_under_the_cap(tiny, settings):
     items, longer = data.load_items(ITEMS, 6, seed=5, tokens=200), replace(settings, max_new_tokens=24)
     rows = study.main(tiny, items, grid.main([64], ["lru", "random_sample"], longer.protect_frac, "as_run"), longer)

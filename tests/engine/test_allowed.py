@@ -133,10 +133,12 @@ def test_every_refusal_in_words(kind, value, text):
     assert refused(lambda: ensure(kind, x=value)) == text
     assert refused(lambda: ensure_all(kind, y=value)) == text.replace("x ", "y ", 1)
     whose = text.replace(": ", " for us: ", 1)
-    assert refused(lambda: ensure(kind, "us", x=value)) == whose
+    for check in (ensure, ensure_all):
+        assert refused(lambda check=check: check(kind, "us", x=value)) == whose
 
 
 def test_each_name_is_held_to_its_kind():
+    assert refused(lambda: ensure_all(list[int], "us", x=[1, "1"])) == "x '1' for us: a whole number"
     assert refused(lambda: ensure(Size, "it", n=1, m=0)) == "m 0 for it: a whole number, at least 1"
     assert refused(lambda: ensure_all(Size, n=1, m=0)) == "m 0: a whole number, at least 1"
     assert refused(lambda: ensure_all(Size | None, n=None, m=0)) == "m 0: a whole number, at least 1, or None"

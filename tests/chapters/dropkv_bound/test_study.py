@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import checkpoint
+import few_claims
 import numpy as np
 import pandas as pd
 import pytest
@@ -312,12 +313,14 @@ def verdicts_of(study, answers) -> pd.DataFrame:
     return members.evaluate(study, answers, model="tiny", profile="quick").set_index("claim")
 
 
+@few_claims.only("D4b", "D4c", "D4d")
 def test_a_model_that_answers_nothing_decides_nothing_about_answers(study):
     verdicts = verdicts_of(study, answered(0.0, 0.0, 0.0)).loc[["D4b", "D4c", "D4d"]]
     assert set(verdicts.verdict) == {"not testable here"}
     assert verdicts.note.str.contains("the full cache itself answers too few").all()
 
 
+@few_claims.only("D4", "D4b", "D4c", "D4d", "D5")
 def test_claims_about_answers_are_in_points_and_follow_them(study):
     verdicts = verdicts_of(study, answered(0.9, 0.8, 0.5))
     assert verdicts.ours["D4b"] == pytest.approx(30)
@@ -328,6 +331,7 @@ def test_claims_about_answers_are_in_points_and_follow_them(study):
     assert "-p items longbench" in verdicts.note["D5"]
 
 
+@few_claims.only("D4", "D4e", "D4g", "D5")
 def test_claims_about_public_items_are_computed_where_these_were_run(study):
     long = verdicts_of(study, answered(0.9, 0.8, 0.5, tokens=131072, task="vt"))
     assert (long.ours["D4"], long.verdict["D4"]) == (pytest.approx(30), "reproduced")
@@ -336,6 +340,7 @@ def test_claims_about_public_items_are_computed_where_these_were_run(study):
     assert (public.ours["D5"], public.verdict["D5"]) == (pytest.approx(-10), "not reproduced")
 
 
+@few_claims.only("D4h")
 def test_a_lead_that_grows_with_the_prompt_is_told_from_one_that_does_not(study):
     short = answered(0.9, 0.8, 0.7, tokens=500).assign(item=lambda rows: "s" + rows["item"])
     long = answered(0.9, 0.8, 0.3)
@@ -346,6 +351,7 @@ def test_a_lead_that_grows_with_the_prompt_is_told_from_one_that_does_not(study)
     assert "dropkv and snapkv" in verdicts_of(study, alone).note["D4h"]
 
 
+@few_claims.only("D2d", "D3i")
 def test_the_pools_factor_is_set_against_the_ratio_and_a_cone_is_given(study):
     a = study.assumptions.assign(c_low=0.1, eps=1e-9)
     r = study.records.assign(ratio=1.0)
@@ -376,6 +382,7 @@ def test_ways_to_weigh_a_key(study):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
+@few_claims.only("D4b")
 def test_a_share_that_was_not_run_is_told(study):
     rows = answered(0.9, 0.8, 0.5)
     verdicts = verdicts_of(study, rows[rows.share != 0.05])
@@ -398,6 +405,7 @@ def test_the_ratio_with_and_without_a_cone(study):
     assert estimates.median_gap(np.array([[1.5, 1], [1.7, 1], [1.0, 0]])) == pytest.approx(0.6)
 
 
+@few_claims.only("D1", "D1b", "D2", "D3", "D3h")
 def test_verdicts_follow_the_frames(study):
     """The same study with every cone closed, and with every ratio above the bound."""
     a = study.assumptions.assign(c_low=-0.1)
@@ -414,6 +422,7 @@ def test_fewer_than_six_prompts_decide_nothing(study):
     assert set(frame[(frame.topic != "kernels") & ~exact].verdict) == {"not testable here"}  # timings are not prompts
 
 
+@few_claims.only("D3h")
 def test_a_record_above_the_bound_refutes_the_theorem_and_is_named(study):
     r = study.records.copy()
     of_dropkv = estimates.selected(r)
@@ -488,6 +497,7 @@ def test_claims_about_policies_in_general_are_asked_of_one_s_own(own_policy, stu
     pd.testing.assert_frame_equal(verdicts.loc[before.claim].reset_index()[before.columns], before, check_dtype=False)
 
 
+@few_claims.only("D8")
 def test_a_policy_without_a_score_for_one_query_says_why(study):
     own("summed", Policy("Summed", "a test", lambda o: o.sums["mass"], needs=("mass",)))
     verdicts = members.evaluate(study, None, ["summed"], model="tiny", profile="quick").set_index("claim")

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from fractions import Fraction
 
 import checkpoint
+import few_claims
 import numpy as np
 import pandas as pd
 import pytest
@@ -416,6 +417,7 @@ def gpu(tmp_path, monkeypatch):
     return tmp_path
 
 
+@few_claims.only("C1", "C2", "C2b", "C2d", "C2f", "C4b")
 def test_verdicts_from_rows_of_known_size():
     frame = members.evaluate(synthetic(items=96), None, model="m", profile="quick").set_index(["claim", "reading"])
     assert frame.loc[("C2", "as_described"), "verdict"] == "reproduced"
@@ -500,6 +502,7 @@ def test_every_claim_has_a_row_whatever_was_run():
     assert "not run" in frame[frame.claim == "C2"].note.iloc[0]
 
 
+@few_claims.only("C2")
 def test_few_items_are_named_as_the_reason():
     frame = members.evaluate(synthetic(items=5), None, model="m", profile="quick").set_index("claim")
     assert set(frame.loc["C2"].note) == {"5 items: an interval needs at least 6"}
@@ -520,6 +523,7 @@ def test_wins_count_a_task_once_and_a_tie_as_half():
     assert (second.what.data.a == 1).all()
 
 
+@few_claims.only("C12")
 def test_experts_are_known_by_the_configuration_and_asked_for_where_there_are_none():
     assert study.has_experts(tiny.architecture("qwen3_moe"))
     assert not study.has_experts(tiny.model("qwen2"))
@@ -530,6 +534,7 @@ def test_experts_are_known_by_the_configuration_and_asked_for_where_there_are_no
     assert "Qwen3-30B-A3B" in without.loc[("C12", "as_described"), "note"]
 
 
+@few_claims.only("C11", "C11b", "C11c")
 def test_theorems_are_judged_case_by_case(monkeypatch):
     given = {"model": "m", "profile": "quick"}
     verdicts = members.evaluate(None, None, **given).set_index("claim")

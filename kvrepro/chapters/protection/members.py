@@ -36,8 +36,11 @@ def with_cell_names(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with a column `cell`, the name of a row's condition: one comparison then finds a condition's rows."""
     if "cell" in rows:
         return rows
-    parts = zip(rows.policy, rows.capacity.astype(float), rows.prefix, rows.suffix, rows.suffix_mode, strict=True)
-    return rows.assign(cell=[_cell_name(*part) for part in parts])
+    parts = rows[["policy", "capacity", "prefix", "suffix", "suffix_mode"]].astype({"capacity": float})
+    conditions = parts.drop_duplicates()  # dozens, of tens of thousands of rows
+    number = parts.groupby([*parts], sort=False, dropna=False).ngroup()
+    names = np.array([_cell_name(*condition) for condition in conditions.itertuples(index=False)], dtype=object)
+    return rows.assign(cell=names[number.to_numpy()])
 
 
 def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:

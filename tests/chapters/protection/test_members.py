@@ -123,6 +123,14 @@ def test_other_measures_each_way(claim_id, columns, verdict):
     assert outcome(claim_id, one_reading(synthetic.paper_like, n_items=80, **columns)) == verdict
 
 
+def test_each_row_has_the_name_of_its_condition():
+    rows = synthetic.results(n_items=3).sample(frac=1, random_state=0)
+    guards = [f"{row.prefix:.4f}|{row.suffix:.4f}|{row.suffix_mode}" for row in rows.itertuples()]
+    parts = zip(rows.policy, rows.capacity, guards, strict=True)
+    expected = ["full" if policy == "full" else f"{policy}|{size:.0f}|{guard}" for policy, size, guard in parts]
+    assert members.with_cell_names(rows).cell.tolist() == expected
+
+
 def test_equal_outputs_are_counted_where_anything_was_evicted_again():
     once = one_reading(synthetic.paper_like, n_items=20, policy_calls=lambda row: 1 + (row["item"] < "item-008"))
     split = once.assign(prediction=once.policy.where(once["item"] < "item-008", "same"))

@@ -1,21 +1,27 @@
 """Printed numbers beside the same from the shipped scores: equal, or with a reason; what is not public is named."""
 
 import pandas as pd
+import pytest
 
 from kvrepro.chapters.reanalysis import printed
 from kvrepro.experiment import artifact, claims
 
 SCORES = artifact.scores()
-BESIDE = printed.beside(SCORES)
 POLICIES = {
     "LRU": "lru", "H2O": "h2o_simple", "SnapKV": "snapkv_simple", "Random": "random_sample",
     "CreditV2": "online_credit", "Ada-KV-faithful": "ada_kv_faithful", "FullCache": "full",
 }  # fmt: skip
 
 
-def test_every_public_mean_comes_out_to_three_decimals_or_is_rounded_twice():
-    assert set(BESIDE.table) == set(printed.TABLES)
-    public = BESIDE[BESIDE.same.notna()]
+@pytest.fixture
+def beside():
+    """Every printed number beside its scores, as other tests and pages of this process read it."""
+    return printed.beside_public_scores()
+
+
+def test_every_public_mean_comes_out_to_three_decimals_or_is_rounded_twice(beside):
+    assert set(beside.table) == set(printed.TABLES)
+    public = beside[beside.same.notna()]
     assert set(public.table) == set(printed.TABLES)
     assert not (public.why == "it differs").any()
     means = public[public.metric.str.startswith("token_f1")]
@@ -45,10 +51,10 @@ def test_what_is_called_not_public_has_no_file_of_its_condition():
         assert not same.any(), cell
 
 
-def test_seeds_of_an_item_count_once_and_the_first_latency_is_left_out():
-    hot = BESIDE[BESIDE.metric == "token_f1[t0.7]"]
+def test_seeds_of_an_item_count_once_and_the_first_latency_is_left_out(beside):
+    hot = beside[beside.metric == "token_f1[t0.7]"]
     assert set(hot.n) == {162}
     probe = SCORES[SCORES["name"] == "jit-latency-probe/probe-lru"]
-    latency = BESIDE[(BESIDE.table == "A") & (BESIDE.policy == "LRU") & BESIDE.metric.str.contains("step_mean")]
+    latency = beside[(beside.table == "A") & (beside.policy == "LRU") & beside.metric.str.contains("step_mean")]
     assert latency["token F1"].item() == probe.step_ms_mean[1:].median()
     assert probe.step_ms_mean.max() > 10 * latency["token F1"].item()

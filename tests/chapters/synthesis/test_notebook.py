@@ -9,7 +9,7 @@ from kvrepro.experiment import stats
 
 def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_own(tmp_path):
     policy = notebook.own_policy(tmp_path, window=4)
-    given = checkpoint.inputs(tmp_path, checkpoint.questions(3, 2400))
+    given = checkpoint.inputs(tmp_path, checkpoint.questions(2, 2400))
     given |= {"policies": [policy, "key_diff", "dropkv"]}
     given["options"] = {"tokens": 300, "cells": 14, "kept": [0.2, 0.4], "answer_words": 4, "window": 4, "draws": 20}
     cells = notebook.run("synthesis", given)
@@ -18,7 +18,7 @@ def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_ow
     assert sum("image/svg+xml" in data for data in outputs) == len(drawn) >= 10
     stored = pd.read_parquet(tmp_path / "results" / "synthesis" / "grid.parquet")
     assert stored.error.isna().all()
-    assert len(stored) == 3 * (1 + 14 + 3 * 2)
+    assert len(stored) == 2 * (1 + 14 + 3 * 2)
     assert policy in set(stored.policy)
     text = " ".join(data.get("text/html", "") + data.get("text/markdown", "") for data in outputs)
     assert stats.NO_VALUE not in text

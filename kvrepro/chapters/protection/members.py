@@ -147,12 +147,12 @@ def _correlation(values: np.ndarray) -> float:
 
 
 def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
-    """Two measures of the evicting conditions. The full cache stays out: conditions that score far above the others
-    would bring any correlation near 1."""
+    """Two measures of the evicting conditions, those of a reader's own policies left out. The full cache stays out:
+    conditions that score far above the others would bring any correlation near 1."""
     both = [claim["measure"], claim["against"]]
     if rows[both].dropna().empty:
         raise NotTestable(f"no row has {both[0]} and {both[1]}")
-    evicting = rows[rows.policy != "full"]
+    evicting = rows[(rows.policy != "full") & ~rows.policy.map(is_own)]
     wide = evicting.pivot_table(index="item", columns="cell", values=both, dropna=True)
     shared = wide[both[0]].columns.intersection(wide[both[1]].columns)
     if len(shared) < MIN_CONDITIONS:

@@ -434,6 +434,7 @@ def test_a_readers_own_policy_gets_its_own_verdicts_and_moves_no_other(monkeypat
     monkeypatch.setitem(OWN, "mine", Policy("Mine", "me", lambda o: o.positions.float()))
     results = synthetic.results(readings=("as_described",))
     own_rows = results[results.policy == "lru"].assign(policy="mine")
+    own_rows["rouge_l"] = 1 - own_rows.token_f1  # which would move a correlation over all conditions (P37)
     before, after = members.evaluate(results), members.evaluate(pd.concat([results, own_rows], ignore_index=True))
     own_verdicts = after[after.claim.str.endswith(" Mine")]
     assert {"P1 Mine", "P2 Mine", "P4 Mine"} <= set(own_verdicts.claim)

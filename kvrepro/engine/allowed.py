@@ -116,7 +116,7 @@ def in_words(kind: object) -> str:
         return f"choose {' or '.join(kind)}" if len(kind) < 3 else f"choose one of {', '.join(kind)}"  # type: ignore[arg-type]
     if isinstance(kind, tuple):
         return ", or ".join(in_words(option) for option in kind)
-    return str({bool: "True or False", str: "a text"}.get(kind, kind))  # type: ignore[call-overload]
+    return str({bool: "True or False", str: "a text", object: "any value"}.get(kind, kind))  # type: ignore[call-overload]
 
 
 def annotation_of(functions: list[Callable[..., Any]], name: str) -> object:

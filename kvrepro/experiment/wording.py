@@ -171,7 +171,8 @@ def spoken(row: Any) -> str:
         return ""
     size = max((abs(x) for x in (row.ours, row.low, row.high) if np.isfinite(x)), default=np.inf)
     whole = row.unit == "%" or size >= 100
-    fixed = row.unit in PLAIN or (row.unit == "x" and abs(row.ours) < 10)  # near 1 the second decimal counts
+    times = row.unit.split()[:1] == ["x"]
+    fixed = row.unit in PLAIN or (times and abs(row.ours) < 10)  # near 1 the second decimal counts
 
     def number(x: float) -> str:
         plain = whole or (float(x).is_integer() and not fixed)

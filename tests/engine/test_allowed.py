@@ -137,6 +137,11 @@ def test_every_refusal_in_words(kind, value, text):
         assert refused(lambda check=check: check(kind, "us", x=value)) == whose
 
 
+def test_a_parameter_without_a_type_takes_any_value():
+    assert holds(object, None)
+    assert in_words(object) == "any value"
+
+
 def test_each_name_is_held_to_its_kind():
     assert refused(lambda: ensure_all(list[int], "us", x=[1, "1"])) == "x '1' for us: a whole number"
     assert refused(lambda: ensure(Size, "it", n=1, m=0)) == "m 0 for it: a whole number, at least 1"

@@ -174,6 +174,7 @@ def test_emphasis_leaves_a_table_and_stars_stay():
         ((-0.15, -0.2, -0.1), "share", "-0.15 of the importance [-0.20, -0.10]"),
         ((-0.2, -7.1, 6.9), "%", "0% [-7, 7]"),
         ((112.2, -4.0, 228.4), "x the median", "112 times the median [-4, 228]"),
+        ((1.029, 1.01, 1.05), "x the even share", "1.03 times the even share [1.01, 1.05]"),
     ],
 )
 def test_numbers_are_rounded_for_the_ear(values, unit, heard):

@@ -37,6 +37,7 @@ WEIGHT = """() => [performance.getEntriesByType('navigation')[0], ...performance
     one => !/_images|_downloads/.test(one.name))].reduce((sum, one) => sum + one.encodedBodySize, 0)"""
 THEME = "theme => Object.assign(document.documentElement.dataset, {theme, mode: theme})"
 TOO_WIDE = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+OPEN = "open => document.querySelectorAll('.claims details').forEach(one => { one.open = open; })"
 BOXES = """() => Object.fromEntries(Object.entries({sidebar: '.bd-sidebar-primary', header: '.bd-header-article',
     article: '.bd-article', contents: '.bd-sidebar-secondary', footer: '.bd-footer-content'}).map(([name, one]) => {
     const box = document.querySelector(one).getBoundingClientRect(); return [name, [box.left, box.right]]; }))"""
@@ -129,7 +130,9 @@ def test_a_page_works_for_everybody(tab, address, axe, name):
     tab.set_viewport_size(PHONE)
     tab.evaluate("reach()")  # what scrolls now; the page does so itself a moment later
     violations["phone"] = tab.evaluate(AXE, OTHERS if name in SHOWN else SCROLLED)
+    tab.evaluate(OPEN, True)
     assert tab.evaluate(TOO_WIDE) <= 0
+    tab.evaluate(OPEN, False)
     tab.evaluate(FEWER)
     if name in SHOWN:
         violations["contrast on a phone"] = tab.evaluate(AXE, CONTRAST)

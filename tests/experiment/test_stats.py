@@ -235,7 +235,9 @@ def test_wilcoxon_with_ties_is_scipys(n):
     assert stats.wilcoxon(d, np.zeros(n), greater=True) == pytest.approx(one_sided)
 
 
-@pytest.mark.parametrize("d", [[1, 1], [1, -1], [1, 1, -2], [3, 3, -1, -1], [2, 2, 2, -1, 5, 7, 7, 8, 9, 9, 9, 9, -4]])
+@pytest.mark.parametrize(
+    "d", [[1, 1], [1, -1], [1, 1, -2], [3, 3, -1, -1], [-1, -1, -1, -1, 2], [2, 2, 2, -1, 5, 7, 7, 8, 9, 9, 9, 9, -4]]
+)
 def test_wilcoxon_with_ties_counts_all_signs(d):
     ranks = [sum(abs(x) < abs(y) for x in d) + (sum(abs(x) == abs(y) for x in d) + 1) / 2 for y in d]
     seen = sum(rank for rank, x in zip(ranks, d, strict=True) if x > 0)
@@ -470,6 +472,48 @@ def test_a_ratio_without_bounds_still_says_all_else():
     below = stats.contrast(frame(a=SIX, full=[-0.5, -0.6, -0.5, -0.6, -0.5, -0.6]), "share_of_ceiling")
     assert below.value == pytest.approx(-0.45 / 0.55)
     assert below.low < below.value < below.high < 0
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95])
+def test_a_ratio_of_losses_is_that_of_the_gains_of_the_reflected_scores(level):
+    """Then both means are negative."""
+    scores = pd.DataFrame(np.random.default_rng(3).uniform(0, 0.4, (9, 3)), columns=["a", "b", "full"])
+    scores.full += 0.6
+    losses = stats.contrast(scores, "loss_ratio", bounds=(0, 1), level=level)
+    assert alike(stats.contrast(1 - scores, "loss_ratio", bounds=(0, 1), level=level), *astuple(losses))
+    wide = stats.contrast(3 - 2 * scores, "loss_ratio", bounds=(1, 3), level=level)
+    assert alike(wide, *astuple(losses))
+
+
+def test_whether_the_bottom_may_be_zero_is_asked_with_its_bounds():
+    """A single hit of eight: by Student's t the share may be 0, as a share of zeros and ones it may not."""
+    scores = frame(a=[0.6, 0.1, 0, 0, 0, 0, 0, 0], full=[1.0, 0, 0, 0, 0, 0, 0, 0])
+    free, bounded = (stats.contrast(scores, "share_of_ceiling", bounds=bounds) for bounds in (None, (0, 1)))
+    assert (free.low, free.high) == (-INF, INF)
+    assert math.isfinite(bounded.low)
+    assert math.isfinite(bounded.high)
+
+
+@pytest.mark.parametrize("tail", [1, -1])
+def test_the_bottom_may_be_zero_where_its_lower_limit_says_so(tail):
+    """Of skewed values the limits lie unequally far: 0 between the two distances counts by the lower one."""
+    skewed = tail * np.array([0.0, 0.1, 0.2, 0.1, 0.0, 3.0, 0.1, 0.2])
+    e = stats.interval(skewed)
+    below, above = e.value - e.low, e.high - e.value
+    full = skewed - e.value + (below + above) / 2
+    a = np.random.default_rng(0).uniform(0, 1, 8)
+    ratio = stats.contrast(frame(a=a, full=full), "share_of_ceiling")
+    assert (below < above) == (tail == 1)
+    assert math.isfinite(ratio.low) == (below < above)
+
+
+def test_a_bottom_that_is_hardly_clear_of_zero_bounds_one_side_alone():
+    z = symmetric(8)
+    e = stats.interval(z)
+    full = z - e.value + (e.value - e.low) * (1 + 1e-10)
+    ratio = stats.contrast(frame(a=np.random.default_rng(1).uniform(0.5, 1, 8), full=full), "share_of_ceiling")
+    assert math.isfinite(ratio.low)
+    assert ratio.high == INF
 
 
 @pytest.mark.parametrize("bounds", [(0, 1), (-1, 1)])
@@ -733,6 +777,28 @@ def test_equivalence_at_its_borders():
     assert np.mean(SIX) + reach(SIX, -1, 1, level=1 - 2 * p)[1] == pytest.approx(0.9)
     assert p == pytest.approx(stats.tost(np.zeros(6), SIX, 0.9, bounds=(0, 1)))
     assert math.isnan(stats.tost([], []))
+
+
+def test_equivalence_takes_the_bounds_of_scores_and_counts_each_once():
+    p = stats.tost(SIX, np.zeros(6), 0.9, bounds=(0, 1))
+    assert stats.tost(2 * np.array(SIX) + 1, np.ones(6), 1.8, bounds=(1, 3)) == pytest.approx(p)
+    same = [0.4] * 30
+    p = stats.tost(same, same, 0.1, bounds=(0, 1))
+    assert stats.interval(np.zeros(30), bounds=(-1, 1), level=1 - 2 * p).high == pytest.approx(0.1)
+
+
+def test_a_mean_just_inside_the_margin_is_as_likely_outside():
+    d = np.array([0.0, 0.04, 0.01, 0.03, 0.02, 0.02])
+    assert stats.tost(d - 1e-9, np.zeros(6)) == 0.5
+    assert stats.tost(d - 1e-3, np.zeros(6)) == pytest.approx(scipy_stats.t.sf(1e-3 / d.std(ddof=1) * math.sqrt(6), 5))
+
+
+def test_the_correlation_of_values_and_of_their_ranks():
+    x, y = [1, 2, 3, 4], [1, 4, 9, 16]
+    assert stats.correlation(x, y) == pytest.approx(scipy_stats.pearsonr(x, y).statistic)
+    assert stats.correlation(x, y[::-1]) == pytest.approx(-stats.correlation(x, y))
+    assert math.isnan(stats.correlation([1, 1], [1, 2]))
+    assert math.isnan(stats.correlation([1, 2], [1, 1]))
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def _several(rule: Mapping[str, Any], member: Member, members: int) -> Judged:
         best = replace(best, refuted=all(part.refuted for part in usual))
     else:
         undecided = [part for part, at_5 in zip(strict, usual, strict=True) if at_5.state != other]
-        best = replace(choose(undecided, key=lambda j: j.against), state="open", refuted=False)
+        best = choose(undecided, key=lambda j: j.against)
     return replace(best, label=member.label, decided_by=", ".join(filter(None, [member.label, best.label])))
 
 

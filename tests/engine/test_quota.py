@@ -134,6 +134,13 @@ def test_a_span_that_is_protected_beyond_its_share_takes_from_the_others():
     assert quota.split(o, torch.full((1, 2), 12), guard.sinks(o, 4))[0, 0].tolist() == [4, 4, 4]
 
 
+def test_only_spans_with_tokens_to_spare_give_some():
+    """Parts of 4, 2 and 2, of which the second span needs both of its own and the third two more."""
+    o = spanned([0] * 12 + [1] * 6 + [2] * 6)
+    protected = torch.isin(o.positions, torch.tensor([12, 13, 18, 19, 20, 21]))
+    assert quota.split(o, torch.full((1, 2), 8), protected)[0].tolist() == [[2, 2, 4]] * 2
+
+
 def test_numbering_covers_the_prompt_or_says_where_it_does_not():
     """Header 0, defense 2 to 4, directive 5 to 7, terminator 8: Algorithm 1's extension."""
     spans = [[5, 6, 7], [2, 3, 4]]

@@ -13,6 +13,7 @@ Column `repeats` says how many a row had. `--times 4` draws four times the items
 
 from __future__ import annotations
 
+import collections
 import math
 import multiprocessing
 import time
@@ -178,9 +179,7 @@ def recorded() -> Iterator[list[TestedClaim]]:
 def tested_claims_of(chapter: str, results: Path) -> list[TestedClaim]:
     """Claims of a chapter with their members, from stored rows: runs the notebook's cells up to the one that judges."""
     with recorded() as tested_claims:
-        for cell in book.cells(chapter, {"results": str(results)}):
-            if "claims.write(" in cell:
-                break
+        collections.deque(book.cells(chapter, {"results": str(results)}, until="claims.write("), 0)
     return tested_claims
 
 

@@ -5,9 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pandas as pd
-from matplotlib.figure import Figure
-
 from kvrepro.chapters.protection import control, credit
 from kvrepro.chapters.reanalysis import differences
 from kvrepro.engine import allowed, policy
@@ -57,16 +54,17 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages |= {name: table(rows.to_dict("records")) for name, rows in costs.items()}
     pages |= _parts("family", family_page.page()) | _parts("language_model", language_model_page.page())
     tables_of = reliability.tables()
-    determinism = reliability.drawn(tables_of)
-    pages |= _reliability(tables_of, determinism) | {"shortcuts_lost": table(shortcuts.lost_in_words())}
+    pages["reliability_summary"] = table(reliability.summary(tables_of))
+    pages["reliability_figure"] = computed_figure("determinism", DETERMINISM)
+    pages["reliability_sections"] = reliability.sections(tables_of)
+    pages["shortcuts_lost"] = table(shortcuts.lost_in_words())
     pages |= {f"decide_{name}": text for name, text in decide.parts(root).items()} | landing.parts(root)
     at_a_glance = landing.drawn(landing.verdicts(chapters, root))
     figures = {"verdicts": at_a_glance, "family": family_page.drawn(), "targets": cost.bars(), "floors": cost.floors()}
     figures |= {f"language_model_{name}": figure for name, figure in language_model_page.drawn().items()}
-    figures |= {"shortcuts": shortcuts.drawn(), "determinism": determinism}
+    figures |= {"shortcuts": shortcuts.drawn(), "determinism": reliability.drawn(tables_of)}
     for name, figure in figures.items():
-        if figure is not None:
-            figure.savefig(folder / f"{name}.svg", transparent=True)
+        figure.savefig(folder / f"{name}.svg", transparent=True)
     (folder / "static").mkdir(exist_ok=True)
     at_a_glance.savefig(folder / "static" / "preview.png", dpi=120)
     for name, text in pages.items():
@@ -78,15 +76,6 @@ def _parts(page: str, parts: Mapping[str, list[dict[str, object]] | str]) -> dic
     return {
         f"{page}_{name}": part if isinstance(part, str) else table(part) if part else "None."
         for name, part in parts.items()
-    }
-
-
-def _reliability(tables_of: dict[str, pd.DataFrame], determinism: Figure | None) -> dict[str, str]:
-    """The parts of the page Reliability. determinism: its figure, if there is one."""
-    return {
-        "reliability_summary": table(reliability.summary(tables_of)) if tables_of else "Nothing was measured yet.",
-        "reliability_figure": computed_figure("determinism", DETERMINISM) if determinism else "",
-        "reliability_sections": reliability.sections(tables_of),
     }
 
 

@@ -1,6 +1,6 @@
 """The page *Reliability*: what was tried, how often, what came out, and the command that tries it again.
 
-From the tables in data/reliability; a part whose table is not there is left out.
+From the tables in data/reliability.
 """
 
 from collections.abc import Callable
@@ -47,8 +47,7 @@ def _properties(frame: pd.DataFrame) -> tuple[str, str]:
 
 def _mutants(frame: pd.DataFrame) -> tuple[str, str]:
     row = frame[frame.module == "all"].iloc[0]
-    result = f"{row.share:.1%} killed, {row.survived} survived"
-    result += f", {row.explained} of them explained" if "explained" in frame else ""
+    result = f"{row.share:.1%} killed, {row.survived} survived, {row.explained} of them explained"
     return f"{row.tried:,} of {row.mutants:,} mutants tried", result
 
 
@@ -100,13 +99,9 @@ SUMMARIES: dict[str, Callable[[pd.DataFrame], tuple[str, str]]] = {  # how much 
 }  # fmt: skip
 
 
-def tables(folder: Path = FOLDER) -> dict[str, pd.DataFrame]:
-    """The tables that are in the folder, by name, in the order of `PARTS`."""
-    return {
-        name: pd.read_csv(folder / f"{name}.csv", keep_default_na=False, na_values="")
-        for name in PARTS
-        if (folder / f"{name}.csv").is_file()
-    }
+def tables() -> dict[str, pd.DataFrame]:
+    """The tables by name, in the order of `PARTS`."""
+    return {name: pd.read_csv(FOLDER / f"{name}.csv", keep_default_na=False, na_values="") for name in PARTS}
 
 
 def summary(tables_of: dict[str, pd.DataFrame]) -> list[dict[str, str]]:
@@ -128,8 +123,8 @@ def sections(tables_of: dict[str, pd.DataFrame]) -> str:
         parts += [f"## {title}", means, f"Measured on {where}: `{command}`."]
         shown = shown.replace({"which": claims.LABELS}, regex=True) if "which" in shown else shown
         parts.append(_folded("The table", table(_texts(shown))))
-        if name == "mutants" and (file := FOLDER / "survivors.csv").is_file():
-            survivors = pd.read_csv(file)
+        if name == "mutants":
+            survivors = pd.read_csv(FOLDER / "survivors.csv")
             if changed := _changed(survivors):
                 parts.append(f"Of the {len(survivors)} lines with survivors, {changed} have changed since.")
             parts.append(_folded("The survivors", "\n\n".join(map(_survivor, survivors.itertuples()))))
@@ -164,10 +159,8 @@ def _texts(frame: pd.DataFrame) -> list[dict[str, str]]:
     return [{str(name): text(value) for name, value in row.items()} for row in frame.to_dict("records")]
 
 
-def drawn(tables_of: dict[str, pd.DataFrame]) -> Figure | None:
-    """The figure: the share of rows and verdicts that differ, by variant; None without differences."""
-    if "determinism" not in tables_of:
-        return None
+def drawn(tables_of: dict[str, pd.DataFrame]) -> Figure:
+    """The figure: the share of rows and verdicts that differ, by variant."""
     whole = tables_of["determinism"].query("chapter == 'all'")
     rows = whole[["text", "kept", "score"]].div(whole.rows, axis=0)
     rows = rows.set_axis(["answers", "kept tokens", "scores"], axis=1)
@@ -175,8 +168,6 @@ def drawn(tables_of: dict[str, pd.DataFrame]) -> Figure | None:
         "varied", value_name="share"
     )
     shares["share"] *= 100
-    if not shares.share.max() > 0:
-        return None
     with figure.style():
         picture = Figure(figsize=(7, 0.45 * len(whole) + 1.2), layout="constrained")
         axes = picture.subplots()

@@ -61,8 +61,7 @@ def value_norm(o: Observation) -> Scores:
 def auc(scores: np.ndarray, positive: np.ndarray, negative: np.ndarray) -> float:
     """Chance that a score of `positive` (bool, like scores) exceeds one of `negative`; ties count one half."""
     a, b = scores[positive], scores[negative]
-    ranks = scipy_stats.rankdata(np.concatenate([a, b]))[: len(a)].sum()
-    return float((ranks - len(a) * (len(a) + 1) / 2) / (len(a) * len(b)))
+    return float(scipy_stats.mannwhitneyu(a, b, method="asymptotic").statistic / (len(a) * len(b)))
 
 
 class Onlooker:

@@ -74,6 +74,12 @@ def with_full_profile(frame: pd.DataFrame, chapter: str, table: Path = FULL) -> 
     return frame.join(full, on=RUN, validate="m:1").fillna({"full_verdict": "", "full_date": ""})
 
 
+def in_both_profiles(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """Of verdicts with those of the full profile beside them, the rows that have both."""
+    both = [frame[frame.full_verdict != ""] for frame in frames]
+    return pd.concat(both) if both else pd.DataFrame()
+
+
 def with_error_rates(frame: pd.DataFrame) -> pd.DataFrame:
     """Verdicts with the error rates of their rules (`WRONGLY`). Those over the family of models have them already."""
     rates = pd.read_csv(DATA / "error_rates.csv").set_index(RULE)[list(WRONGLY)]
@@ -156,13 +162,12 @@ def runs_sentence(frames: Mapping[str, pd.DataFrame]) -> str:
     of_chapters = [frame for name, frame in frames.items() if name != FAMILY]
     runs = dict.fromkeys(run for frame in of_chapters for run in claims.runs(frame))
     text = f"Runs: {'; '.join(f'model {model}, profile {profile}' for model, profile in runs)}."
-    every = pd.concat(of_chapters)
-    both = every[every.full_verdict != ""]
+    both = in_both_profiles(of_chapters)
     if both.empty:
         return text
-    undecided = [both[column] == "inconclusive" for column in ("verdict", "full_verdict")]
-    quick, full = (f"{is_open.sum()} ({is_open.mean():.0%})" for is_open in undecided)
-    outcome = "meets" if undecided[0].mean() <= MOST_UNDECIDED else "misses"
+    undecided = both[["verdict", "full_verdict"]].eq("inconclusive")
+    quick, full = (f"{undecided[name].sum()} ({undecided[name].mean():.0%})" for name in undecided)
+    outcome = "meets" if undecided.verdict.mean() <= MOST_UNDECIDED else "misses"
     return (
         f"{text} *Full profile*: the same claims of {both.model.iloc[0]}, on more items, run once "
         f"({both.full_date.max()}). Of the {len(both)} verdicts that both runs have, {quick} are inconclusive in this "
@@ -374,18 +379,20 @@ def _rates(chapter: str) -> dict[str, str]:
 def error_rates() -> list[dict[str, str]]:
     """A row per chapter: how many rules were tried, which err in more than 5% of tries, which cannot hold or fail."""
     table, rows = pd.read_csv(DATA / "error_rates.csv"), []
+
+    def named(rules: pd.DataFrame) -> str:
+        return ", ".join(rules.claim.unique()) or "-"
+
     for chapter, group in table.groupby("chapter", sort=False):
         tried = group[group.repeats.notna()]
-
-        def named(which: pd.Series, tried: pd.DataFrame = tried) -> str:
-            return ", ".join(dict.fromkeys(tried.claim[which])) or "-"
-
         rows.append({
             "chapter": wording.chapter_name(str(chapter)), "rules tried": str(tried.claim.nunique()),
-            **{f"{label} in more than 5%": named(tried[f"{name}_above"].eq(True)) for name, label in WRONGLY.items()},
-            "cannot hold": named(tried.can_hold.eq(False)), "cannot fail": named(tried.can_fail.eq(False)),
+            **{f"{label} in more than 5%": named(tried[tried[f"{name}_above"].eq(True)])
+               for name, label in WRONGLY.items()},
+            "cannot hold": named(tried[tried.can_hold.eq(False)]),
+            "cannot fail": named(tried[tried.can_fail.eq(False)]),
             "medium effect decided": f"{tried[tried.repeats > 1].decided.mean():.0%}",
-            "not tried": ", ".join(dict.fromkeys(group.claim[group.repeats.isna()])) or "-",
+            "not tried": named(group[group.repeats.isna()]),
         })  # fmt: skip
     return rows
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import pandas as pd
 import psutil
@@ -83,10 +83,16 @@ def _command(fault: Fault, base: Path) -> list[str]:
     return [*start, *arguments.split(), "--max-new-tokens", "4", *fault.options]
 
 
-def _usual_signals() -> None:
-    """Let signals end the process; of some, jobs in the background inherit that they are ignored."""
-    for number in ENDING:
-        signal.signal(number, signal.SIG_DFL)
+def _started(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """A command in a session of its own, which signals end: jobs in the background inherit that some are ignored."""
+
+    def usual_signals() -> None:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_DFL)
+
+    environment = os.environ | {"KVREPRO_WORKERS": ""}
+    return subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=environment, start_new_session=True,
+                            preexec_fn=usual_signals)  # fmt: skip
 
 
 def _with_nan(base: Path) -> Path:
@@ -103,11 +109,7 @@ def meet(name: str, base: Path) -> dict[str, Any]:
     and rows lost of those that were stored before a signal, or that the fault does not make impossible."""
     fault, results, log = FAULTS[name], base / "results", base / "log"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            _command(fault, base), stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
-            env=os.environ | {"KVREPRO_WORKERS": ""},
-            preexec_fn=_usual_signals,
-        )  # fmt: skip
+        process = _started(_command(fault, base), output)
         until, before, family = time.monotonic() + SECONDS, ROWS - fault.broken, list[psutil.Process]()
         if fault.signal:
             while process.poll() is None and not (before := stored_rows(results)[0]) and time.monotonic() < until:
@@ -180,11 +182,7 @@ def stored_and_whole(base: Path) -> tuple[Path, dict[str, pd.DataFrame]]:
 def _called(commands: list[list[str]], log: Path) -> tuple[int, int]:
     """The largest exit code of commands that run at once, and how many processes they left behind. These are ended."""
     with log.open("wb") as output:
-        running = [
-            subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
-                             env=os.environ | {"KVREPRO_WORKERS": ""})
-            for command in commands
-        ]  # fmt: skip
+        running = [_started(command, output) for command in commands]
         codes = [process.wait(SECONDS) for process in running]
     left = []
     for process in psutil.process_iter():

@@ -169,13 +169,12 @@ def picture(root: Path = ROOT) -> str:
 
 def _on_more_items(frames: Mapping[str, pd.DataFrame]) -> str:
     """How many of the verdicts are inconclusive here and in the full profile, where that was run for the model."""
-    both = pd.concat([claims_page.with_full_profile(frame, name) for name, frame in frames.items()] or [pd.DataFrame()])
-    if both.empty or not both.full_verdict.any():
+    both = claims_page.in_both_profiles(claims_page.with_full_profile(frame, name) for name, frame in frames.items())
+    if both.empty:
         return ""
-    compared = both[both.full_verdict != ""]
-    inconclusive, full = ((compared[column] == "inconclusive").sum() for column in ("verdict", "full_verdict"))
+    inconclusive, full = both[["verdict", "full_verdict"]].eq("inconclusive").sum()
     return (
-        f" Of the {len(compared)} that the full profile has, too, {inconclusive} are inconclusive in this run, {full} "
+        f" Of the {len(both)} that the full profile has, too, {inconclusive} are inconclusive in this run, {full} "
         "there."
     )
 

@@ -22,6 +22,7 @@ from kvrepro.experiment.measure import scores
 from kvrepro.paths import write_table
 from kvrepro.tools import command, family
 from kvrepro.tools.language_model_page import NO_PASSAGE, RUNS, SCORES, VERDICTS
+from kvrepro.tools.rows import answers_of
 
 COLUMNS = ["model", "items", *family.COLUMNS[1:]]
 MAIN = {"protection": "main", "fragility": "every", "dropkv_bound": "quality-1900", "synthesis": "grid"}
@@ -32,9 +33,7 @@ BY = ["chapter", "items", "policy", "reading", "guard", "kept"]  # of `scores_of
 def rows_of(folder: Path) -> pd.DataFrame:
     """All answers of a chapter's run, each once. Conditions that an item cannot meet are left out: a budget below what
     guards protect, for instance."""
-    frames = [pd.read_parquet(file) for file in sorted(folder.glob("*.parquet"))]
-    answers = [frame for frame in frames if {"key", "prediction"} <= set(frame)]
-    rows = pd.concat(answers, ignore_index=True).drop_duplicates("key") if answers else pd.DataFrame({"error": []})
+    rows = answers_of(folder)
     return rows[~rows.error.map(lambda error: str(error).startswith("InputError")).astype(bool)]
 
 

@@ -16,6 +16,13 @@ def words(name: str) -> Any:
     return yaml.safe_load((DATA / "words" / f"{name}.yml").read_text(encoding="utf-8"))
 
 
+def answers_of(folder: Path) -> pd.DataFrame:
+    """All answers in a chapter's folder of results, each once."""
+    frames = [pd.read_parquet(file) for file in sorted({*folder.glob("*.rows/*.parquet"), *folder.glob("*.parquet")})]
+    answers = [frame for frame in frames if {"key", "prediction"} <= set(frame)]
+    return pd.concat(answers, ignore_index=True).drop_duplicates("key") if answers else pd.DataFrame({"error": []})
+
+
 def replace_rows(table: Path, rows: pd.DataFrame, key: Sequence[str], digits: int = 6) -> pd.DataFrame:
     """Write rows into a table of the project (CSV) in the place of those with the same values in the columns `key`, and
     return the whole table. Its folder is made. digits: significant digits of its numbers."""

@@ -34,7 +34,7 @@ from kvrepro.experiment import data, models, progress
 from kvrepro.item import Item
 from kvrepro.paths import GPU
 from kvrepro.tools import command
-from kvrepro.tools.rows import replace_rows, words
+from kvrepro.tools.rows import answers_of, replace_rows, words
 
 SHAPES: dict[str, dict[str, Any]] = words("shapes")
 TEMPLATE = (
@@ -171,13 +171,8 @@ def attempt(name: str, parameters: dict[str, Any], counts: Sequence[int], limit:
 
 def _spent(folder: Path) -> dict[str, Any]:
     """Seconds that a chapter's answers took for reading prompts, and for decoding; {} where it stored no answers."""
-    files = [*folder.glob("*.rows/*.parquet"), *folder.glob("*.parquet")]
-    frames = [pd.read_parquet(file) for file in files]
-    parts = [frame for frame in frames if "decode_seconds" in frame]
-    if not parts:
-        return {}
-    rows = pd.concat(parts).drop_duplicates("key")
-    return {name: round(float(rows[f"{name}_seconds"].sum()), 1) for name in ("prefill", "decode")}
+    rows = answers_of(folder)
+    return {name: round(float(rows[f"{name}_seconds"].sum()), 1) for name in ("prefill", "decode") if len(rows)}
 
 
 def main(

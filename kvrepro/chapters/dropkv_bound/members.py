@@ -198,15 +198,17 @@ def _from_answers(claim: Mapping, answers: pd.DataFrame | None) -> list[Member |
         raise NotTestable(f"{claim['why']} Prompts of {lengths}: give such a file with -p items, and -p tokens.")
     full = main[main.method == "full"]
     judge.answers_enough(full[quality.MEASURE], full.get("error"))
+
+    def lead(name: str) -> Sample:
+        return Sample(100 * quality.pair(answers, name, claim["share"]), "difference", bounds=POINTS)
+
     if claim["contrast"] == "quality_lead":
         others = _policies(claim) or [name for name in quality.PEERS if name in set(main.method)]
-        parts = {f"over {name}": 100 * quality.pair(answers, name, claim["share"]) for name in others}
-        return [Member("all", {name: Sample(pair, "difference", bounds=POINTS) for name, pair in parts.items()})]
+        return [Member("all", {f"over {name}": lead(name) for name in others})]
     pairs: list[Member | NotTestable] = []
     for name in claim["against"]:
         try:
-            pair = 100 * quality.pair(answers, name, claim["share"])
-            pairs.append(Member(f"against {name}", Sample(pair, "difference", bounds=POINTS)))
+            pairs.append(Member(f"against {name}", lead(name)))
         except NotTestable as reason:
             pairs.append(reason)
     return pairs
@@ -258,17 +260,10 @@ def evaluate(
     """Verdict of every claim (`judge.verdicts`). General claims are also tested on the reader's own among `policies`.
     answers: rows of `quality.answers`."""
     book = claims.load_claims("dropkv_bound")["claims"]
-    general = [
-        {**claim, "over": {"policy": "any"}}
-        for claim in book
-        if claim["contrast"] in GENERAL and "prompt_tokens" not in claim.get("needs", {})
-    ]
-    of_own = claims.claims_on_own(general, policies)
+    general = [c for c in book if c["contrast"] in GENERAL and "prompt_tokens" not in c.get("needs", {})]
+    of_own = claims.claims_on_own([{**claim, "over": {"policy": "any"}} for claim in general], policies)
     frame = history.verdicts(
         book, lambda claim, _: members(claim, study, answers), own=of_own, model=model, profile=profile
     )
-    contrasts = {claim["id"]: claim["contrast"] for claim in book}
-    timed = {
-        name: timings.CONTRASTS[contrast][2] for name, contrast in contrasts.items() if contrast in timings.CONTRASTS
-    }
-    return claims.timed(frame, timed)
+    timed = [claim for claim in book if claim["contrast"] in timings.CONTRASTS]
+    return claims.timed(frame, {claim["id"]: timings.CONTRASTS[claim["contrast"]][2] for claim in timed})

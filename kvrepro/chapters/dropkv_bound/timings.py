@@ -76,14 +76,12 @@ def latency(file: Path = MODELS) -> pd.DataFrame:
     """
     f = models("answer", file)
     rows = []
-    for (model, method, tokens, batch), row in f.iterrows():
-        if method == "DropKV":
-            first = models("prefill", file, row.device)
-            other = f.loc[(model, "SnapKV", tokens, batch)]
-            a, b = (first.loc[(model, name, tokens, 1)] for name in ("DropKV", "SnapKV"))
-            middle = row.seconds - other.seconds
-            spread = batch * (a.low - b.high), batch * (a.high - b.low)
-            rows.append((f"batch {batch}", middle, min(middle, spread[0]), max(middle, spread[1]), row.runs))
+    for (model, tokens, batch), row in f.xs("DropKV", level="method").iterrows():
+        first = models("prefill", file, row.device)
+        a, b = (first.loc[(model, name, tokens, 1)] for name in ("DropKV", "SnapKV"))
+        middle = row.seconds - f.seconds[model, "SnapKV", tokens, batch]
+        spread = batch * (a.low - b.high), batch * (a.high - b.low)
+        rows.append((f"batch {batch}", middle, min(middle, spread[0]), max(middle, spread[1]), row.runs))
     return _frame(rows)
 
 
@@ -98,10 +96,9 @@ def prefill_gain(file: Path = MODELS) -> pd.DataFrame:
     """By what share a prefill is slower when DropKV scores in plain PyTorch instead of with the fused kernel."""
     f = models("prefill", file)
     rows = []
-    for model, method, tokens, batch in f.index:
-        if method == TORCH:
-            *interval, n = claims.over(f.loc[model, TORCH, tokens, batch], f.loc[model, "DropKV", tokens, batch])
-            rows.append((f"{model}, {tokens}", *(value - 1 for value in interval), n))
+    for (model, tokens, batch), row in f.xs(TORCH, level="method").iterrows():
+        *interval, n = claims.over(row, f.loc[model, "DropKV", tokens, batch])
+        rows.append((f"{model}, {tokens}", *(value - 1 for value in interval), n))
     return _frame(rows)
 
 

@@ -176,24 +176,23 @@ def study(chapter: ChapterRows, reading: str) -> Study:
     several scored things, the second as one."""
     as_run = reading == "as_run"
     main = scores.in_reading(chapter.main, chapter.items, reading)
-    examples = scores.in_reading(chapter.examples, chapter.items, reading) if len(chapter.examples) else pd.DataFrame()
+    answered = {"main": main}
+    if len(chapter.examples):
+        answered["examples"] = scores.in_reading(chapter.examples, chapter.items, reading)
     floor = scores.floors(chapter.of(chapter.main, request="leak")).loc["refusal"]
     floor_told = floor.tells_directive if as_run or np.isnan(floor.tells_rules) else floor.tells_rules
     kept = scores.cells_of(scores.keep_rates(chapter.main), reading)
     kept = kept[kept.part.isin(["directive", "outside" if as_run else "defense"])]
     kept = kept.replace({"part": {"outside": "defense"}})
     by_class = scores.by_class(chapter.alone, chapter.items, "missing" if as_run else "broken")
+    of_reading = {name: scores.cells_of(frame, reading) for name, frame in answered.items()}
     return Study(
         reading,
-        scores.cells_of(main, reading),
+        of_reading["main"],
         kept,
         scores.cells_of(by_class, reading),
-        scores.cells_of(examples, reading) if len(examples) else pd.DataFrame(),
-        {
-            name: scores.cells_of(frame, "as_described")
-            for name, frame in (("main", main), ("examples", examples))
-            if len(frame)
-        },
+        of_reading.get("examples", pd.DataFrame()),
+        {name: scores.cells_of(frame, "as_described") for name, frame in answered.items()},
         chapter.timing,
         float(main.asked[main.followed.notna()].mean()) if as_run else 1.0,
         floor=float(floor_told),
@@ -384,23 +383,20 @@ def by_model(s: Study) -> pd.DataFrame:
     """The default of every policy by model and ratio, the defense first: following, leakage, and bias (keep rate of the
     directive minus that of the defense); and, of prompts without a defense, the rank correlation of the classes.
     Columns model, measure, policy, ratio, value, low, high."""
-    rows = []
-    all_studies = [model_study for model_study in (s, s.other) if model_study is not None]
-    for model_study, name in ((s, name) for s in all_studies for name in dict.fromkeys(s.answers.policy)):
-        parts = {"following": model_study.follow, "leakage": model_study.leak}
-        for measure, ratio in product((*parts, "bias"), (0.0, *sorted(set(model_study.answers.ratio) - {0.0}))):
+    rows, ranks = [], []
+    names = ["model", "measure", "policy", "ratio", "value", "low", "high"]
+    for of_model in (study for study in (s, s.other) if study is not None):
+        parts = {"following": of_model.follow, "leakage": of_model.leak}
+        policies, ratios = dict.fromkeys(of_model.answers.policy), sorted({0.0, *of_model.answers.ratio})
+        for name, measure, ratio in product(policies, (*parts, "bias"), ratios):
             with suppress(NotTestable):  # not run, or no part of it survived
                 if measure == "bias":
-                    estimate = stats.interval(bias(model_study, [ratio], policy=name), bounds=None)
+                    estimate = stats.interval(bias(of_model, [ratio], policy=name), bounds=None)
                 else:
                     estimate = parts[measure].estimate(policy=name, ratio=ratio)
-                rows.append((model_study.model, measure, name, ratio, *estimate.triple))
-    names = ["model", "measure", "policy", "ratio", "value", "low", "high"]
-    ranks = [rankings(model_study).assign(model=model_study.model) for model_study in all_studies]
-    ranks = [
-        model_study[(model_study.measure == "rank correlation") & (model_study.rules == "multi")][names]
-        for model_study in ranks
-    ]
+                rows.append((of_model.model, measure, name, ratio, *estimate.triple))
+        ranked = rankings(of_model).assign(model=of_model.model)
+        ranks.append(ranked.query("measure == 'rank correlation' and rules == 'multi'")[names])
     return pd.concat([pd.DataFrame(rows, columns=names), *ranks], ignore_index=True)
 
 

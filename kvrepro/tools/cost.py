@@ -45,8 +45,8 @@ def hours(measured: pd.DataFrame, chapter: str, profile: str) -> float:
 
 def table(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
     """A row for every chapter measured without an error: model, GPU, chapter, items measured, sizes (how many numbers
-    of items were measured), hours in the quick and in the full profile, the largest one's `_work`, peak GiB,
-    date, and how."""
+    of items were measured), hours in the quick and in the full profile; of the largest one its rows, the failed ones,
+    seconds per item, and which shares of its seconds are prefill and decoding; peak GiB, date, and how."""
     frame = pd.read_csv(path)
     done = frame[frame.error.isna() & (frame.failed == 0) & (frame.device != "CPU")]
     rows = [
@@ -54,24 +54,16 @@ def table(path: Path = GPU / "chapters.csv") -> pd.DataFrame:
          "items measured": int(largest.n_items), "sizes": int(rows_of_chapter.n_items.nunique()),
          "quick, hours": round(hours(rows_of_chapter, chapter, "quick"), 2),
          "full, hours": round(hours(rows_of_chapter, chapter, "full"), 1),
-         **_work(largest),
+         "rows": int(largest.results), "failed": int(largest.failed),
+         "s an item": round(largest.seconds / largest.n_items, 1),
+         **{part: "-" if pd.isna(largest[part]) else f"{largest[part] / largest.seconds:.0%}"
+            for part in ("prefill", "decode")},
          "peak GiB": rows_of_chapter.peak_gib.max(), "date": rows_of_chapter.date.min(),
          "how": str(largest.note)}
         for (shape, device, chapter), rows_of_chapter in done.groupby(["shape", "device", "chapter"], sort=False)
         for largest in [rows_of_chapter.sort_values("n_items").iloc[-1]]
     ]  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def _work(row: pd.Series) -> dict[str, object]:
-    """Of a measurement: its rows, the failed ones, seconds per item, and which shares of its seconds are prefill and
-    decoding."""
-    shares = {name: "-" if pd.isna(row[name]) else f"{row[name] / row.seconds:.0%}" for name in ("prefill", "decode")}
-    return {
-        "rows": int(row.results),
-        "failed": int(row.failed),
-        "s an item": round(row.seconds / row.n_items, 1),
-    } | shares
 
 
 def overview(path: Path = GPU / "chapters.csv") -> pd.DataFrame:

@@ -19,6 +19,7 @@ from kvrepro.experiment.claims import NOT_TESTABLE
 from kvrepro.tools.family_claims import JUDGED, RATES, TABLE, Kind, kinds
 
 CAUSES = ("seed", "KV heads", "sliding layers", "size")
+CAUSE = pd.CategoricalDtype(CAUSES, ordered=True)
 ONE = "one seed alone"
 TURNED = {"reproduced", "not reproduced"}
 SIGNS = {verdict: sign for verdict, (sign, _) in wording.LOOKS.items()}
@@ -92,17 +93,13 @@ def differences_of_pairs(verdicts: pd.DataFrame, kind_of: Mapping[str, Kind]) ->
         turned = differ & both.isin(TURNED).all(axis=1)
         if len(both):
             parts.append((kind_of[a].differs_in(kind_of[b]), len(both), differ.mean(), turned.mean()))
-    table = pd.DataFrame(parts, columns=["the models differ in", "verdicts", "share", "turned"])
-    rows = []
-    for cause in CAUSES:
-        pairs = table[table["the models differ in"] == cause]
-        if len(pairs):
-            ends = f"{pairs.share.mean():.0%} ({pairs.share.min():.0%} to {pairs.share.max():.0%})"
-            rows.append({
-                "the models differ in": cause, "pairs": len(pairs),
-                "verdicts of a pair": f"{pairs.verdicts.mean():.0f}", "differ": ends,
-                "turn over": f"{pairs.turned.mean():.1%}",
-            })  # fmt: skip
+    table = pd.DataFrame(parts, columns=["cause", "verdicts", "share", "turned"]).astype({"cause": CAUSE})
+    rows = [
+        {"the models differ in": cause, "pairs": len(pairs), "verdicts of a pair": f"{pairs.verdicts.mean():.0f}",
+         "differ": f"{pairs.share.mean():.0%} ({pairs.share.min():.0%} to {pairs.share.max():.0%})",
+         "turn over": f"{pairs.turned.mean():.1%}"}
+        for cause, pairs in table.groupby("cause", observed=True)
+    ]  # fmt: skip
     return pd.DataFrame(rows)
 
 

@@ -225,14 +225,9 @@ def _mixed(values: np.ndarray, amount: float) -> np.ndarray:
     return np.concatenate([first, (1 - share) * second + share * math.copysign(1.0, amount) * first], axis=1)
 
 
-def _of_flagged(values: np.ndarray, amount: float) -> np.ndarray:
-    """The first column shifted where the last one is true."""
-    return np.concatenate([values[:, :1] + amount * values[:, -1:], values[:, 1:]], axis=1)
-
-
-def _scaled(values: np.ndarray, amount: float) -> np.ndarray:
-    """The first column scaled, for ratios of medians."""
-    return np.concatenate([values[:, :1] * math.exp(amount), values[:, 1:]], axis=1)
+def _first(values: np.ndarray, changed: np.ndarray) -> np.ndarray:
+    """The values with a first column that was changed."""
+    return np.concatenate([changed[:, None], values[:, 1:]], axis=1)
 
 
 def _powered(values: np.ndarray, amount: float) -> np.ndarray:
@@ -243,10 +238,10 @@ def _powered(values: np.ndarray, amount: float) -> np.ndarray:
 Transform = tuple[Callable[[np.ndarray, float], np.ndarray], tuple[float, float]]  # least and greatest amount
 TRANSFORMS: dict[str, Transform] = {
     "mixed": (_mixed, (-1.0, 1.0)),
-    "flagged": (_of_flagged, (-1e3, 1e3)),
-    "shifted": (lambda v, amount: np.concatenate([v[:, :1] + amount, v[:, 1:]], axis=1), (-1e3, 1e3)),
+    "flagged": (lambda v, amount: _first(v, v[:, 0] + amount * v[:, -1]), (-1e3, 1e3)),  # where the last is true
+    "shifted": (lambda v, amount: _first(v, v[:, 0] + amount), (-1e3, 1e3)),
     "powered": (_powered, (-2.0, 2.0)),
-    "scaled": (_scaled, (-3.0, 3.0)),
+    "scaled": (lambda v, amount: _first(v, v[:, 0] * math.exp(amount)), (-3.0, 3.0)),  # for ratios of medians
 }
 
 

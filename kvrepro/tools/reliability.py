@@ -156,7 +156,7 @@ def _texts(frame: pd.DataFrame) -> list[dict[str, str]]:
             return ""
         return f"{value:.3g}" if isinstance(value, float) and value % 1 else str(value)
 
-    return [{str(name): text(value) for name, value in row.items()} for row in frame.to_dict("records")]
+    return frame.astype(object).map(text).to_dict("records")
 
 
 def drawn(tables_of: dict[str, pd.DataFrame]) -> Figure:

@@ -16,13 +16,13 @@ from transformers import DynamicCache
 from kvrepro.chapters.dropkv_bound import bound
 from kvrepro.chapters.dropkv_bound.settings import Settings
 from kvrepro.chapters.dropkv_bound.triples import Layer, triples
+from kvrepro.engine.allowed import ensure_all
 from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import check, find, is_own
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.window import pooled
-from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
@@ -45,11 +45,10 @@ MEASURE = "score"
 
 def peers_of(policies: Sequence[str]) -> list[str]:
     """The policies to compare with DropKV, each once. Raises InputError for a name that is not a policy's."""
-    if not isinstance(policies, list | tuple):
-        raise InputError(f"policies {policies!r}: give a list")
+    ensure_all(list[str], policies=policies)
     peers = [name for name in dict.fromkeys(policies) if name not in ("full", "dropkv")]
     for name in peers:
-        find(str(name))  # raises
+        find(name)  # raises
     return peers
 
 

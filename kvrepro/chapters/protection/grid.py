@@ -4,8 +4,9 @@ The model reads a prompt once for a whole list, so the chapter runs all its grid
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 from kvrepro.engine.allowed import ensure, ensure_once_each
 from kvrepro.engine.condition import Condition
@@ -24,8 +25,7 @@ SIDES = ((1, 0), (0, 1), (2, 0), (0, 2), (1, 1))  # prefix and suffix in the sam
 GUARDS = (0.0, 0.025, 0.05, 0.075, 0.1)  # of the capacity, at the prompt's end: shorter than a question, and longer
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """How many items each study of the chapter takes."""
 
     items: int
@@ -42,10 +42,10 @@ SIZES = {  # quick: five for each of the eight tasks; full: sixty, three times t
 
 def size(profile: str, n_items: int | None = None) -> Size:
     """The profile's size; `n_items` sets the main study and caps the others."""
-    main_items, *others = astuple(SIZES[profile])
+    sizes = SIZES[profile]
     if n_items is None:
-        return Size(*map(AtMost, (main_items, *others)))
-    return Size(n_items, *(min(n_items, n) for n in others))
+        return Size(*map(AtMost, sizes))
+    return Size(n_items, *(min(n_items, n) for n in sizes[1:]))
 
 
 def readings(reading: str, policy: str = "lru") -> list[str]:

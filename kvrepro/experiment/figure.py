@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -488,14 +489,17 @@ def vector(drawing: Figure) -> str:
                 if not isinstance(artist, AxLine):  # which cannot be pixels, and would warn
                     artist.set_rasterized(rasterised)
         written = io.StringIO()
-        with plt.rc_context({"svg.hashsalt": "kvrepro"}):  # the same figure is the same file
-            drawing.savefig(
-                written, format="svg", bbox_inches="tight", transparent=True, dpi=200, metadata={"Date": None}
-            )
+        save(drawing, written, bbox_inches="tight", dpi=200)
         if len(text := written.getvalue()) < LARGE:
             break
     text = text[text.index("<svg") :].replace("<svg ", f"<svg {WHITE} ", 1)
     return text.replace("</svg>", _hovered(drawing) + "</svg>")
+
+
+def save(drawing: Figure, file: Path | io.StringIO, **options: Any) -> None:
+    """Write a figure as SVG: the same figure is the same file."""
+    with plt.rc_context({"svg.hashsalt": "kvrepro"}):
+        drawing.savefig(file, format="svg", transparent=True, metadata={"Date": None}, **options)
 
 
 def _hovered(drawing: Figure) -> str:

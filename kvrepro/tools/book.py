@@ -38,11 +38,12 @@ from kvrepro.experiment import models, run, workers
 from kvrepro.experiment.parameters import read
 from kvrepro.experiment.settings import ensure_options
 from kvrepro.paths import ROOT
-from kvrepro.tools import command, edition, pages
+from kvrepro.tools import command, edition, pages, web
 from kvrepro.tools.processes import in_turn, interruptible
 
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
 data/artifact/* constraints.txt""".split()
+PAGES = """_config.yml _toc.yml *.md constraints.txt book/**/* data/*.csv data/*/*.csv kvrepro/tools/*.py""".split()
 SHOWS = "kvrepro.experiment.figure.display"  # what figures are shown by
 STUDIES_END = ".end_studies()"  # in the cell that runs a notebook's studies, as its last line
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value"
@@ -70,10 +71,17 @@ def fingerprint(name: str, parameters: dict[str, Any], root: Path = ROOT) -> str
     """Hash of what an executed chapter depends on: its notebook, its parameters and the files that they name, code,
     weights, and pinned versions. The results, which the chapter writes, do not count."""
     named = [root / value for key, value in parameters.items() if key != "results" and isinstance(value, str)]
-    named = [path for path in named if path.exists()]
-    files = {root / "notebooks" / f"{name}.ipynb", *(file for pattern in INPUTS for file in root.glob(pattern))}
-    files |= {file for path in named for file in [path, *path.rglob("*")]}
-    digest = hashlib.sha256(json.dumps([sys.version, parameters], sort_keys=True).encode())
+    files = {file for path in named if path.exists() for file in [path, *path.rglob("*")]}
+    return _hash_of([parameters], {root / "notebooks" / f"{name}.ipynb", *_found(INPUTS, root), *files}, root)
+
+
+def _found(patterns: Iterable[str], root: Path) -> set[Path]:
+    return {file for pattern in patterns for file in root.glob(pattern)}
+
+
+def _hash_of(facts: list[Any], files: Iterable[Path], root: Path) -> str:
+    """Hash of the version of Python, of facts, and of files with their names."""
+    digest = hashlib.sha256(json.dumps([sys.version, *facts], sort_keys=True).encode())
     for file in sorted(file for file in files if file.is_file() and "__pycache__" not in file.parts):
         digest.update(os.path.relpath(file, root).encode() + _hash(file).encode())
     return digest.hexdigest()
@@ -209,6 +217,20 @@ def failed_page(name: str, error: str, root: Path = ROOT) -> None:
     nbformat.write(page, done)
 
 
+def built(root: Path = ROOT, force: bool = False) -> bool:
+    """Build the HTML, unless what lies there was built from the same files. Returns whether it was built."""
+    stamp = root / "_build" / "inputs.sha256"
+    names = (web.SITE_URL, "GITHUB_REPOSITORY")
+    inputs = _hash_of([os.environ.get(name) for name in names], _found(PAGES, root), root)
+    same = stamp.is_file() and (root / "_build" / "html" / "index.html").is_file() and stamp.read_text() == inputs
+    if same and not force:
+        return False
+    stamp.unlink(missing_ok=True)
+    build(root)
+    stamp.write_text(inputs)
+    return True
+
+
 def build(root: Path = ROOT) -> Path:
     """jupyter-book over the whole folder, warnings as errors: the index page. Raises Failed with the complaints."""
     tool = Path(sys.executable).with_name("jupyter-book")
@@ -269,9 +291,9 @@ def main(
         _report(name, seconds, "failed" if error else "executed" if ran else "unchanged")
     start = _begin("build")
     pages.write(judged())
-    index = build()
-    _report("build", time.perf_counter() - start, "warnings are errors")
-    print(f"the book: {index}")
+    note = "warnings are errors" if built(force=force) else "unchanged"
+    _report("build", time.perf_counter() - start, note)
+    print(f"the book: {ROOT / '_build' / 'html' / 'index.html'}")
     if failed:
         print(f"{', '.join(failed)} failed: the book says so in their place", file=sys.stderr)
         raise typer.Exit(1)

@@ -12,6 +12,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.experiment import claims, judge, wording
+from kvrepro.experiment.figure import save
 from kvrepro.paths import GPU, ROOT
 from kvrepro.tools import (
     claims_page,
@@ -64,7 +65,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     figures |= {f"language_model_{name}": figure for name, figure in language_model_page.drawn().items()}
     figures |= {"shortcuts": shortcuts.drawn(), "determinism": reliability.drawn(tables_of)}
     for name, figure in figures.items():
-        figure.savefig(folder / f"{name}.svg", transparent=True)
+        save(figure, folder / f"{name}.svg")
     (folder / "static").mkdir(exist_ok=True)
     at_a_glance.savefig(folder / "static" / "preview.png", dpi=120)
     for name, text in pages.items():

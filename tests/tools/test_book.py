@@ -194,6 +194,35 @@ def test_a_build_that_fails_says_what_is_missing(tmp_path):
     assert "Traceback" not in str(failed.value)
 
 
+def test_pages_are_built_again_only_where_something_changed(root, monkeypatch):
+    built = []
+
+    def build(folder):
+        (folder / "_build" / "html").mkdir(parents=True, exist_ok=True)
+        (folder / "_build" / "html" / "index.html").write_text("")
+        built.append(folder)
+        if (folder / "book" / "broken.md").exists():
+            raise book.Failed("a warning")
+
+    monkeypatch.setattr(book, "build", build)
+    monkeypatch.delenv(book.web.SITE_URL, raising=False)
+    (root / "book").mkdir()
+    assert [book.built(root), book.built(root), book.built(root, force=True)] == [True, False, True]
+    (root / "book" / "page.md").write_text("# New")
+    assert [book.built(root), book.built(root)] == [True, False]
+    monkeypatch.setenv(book.web.SITE_URL, "https://example.org")
+    assert book.built(root)
+    (root / "book" / "broken.md").write_text("")
+    for _ in range(2):  # a build that failed is tried again
+        with pytest.raises(book.Failed):
+            book.built(root)
+    assert len(built) == 6
+    (root / "book" / "broken.md").unlink()
+    assert book.built(root)
+    shutil.rmtree(root / "_build" / "html")
+    assert book.built(root)
+
+
 def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     source = root / "notebooks" / "first.ipynb"
     notebook = nbformat.read(source, as_version=4)
@@ -241,7 +270,7 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(book, "in_turn", in_turn)
     monkeypatch.setattr(book.pages, "write", lambda names: None)
-    monkeypatch.setattr(book, "build", lambda: "index.html")
+    monkeypatch.setattr(book, "built", lambda force: True)
     return done
 
 

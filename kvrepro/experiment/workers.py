@@ -137,7 +137,8 @@ def _handed_out(recipe: Recipe | None, count: int, parts: Sequence[bytes], numbe
         get_ready(recipe)
         context = multiprocessing.get_context("forkserver" if _forks(recipe) else "spawn")
         pool = ProcessPoolExecutor(count, context, _begin, (dict(os.environ), list(sys.path), recipe))
-        multiprocessing.util.Finalize(None, end, exitpriority=0)  # if we are a child process, our exit waits for them
+        threading._register_atexit(end)  # type: ignore[attr-defined]  # our exit would wait for them, whatever they do
+        multiprocessing.util.Finalize(None, end, exitpriority=0)  # so would that of a child process
         _pools[recipe] = count, pool
     if recipe is not None and recipe[1] == "cuda":
         import torch

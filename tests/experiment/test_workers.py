@@ -185,6 +185,32 @@ def test_workers_and_their_server_end_with_the_process_that_is_killed(tmp_path):
     assert waited(lambda: not any(map(runs, family)), 20)
 
 
+STUCK = """
+import os, signal, threading, time
+import pandas as pd
+from kvrepro.experiment import run, workers
+from kvrepro.item import Item
+workers.IMPORTED.remove("transformers.modeling_utils")  # which takes seconds, and no model is loaded
+ours = os.getpid()
+
+def work(loaded, item):
+    if os.getpid() != ours:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    return pd.DataFrame({{"pid": [os.getpid()]}})
+
+items = [Item(f"item-{{i}}", "t", ({{"role": "user", "content": "x"}},), "x") for i in range(4)]
+rows = run.run(run.PerItem("c", "stuck", items, work), None, run.Settings({folder!r}, workers=2, progress=False))
+assert set(rows.pid) - {{ours}}
+time.sleep(1)  # the workers that did something have stopped by then
+"""
+
+
+def test_a_finished_program_does_not_wait_for_a_worker_that_hangs(tmp_path):
+    code = STUCK.format(folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], timeout=100, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def broken(o):
     """Scores that raise on long prompts' first token, or are no number."""
     scores = o.keys.float().norm(dim=-1)

@@ -44,8 +44,10 @@ def _check(name: str, value: Any) -> None:
     if isinstance(value, str | Path):
         if not (str(value).isprintable() and 0 < len(str(value)) <= LONGEST):
             raise InputError(f"{name} {str(value)[:50]!r}: give a text of printed signs")
-        if name == "out" and ((WORK / value).is_dir() or not (WORK / value).parent.is_dir()):
-            raise InputError(f"out {str(value)!r}: give a file in a folder that is there")
+        if name == "out":  # a text starts from the project's folder, as its help says; a Path where the user stands
+            file = WORK / value if isinstance(value, str) else value
+            if file.is_dir() or not file.parent.is_dir():
+                raise InputError(f"out {str(value)!r}: give a file in a folder that is there")
 
 
 def app_of(main: Callable[..., Any]) -> typer.Typer:

@@ -49,6 +49,7 @@ from kvrepro.experiment.table import (
     with_identity,
 )
 from kvrepro.paths import DATA, WORK
+from kvrepro.tools.command import with_checked_values
 from kvrepro.tools.rows import replace_rows
 
 USUAL = WORK / "data" / "results"
@@ -58,6 +59,7 @@ PASSING = {"key", "engine_hash", "chapter", "name", "profile", "seed", "processo
 COMPARED = [name for name in COLUMNS if name not in PASSING]  # two rows with equal values in these are the same
 TIMES = ("seconds", "time", "_ms", "peak", "compress", "decode")  # parts of names of columns that hold measured values
 STUDY = 6_000  # rows of the study that the bench looks up
+ROW_BYTES = 200  # of a row on the disk, about
 BLOCK = 5_000  # rows that merging adds at a time
 ASIDE = re.compile(r".+\.[0-9a-f]{8}\.tmp")  # how `sealed.write` and `paths.replaced` name their unfinished files
 KEY = re.compile(r"[0-9a-f]{16}")  # as `fingerprint.digest` names an item
@@ -160,7 +162,7 @@ def verify(folder: Folder = USUAL) -> None:
     print(*lines, sep="\n", end="\n" if lines else "")
     for path in strays(folder):
         print(f"{path} is none of ours: it is never read")
-    print(f"{count:,} files, {len(lines)} fault{'' if len(lines) == 1 else 's'}")
+    print(f"{count:,} file{'' if count == 1 else 's'}, {len(lines)} fault{'' if len(lines) == 1 else 's'}")
     raise typer.Exit(1 if lines else 0)
 
 
@@ -231,7 +233,9 @@ def gc(folder: Folder = USUAL, yes: Annotated[bool, typer.Option("--yes", help="
     chapter reads. Nothing is deleted without --yes. Tables per item say nothing about the code that made them: they
     stay. A table that cannot be read stays too, and the exit code is 1."""
     total, tables, unread = 0, tables_of(folder), 0
-    for path in garbage(folder):
+    if not (left_over := garbage(folder)):
+        ensure_results(folder)
+    for path in left_over:
         total += (size := _bytes(path))
         print(f"{path}: half-written, {size:,} bytes")
         if yes:
@@ -456,16 +460,23 @@ def filled(folder: Path, rows: int, like: Path) -> Store:
 
 
 @app.command()
+@with_checked_values
 def bench(
     rows: Annotated[list[int], typer.Option(help="of the tables; repeat")] = [10_000, 20_000_000],  # noqa: B006
     like: Annotated[Path, typer.Option(help="a table of real rows")] = USUAL / "leakage" / "answers.parquet",
     out: Annotated[Path, typer.Option(help="the table of seconds")] = DATA / "reliability" / "store.csv",
-    folder: Annotated[Path | None, typer.Option(help="for about 200 bytes a row, deleted afterwards")] = None,
+    folder: Annotated[Path | None, typer.Option(help=f"for about {ROW_BYTES} bytes a row, deleted afterwards")] = None,
 ) -> None:
     """Measure opening, adding, folding and reading with tables of several lengths."""
     measurements = []
     if folder is not None:
         make_folder(folder)
+    place = folder or Path(tempfile.gettempdir())
+    if (needed := ROW_BYTES * max(rows)) > (free := shutil.disk_usage(place).free):
+        raise InputError(
+            f"rows {max(rows):,} take about {needed / 1e9:,.0f} GB, and {place} has {free / 1e9:,.0f} GB: "
+            "take fewer, or give another --folder"
+        )
     for count in rows:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             measurements.append(measured(Path(scratch), count, like))

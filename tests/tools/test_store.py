@@ -1,6 +1,7 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -74,7 +75,7 @@ def test_a_table_is_found_without_the_folder_beside_it_and_whatever_stands_in_it
     """Archives and uploads drop empty folders. Two files with wrong bytes are two lines."""
     whole = filled(tmp_path / "whole", {"a": 0.1, "b": 0.2})
     (whole / "c" / "n.rows").rmdir()
-    assert called("verify", whole) == (0, ["1 files, 0 faults"])
+    assert called("verify", whole) == (0, ["1 file, 0 faults"])
     assert called("gc", whole, "--yes") == (0, ["0 bytes deleted"])
     (whole / "c" / "n.rows").rmdir()
     assert called("merge", whole, "--into", tmp_path / "new") == (0, [f"2 rows added to {tmp_path / 'new'}"])
@@ -194,7 +195,7 @@ def test_a_store_that_another_process_folds_meanwhile_is_read_again(tmp_path, mo
         more = {"diff": [other], "merge": ["--into", tmp_path / "c"]}.get(command, [])
         code, lines = called(command, folder, *more)
     assert (code, lines[-1]) == {
-        "verify": (0, "1 files, 0 faults"),
+        "verify": (0, "1 file, 0 faults"),
         "gc": (0, "0 bytes to delete: --yes deletes them"),
         "diff": (0, "tables per item: 0 only in A, 0 only in B, 0 of 0 differ"),
         "merge": (0, f"2 rows added to {tmp_path / 'c'}"),
@@ -284,7 +285,7 @@ def test_a_folder_without_results_is_refused_where_it_would_pass_for_whole(tmp_p
     filled(tmp_path / "of" / "results", {"x": 0.1}, {K: 1})
     (tmp_path / "empty").mkdir()
     for wrong in (tmp_path / "of" / "results" / "c", tmp_path / "of", tmp_path, tmp_path / "empty"):
-        for command in (["verify"], ["diff", wrong], ["merge", "--into", tmp_path / "new"]):
+        for command in (["verify"], ["gc"], ["diff", wrong], ["merge", "--into", tmp_path / "new"]):
             done = CliRunner().invoke(tool.app, [str(argument) for argument in (*command, wrong)])
             assert str(done.exception).startswith(f"no results in {wrong}: give a folder of results, such as ")
     assert not (tmp_path / "new").exists()
@@ -321,10 +322,26 @@ def test_kills_while_merging_migrating_and_deleting_change_nothing(tmp_path, nur
         assert len(pd.read_parquet(folder / "c" / "n.parquet")) == len(rows_of(folder))
 
 
+@pytest.mark.parametrize(("option", "value", "says"), [
+    ("--rows", "0", "rows 0: a whole number, above 0"),
+    ("--rows", "-1", "rows -1: a whole number, above 0"),
+    ("--rows", f"1{'0' * 20}", "at most 1e+09"),
+    ("--rows", "900", "rows 900 take about 0 GB, and "),
+    ("--out", "{}", "give a file in a folder that is there"),
+    ("--out", "{}/none/t.csv", "give a file in a folder that is there"),
+])  # fmt: skip
+def test_the_bench_refuses_what_it_cannot_measure_or_store_before_it_writes(tmp_path, monkeypatch, option, value, says):
+    monkeypatch.setattr(tool.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+    value = value.format(tmp_path)
+    done = CliRunner().invoke(tool.app, ["bench", "--rows", "10", "--like", "none", f"{option}={value}"])
+    assert isinstance(done.exception, InputError)
+    assert says in str(done.exception)
+
+
 def test_the_bench_measures_and_stores_its_rows(tmp_path):
     like = filled(tmp_path / "like", {str(i): i / 100 for i in range(70)}) / "c" / "n.parquet"
-    code, _ = called("bench", "--rows", 500, "--like", like, "--out", tmp_path / "out" / "t.csv", "--folder", tmp_path)
+    code, _ = called("bench", "--rows", 500, "--like", like, "--out", tmp_path / "t.csv", "--folder", tmp_path)
     assert code == 0
-    [measured] = pd.read_csv(tmp_path / "out" / "t.csv").to_dict("records")
+    [measured] = pd.read_csv(tmp_path / "t.csv").to_dict("records")
     assert measured["rows"] == 500
     assert all(0 < measured[f"{name}_seconds"] < 60 for name in ("open", "study", "one_item", "add", "fold"))

@@ -3,6 +3,7 @@
 import json
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import checkpoint
@@ -17,7 +18,7 @@ from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment.run import Answers, Settings, run
-from kvrepro.tools import book, trial
+from kvrepro.tools import book, command, trial
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +162,13 @@ def test_without_its_usual_items_a_trial_names_the_way_out(items, ends, monkeypa
         trial.main("two-layer", "cpu", "float32", ["protection"], items)
     assert str(error.value).startswith("cannot download it")
     assert str(error.value).endswith(ends)
+
+
+def test_a_file_to_write_is_sought_where_the_user_stands(tmp_path, monkeypatch):
+    (tmp_path / "tables").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = command.with_checked_values(lambda out=Path("usual.csv"): out)
+    assert run(out=Path("tables/t.csv")) == Path("tables/t.csv")
+    for wrong in ("tables", "none/t.csv"):
+        with pytest.raises(InputError, match="give a file in a folder that is there"):
+            run(out=Path(wrong))

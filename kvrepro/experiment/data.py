@@ -24,7 +24,7 @@ import yaml
 from kvrepro.chat import rendered
 from kvrepro.engine.allowed import Count, Number, Size, ensure
 from kvrepro.engine.condition import Prompt
-from kvrepro.errors import InputError, ensure_known, first_line, one_line_errors, suggestion
+from kvrepro.errors import InputError, ensure_known, first_line, program, suggestion
 from kvrepro.experiment import longbench, measure
 from kvrepro.item import Item, Span, plain
 from kvrepro.paths import CACHE, DATA, ROOT, replaced
@@ -179,7 +179,8 @@ def load_fitting(
             return drawn
         aim = round(0.99 * aim * limit / longest)
     whose = Path(tokenizer.name_or_path).name
-    raise InputError(f"prompts of {limit} tokens of {whose} wanted, but the nearest of {items} have {longest}")
+    wanted = f"prompts of {limit} tokens of {whose} wanted, but the nearest of {items} have {longest}"
+    raise InputError(f"{wanted}: ask for another length, or take other items")
 
 
 def not_too_long(items: list[Item], name: str, tokenizer: Any, most: int) -> list[Item]:
@@ -768,7 +769,8 @@ def _download(url: str, file: Path, entry: dict[str, Any]) -> None:
 def main() -> None:
     import typer
 
-    app = typer.Typer(add_completion=False, help="Public data: what the manifest names, and fetching it.")
+    purpose = "Public data: what the manifest names, and fetching it."
+    app = typer.Typer(add_completion=False, no_args_is_help=True, help=purpose)
 
     @app.command("list")
     def list_() -> None:
@@ -786,8 +788,7 @@ def main() -> None:
         """Get a source or one file, verify it, print where it lies."""
         print(fetch(name))
 
-    with one_line_errors():
-        app()
+    program(app, "kvrepro data")
 
 
 if __name__ == "__main__":

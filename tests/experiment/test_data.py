@@ -320,7 +320,8 @@ def test_the_world_is_asked_for_fewer_tokens_until_a_foreign_tokenizer_s_prompts
     few = data.load_fitting("tinyworld:needle", 2, TOKENIZER, 10**6, tokens=300)
     assert few == data.load_items("tinyworld:needle", 2, tokens=300)
     with pytest.raises(
-        InputError, match="prompts of 100 tokens of .* wanted, but the nearest of tinyworld:needle have"
+        InputError,
+        match="prompts of 100 tokens of .* wanted, but the nearest of tinyworld:needle have .*: ask for another length",
     ):
         data.load_fitting("tinyworld:needle", 2, TOKENIZER, 100)
 
@@ -666,5 +667,9 @@ def test_the_command_prints_one_line_for_bad_input():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "'nothing.txt' is not in data/sources.yml: see python -m kvrepro.experiment.data list\n"
+    for more, says in (["fetch"], "Missing argument 'name'."), (["nosuch"], "No such command 'nosuch'."):
+        done = subprocess.run([*command[:-2], *more], capture_output=True, text=True)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert done.stderr.startswith(says)
     listed = subprocess.run([*command[:-2], "list"], capture_output=True, text=True)
     assert "artifact/data/longbench-balanced.jsonl  3803432" in listed.stdout

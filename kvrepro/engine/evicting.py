@@ -63,6 +63,8 @@ def evicting(
     ensure(BACKENDS, backend=backend)
     if prefix is not None:
         ensure_same(prefix.model, model)
+    elif spans is None and (names := sorted({*c.whitelist, *c.spans, c.until} - {""})):
+        raise InputError(f"{c.label} needs the span {names[0]!r}: give spans=, a function that says where it is")
     _ensure_own_thread(model)
 
     def begin(texts: list[list[int]], max_new_tokens: int) -> tuple[Call, Rows]:

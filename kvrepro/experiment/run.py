@@ -9,6 +9,7 @@ computed again; what fails costs its own row; items are shared among worker proc
 
 import os
 import time
+from pathlib import Path
 from typing import Any, overload
 
 import pandas as pd
@@ -16,12 +17,14 @@ import pandas as pd
 from kvrepro.errors import Stopped
 from kvrepro.experiment import cluster, workers
 from kvrepro.experiment.answers import Answers
+from kvrepro.experiment.data import say_once
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.parameters import ensure_name
 from kvrepro.experiment.per_item import PerItem, Result
 from kvrepro.experiment.plan import Plan
 from kvrepro.experiment.progress import Progress, clock, send, wait_for_turn
 from kvrepro.experiment.settings import Settings
+from kvrepro.paths import WORK
 
 __all__ = ["Answers", "PerItem", "Settings", "StudyFailed", "run"]
 MOST_FAILED = 0.1  # share of a study's results that may fail before the study as a whole counts as failed
@@ -50,6 +53,8 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     started = time.perf_counter()
     ensure_name(study.chapter)
     ensure_name(study.name)
+    if not Path(settings.results).is_absolute() and Path.cwd() != WORK.resolve():
+        say_once(f"results go to {settings.folder}: a relative folder lies in the clone")
     with study.plan(study, loaded, settings) as plan:
         if settings.dry_run:
             expected, processes = plan.forecast(), _processes(plan, settings, float("inf"))

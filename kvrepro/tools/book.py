@@ -46,7 +46,7 @@ data/artifact/* constraints.txt""".split()
 PAGES = """_config.yml _toc.yml *.md constraints.txt book/**/* data/*.csv data/*/*.csv kvrepro/tools/*.py""".split()
 SHOWS = "kvrepro.experiment.figure.display"  # what figures are shown by
 STUDIES_END = ".end_studies()"  # in the cell that runs a notebook's studies, as its last line
-PARAMETER = "name=value for all chapters that have it, or chapter.name=value"
+PARAMETER = "name=value for all chapters that have it, or chapter.name=value; relative paths start in the clone"
 
 
 class Failed(Stopped):

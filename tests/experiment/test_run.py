@@ -26,7 +26,7 @@ from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
-from kvrepro.experiment import answers, data, fingerprint, models, progress, run, store
+from kvrepro.experiment import answers, data, fingerprint, models, progress, run, settings, store
 from kvrepro.experiment.data import Item
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
 from kvrepro.experiment.table import COLUMNS
@@ -426,6 +426,17 @@ def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_
     assert re.search(r"up to 120 new tokens; about .* \(less where answers end early\), ", printed)
     assert not list((tmp_path / "doors").rglob("*.parquet"))
     assert [(n, len(c)) for n, c in fake.calls] == [(1, 3)]
+
+
+def test_where_a_relative_folder_lies_is_said_to_those_who_stand_elsewhere(loaded, fake, tmp_path, monkeypatch, capsys):
+    (tmp_path / "clone").mkdir()
+    for module in (run, settings):
+        monkeypatch.setattr(module, "WORK", tmp_path / "clone")
+    for place, elsewhere in (("clone", False), ("", True)):
+        data.say_once.cache_clear()
+        monkeypatch.chdir(tmp_path / place)
+        go(loaded, "out", dry_run=True)
+        assert (f"results go to {tmp_path / 'clone' / 'out'}: " in capsys.readouterr().out) == elsewhere
 
 
 def test_a_dry_run_gives_what_is_stored(loaded, fake, tmp_path):

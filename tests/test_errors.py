@@ -129,3 +129,10 @@ def test_output_that_the_disk_has_no_room_for_is_one_line(printed):
     assert done.stderr.splitlines() == [
         "the output cannot be written (No space left on device): what was computed is stored"
     ]
+
+
+def test_a_program_that_ends_does_not_look_for_unused_objects():
+    at_the_end = "atexit.register(lambda: print(gc.get_freeze_count() > 0))"
+    code = f"import atexit, gc; from kvrepro.errors import program; {at_the_end}; program(lambda *_, **__: 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -91,8 +91,8 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
     try:
         with signals_interrupt(heard), one_line_errors():
             for word in arguments:
-                if not word.isprintable() or len(word) > LONGEST:
-                    raise InputError(f"argument {word[:50]!r}: give at most {LONGEST} printed signs")
+                if not (word.isprintable() and 0 < len(word) <= LONGEST):
+                    raise InputError(f"argument {word[:50]!r}: give 1 to {LONGEST} printed signs")
             ended = app(arguments, prog_name=name, standalone_mode=False)
             if ended == 130 and heard:  # typer ended silently on an interrupt
                 raise KeyboardInterrupt(heard[-1])

@@ -26,6 +26,12 @@ class Prompt:
                 outside = min(where) if min(where) < 0 else max(where)
                 raise InputError(f"{name} at position {outside} of a prompt of {len(self.ids)} tokens: mark it anew")
 
+    def ensure_span(self, name: str) -> None:
+        """Raise InputError unless the prompt has a span of that name."""
+        if not self.spans.get(name):
+            has = ", ".join(self.spans) or "none"
+            raise InputError(f"the prompt has no span {name!r}: it has {has}; mark it by `spans`, or name another")
+
 
 @dataclass(frozen=True)
 class Condition:

@@ -287,7 +287,13 @@ def check_conditions(
 def check_met(facts: ModelFacts, text: Prompt, c: Condition, reading: Reading | None) -> None:
     """Raise InputError if the prompt cannot meet `c`. reading: what `checked` returned for `c`."""
     end = boundary(text, c)
-    check_on(c, reading, facts.held(end), [at - end for at in whitelisted(text, c) if at < end])
+    held = facts.held(end)
+    try:
+        check_on(c, reading, held, [at - end for at in whitelisted(text, c) if at < end])
+    except InputError as error:
+        if held == end:
+            raise
+        raise InputError(f"{error} (a layer whose window slides holds {held} of {end} tokens)") from None
 
 
 def _check_rotation(

@@ -127,8 +127,7 @@ def boundary(text: Prompt, c: Condition) -> int:
     """
     n = len(text.ids)
     for name in {*c.whitelist, *c.spans, *({c.until} - {"", *text.turns})}:
-        if not text.spans.get(name):
-            raise InputError(f"the prompt has no span {name!r}: it has {', '.join(text.spans) or 'none'}")
+        text.ensure_span(name)
     end = n
     if c.until:
         end = text.turns[c.until] if c.until in text.turns else min(text.spans[c.until])

@@ -20,7 +20,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.regime import REGIMES, Chunked, SharedCap
 from kvrepro.engine.shapes import Scores
 from kvrepro.engine.shared import SLW_SINKS, SWITCHES
-from kvrepro.errors import InputError, ensure_known, error_line
+from kvrepro.errors import InputError, ensure_known, error_line, suggestion
 from kvrepro.paths import ROOT
 
 READINGS = ("as_run", "as_described")
@@ -257,8 +257,9 @@ def find(name: str) -> Policy:
     if "credit" in name and not colon:
         raise InputError(f"{name} learns from prompt to prompt: run python -m kvrepro.chapters.protection.credit")
     if not colon:
-        names = ", ".join(["full", *CATALOGUE])
-        raise InputError(f"unknown policy {name!r}: choose one of {names}, or path/to/file.py:NAME")
+        names = ["full", *CATALOGUE]
+        choices = f"choose one of {', '.join(names)}, or path/to/file.py:NAME"
+        raise InputError(f"unknown policy {name!r}{suggestion(name, names)}: {choices}")
     file = None
     with suppress(OSError):  # a name that is too long for a file
         file = next((root / path for root in (Path.cwd(), ROOT) if path and (root / path).is_file()), None)
@@ -440,7 +441,7 @@ def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: 
         if budget < (min(needed, seen) if at_once else needed):  # later evictions also protect tokens yet to come
             problem = f"budget {budget} < {needed} protected tokens ({' + '.join(named)})"
             after = "" if seen == tokens else f" after the first chunk of {seen}"
-            raise InputError(f"{problem}{after}: raise the budget or lower the guards")
+            raise InputError(f"{problem}{after}: raise the budget of {c.policy}, or protect less")
 
 
 def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: int | None = None) -> None:
@@ -459,10 +460,10 @@ def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: 
         needed, parts = max(needed, SLW_SINKS + 1), parts + f", or {SLW_SINKS} sinks + 1 recent"
     if budget < needed:
         problem = f"budget {budget} < {needed} protected tokens ({parts})"
-        raise InputError(f"{problem}: raise the budget or lower the guards")
+        raise InputError(f"{problem}: raise the budget of {c.policy}, or protect less")
     if tokens is not None and tokens < prefix + suffix:
         problem = f"prompt of {tokens} tokens < {prefix + suffix} protected tokens ({parts})"
-        raise InputError(f"{problem}: use a longer prompt or lower the guards")
+        raise InputError(f"{problem}: use a longer prompt, or protect less")
     if c.static_suffix and not policy.per_head and parameters["static_suffix"] == "per_head_only":
         problem = "as run it exists for per-head policies only; set the switch static_suffix to anywhere"
         raise InputError(f"static_suffix with {c.policy}: {problem}")

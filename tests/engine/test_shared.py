@@ -150,7 +150,7 @@ def test_attention_policies_give_up_the_newest_token_before_it_was_ever_seen(nam
 
 
 @pytest.mark.parametrize(("condition", "says"), [
-    (capped("lruu", 64), "unknown policy 'lruu': choose one of full, "),
+    (capped("lruu", 64), "unknown policy 'lruu', did you mean 'lru'?: choose one of full, "),
     (capped("lru", 32, prefix=0.5, suffix=0.6), "prefix 0.5 + suffix 0.6 guard more than the whole budget"),
     (capped("lru", 7, prefix=0.1, suffix=0.1), "budget 7 < 8 protected tokens"),
     (capped("slw", 4), "budget 4 < 5 protected tokens"),

@@ -284,8 +284,8 @@ def _weights(
 
 def end_of(prompt: Prompt, s: Setting) -> int:
     """Number of tokens of the history. Raises InputError if the prompt lacks the span `until`, or is too short."""
-    if s.until and not prompt.spans.get(s.until):
-        raise InputError(f"the prompt has no span {s.until!r}: it has {', '.join(prompt.spans) or 'none'}")
+    if s.until:
+        prompt.ensure_span(s.until)
     end = min(prompt.spans[s.until]) if s.until else len(prompt.ids)
     if int(s.share * end) < s.window:
         raise InputError(f"{s.share:.0%} of {end} tokens keeps fewer than the {s.window} past queries: longer prompts")

@@ -1,5 +1,6 @@
 """The ragged cache against lists of lists; freed memory is really free."""
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from watched import watched_ends
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import attend
-from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, joined_caches
+from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, joined_caches, seen_by
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.quantise import Packed
@@ -395,6 +396,57 @@ def test_layers_of_several_caches_become_one():
     assert selected.query_positions.tolist() == [[5, 6, 7], [-1, -1, -1]]
     assert selected.queries[:, 0, :, 0].tolist() == [[3, 3, 3], [0, 0, 0]]
     assert selected.hidden.nonzero()[:, 0].tolist() == [8]
+
+
+def test_shown_tokens_are_widened_by_dead_slots_in_front():
+    layer, _ = ragged([0, 1], [[[0, 2], [1, 3]], [[0, 1], [4]]], {"mass": ...})
+    layer.sums["mass"] = torch.arange(1.0, 8.0)
+    shown = layer.shown()
+    assert shown.widened(2) is shown
+    wide = shown.widened(5)
+    for before, after, dead in zip(shown[:3], wide[:3], (0, 0, -1), strict=True):
+        assert torch.equal(after[:, :, 3:], before)
+        assert (after[:, :, :3] == dead).all()
+    assert torch.equal(wide.index, torch.nn.functional.pad(shown.index, (3, 0), value=-1))
+    assert wide.sums["mass"].tolist() == [[[0, 0, 0, 1, 2], [0, 0, 0, 3, 4]], [[0, 0, 0, 5, 6], [0, 0, 0, 0, 7]]]
+
+
+def test_layers_that_were_chosen_together_are_taken_apart():
+    """Two layers of two rows, five tokens each: as rows of one layer, and each for itself."""
+    kept = [[[[0, 2], [1]], [[3], [4]]], [[[1], [0, 3]], [[2, 4], []]]]
+    whole, _ = ragged([0, 1, 2, 3], [row for layer in kept for row in layer], {"mass": ...})
+    whole.sums["mass"] = torch.arange(10.0)
+    assert whole.layers(1) == [whole]
+    for n, (layer, names) in enumerate(zip(whole.layers(2), ([0, 1], [2, 3]), strict=True)):
+        alone, lists = ragged(names, kept[n])
+        assert_equal(replace(layer, sums={}), lists)
+        assert layer.shape == (2, HEADS)
+        assert torch.equal(layer.offsets, alone.offsets)
+        assert torch.equal(layer.sums["mass"], torch.arange(5.0) + 5 * n)
+        assert storage(layer.keys) == storage(whole.keys)
+
+
+def test_what_a_query_may_see_is_counted_over_layers():
+    first, _ = ragged([0, 1], [[[0, 2], [1]], [[3], []]])
+    second, _ = ragged([0, 1], [[[0], [1, 2]], [[], [0, 1, 2]]])
+    device = first.offsets.device
+    assert seen_by([first, second], device).tolist() == [[2, 1, 1, 2], [1, 0, 0, 3]]
+    second.append(*tensors([0, 1], torch.tensor([[3], [4]])), torch.tensor([[3], [-1]]))
+    assert seen_by([first, second], device).tolist() == [[2, 1, 2, 3], [1, 0, 0, 3]]
+    shown = first.shown()
+    first.evict(shown.positions > 0, shown.index, masked=True)
+    assert seen_by([first], device).tolist() == [[1, 1], [1, 0]]
+
+
+def test_what_was_padded_for_a_query_is_kept_until_the_flat_part_changes():
+    layer, _ = ragged([0], [[[0, 2, 3], [1]]])
+    before = layer.parts()[0][0]
+    layer.append(*tensors([0], torch.tensor([[4]])), torch.tensor([[4]]))
+    assert layer.parts()[0][0] is before
+    layer.settle()
+    after = layer.parts()
+    assert after[0][2].tolist() == [[[0, 2, 3, 4], [-1, -1, 1, 4]]]
+    assert torch.equal(after[0][0][0, 1, 2:], tensors([0], torch.tensor([[1, 4]]))[0][0, 1])
 
 
 def test_the_very_first_token_is_hidden_and_forgotten_as_any_other():

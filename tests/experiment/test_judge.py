@@ -449,6 +449,8 @@ def test_six_items_that_are_too_few_for_one_of_two_parts_need_one_more():
     near, far = (Sample(pd.DataFrame({"a": 0.5 - gap + away}), "mean", bounds=None) for gap in (0.01, 0.4))
     [j] = judged({"at_least": 0.5}, {"a": far, "b": far})
     assert (j.state, math.isnan(j.ours.low), j.needed) == ("open", True, 7)
+    [j] = judged({"at_least": 0.5}, dict.fromkeys("abcd", far))  # at 98.75% eight are the fewest
+    assert (j.state, math.isnan(j.ours.low), j.needed) == ("open", True, 8)
     [j] = judged({"at_least": 0.5}, {"a": near, "b": far}, some=True)
     assert (j.state, j.needed) == ("open", near.estimate().needed(0.01))
 

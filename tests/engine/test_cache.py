@@ -436,6 +436,8 @@ def test_what_a_query_may_see_is_counted_over_layers():
     shown = first.shown()
     first.evict(shown.positions > 0, shown.index, masked=True)
     assert seen_by([first], device).tolist() == [[1, 1], [1, 0]]
+    counts, positions = first.visible()
+    assert (counts.tolist(), positions.tolist()) == ([[1, 1], [1, 0]], [2, 1, 3])
 
 
 def test_what_was_padded_for_a_query_is_kept_until_the_flat_part_changes():

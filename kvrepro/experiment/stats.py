@@ -246,15 +246,13 @@ class _Side:
         if not self.mean:
             rare = _quantile(level, n - 1) * math.sqrt(RARE / each) / n
             return 0.0, max(expected, self.most * rare) if size else self.most * _unseen(n, tail)
-        share, counted = min(self.mean / self.most, 1.0), float(n)
-        if share < 1:
-            error = self.variance / (n - 1) / self.most**2 + RARE / each * (share**2 + (1 - share) ** 2) / n**2
-            estimated = _quantile(level, math.inf) / _quantile(level, n - 1)
-            counted = max(float(n), share * (1 - share) / error * estimated**2)
+        share = min(self.mean / self.most, 1.0)
+        error = self.variance / (n - 1) / self.most**2 + RARE / each * (share**2 + (1 - share) ** 2) / n**2
+        estimated = _quantile(level, math.inf) / _quantile(level, n - 1)
+        counted = max(float(n), share * (1 - share) / error * estimated**2)
         hits = counted * share + 0.5
         low, high = (float(special.betaincinv(hits, counted + 1 - hits, q)) for q in (tail, 1 - tail))
-        more = (high if share < 1 else 1.0) - share
-        return self.most * max(0.0, share - low), max(expected, self.most * more, 0.0)
+        return self.most * max(0.0, share - low), max(expected, self.most * (high - share), 0.0)
 
 
 def _unseen(n: float, tail: float) -> float:

@@ -393,6 +393,7 @@ def frame(**columns) -> pd.DataFrame:
 
 
 FLIPPED = [0.9, 0.1, 0.3, 0.3, 0.2, 0.4]
+SMALL = [0.01, 0.02, 0.01, 0.02, 0.01, 0.02]  # gains so small that unseen losses weigh more
 
 
 @pytest.mark.parametrize(
@@ -410,6 +411,8 @@ FLIPPED = [0.9, 0.1, 0.3, 0.3, 0.2, 0.4]
          [-0.8, 0.1, -0.1, 0.2, 0.5, 0.6], [-1, 1], 1),
         (frame(a=SIX, b=FLIPPED, x=[0.5] * 6, y=SIX[::-1]), "lift_minus_difference", {"bounds": (0, 1)},
          [-0.3, 0.3, -0.1, -0.1, 0.2, 0.2], [-2, 2], 1),
+        (frame(a=SMALL, b=[0] * 6), "difference", {"bounds": (0, 1), "each": 2}, SMALL, [-1, 1], 2),
+        (frame(a=[*SMALL[1:], 0], b=[0] * 5 + [0.9]), "difference", {"bounds": (0, 1)}, [*SMALL[1:], -0.9], [-1, 1], 1),
         (frame(a=[*SIX, NAN, 0.3, 0.4]), "mean", {"bounds": (0, 1), "each": 2, "clusters": [*"uvwxyz", "z", "z", "u"]},
          [0.25, 0.2, 0.2, 0.5, 0.7, 0.65], [0, 1], 2 * 8 / 6),
     ],
@@ -560,7 +563,10 @@ def test_a_statistic_with_a_least_value_and_no_largest_is_read_by_its_logarithm(
     free = stats.spread_of(math.log(4), np.log(drawn - 1), 6)
     e = stats.spread_of(5, drawn, 6, limits=(1, INF))
     assert e.triple == pytest.approx((5, 1 + math.exp(free.low), 1 + math.exp(free.high)))
-    assert e.error == pytest.approx(4 * free.error)
+    assert (e.error, e.n, e.level) == (pytest.approx(4 * free.error), 6, 0.95)
+    free = stats.spread_of(math.log(4), np.log(drawn - 1), 6, 0.8)
+    narrow = stats.spread_of(5, drawn, 6, 0.8, limits=(1, INF))
+    assert (*narrow.triple, narrow.level) == pytest.approx((5, 1 + math.exp(free.low), 1 + math.exp(free.high), 0.8))
     assert 1 < e.low < 5 < e.high < INF
     assert stats.spread_of(5, 10.0 ** np.arange(-200, 200), 6, limits=(0, INF)).high < INF
     at_its_end = stats.spread_of(5, np.array([1.0, *drawn]), 6, limits=(1, INF))  # which has no logarithm
@@ -785,6 +791,14 @@ def test_equivalence_takes_the_bounds_of_scores_and_counts_each_once():
     same = [0.4] * 30
     p = stats.tost(same, same, 0.1, bounds=(0, 1))
     assert stats.interval(np.zeros(30), bounds=(-1, 1), level=1 - 2 * p).high == pytest.approx(0.1)
+
+
+def test_equivalence_of_three_skewed_values_is_by_halls_transformation():
+    d = np.array([0.0, 0.0, 0.3])
+    ratio = (d.mean() - 0.5) / d.std(ddof=1) * math.sqrt(3)
+    lean = scipy_stats.skew(d, bias=False) / math.sqrt(3)
+    transformed = ratio + lean * ratio**2 / 3 + lean**2 * ratio**3 / 27 + lean / 6
+    assert stats.tost(d, np.zeros(3), 0.5) == pytest.approx(scipy_stats.t.cdf(transformed, 2))
 
 
 def test_a_mean_just_inside_the_margin_is_as_likely_outside():

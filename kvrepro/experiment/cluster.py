@@ -152,7 +152,8 @@ class Worker:
             os.chdir(where[0])
         sys.path += [path for path in where[1:] if path not in sys.path]
         if code() != driver:
-            return f"node {node} has another kvrepro than this machine: install the same one on every node"
+            way_out = "install the same one on every node; if it was edited during the run, start the command again"
+            return f"node {node} has another kvrepro than this machine: {way_out}"
         if recipe is not None and not Path(recipe[0]).is_dir():
             return (
                 f"node {node} has no folder {recipe[0]}: put the checkpoint there, or on a file system that all share"

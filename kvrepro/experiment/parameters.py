@@ -73,8 +73,9 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
     for name, words in choices.items():
         for value in given[name] if isinstance(given[name], list) else [given[name]]:
             ensure(tuple(words), **{name: value})
-    if "items" in given and not ("ratios" in given or given["items"] == "ifeval"):  # the leakage chapter has its own
-        data.check_items(given["items"], given.get("n_items"))
+    if "items" in given:
+        own = "ratios" in given or given["items"] == "ifeval"  # the leakage chapter has items of its own
+        (data.check_count if own else data.check_items)(given["items"], given.get("n_items"))
     for name in ("model", "compare"):
         if values.get(name) or name in given:
             models.look(values[name])

@@ -9,6 +9,9 @@ from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.policy import Policy, own
 from kvrepro.errors import InputError
+from kvrepro.tools import book
+
+GENERATED = ("singles", "several", "examples", "marks")  # settings that count prompts which are made
 
 
 def test_sizes():
@@ -61,6 +64,12 @@ def test_what_is_wrong_is_refused_in_one_line(wrong, message):
     with pytest.raises(InputError, match=message) as raised:
         ChapterPlan(**wrong)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("given", [{"n_items": 10**9}, *({"options": {name: 10**9}} for name in GENERATED)])
+def test_more_prompts_than_are_ever_made_are_refused_before_any_is_made(given):
+    with pytest.raises(InputError, match="at most 100,?000"):
+        book.check("leakage", given)
 
 
 def test_an_option_that_is_not_there_is_named():

@@ -63,11 +63,12 @@ def _determinism(frame: pd.DataFrame) -> tuple[str, str]:
     for kind, chosen in rows_of_kind.items():
         if chosen.any():
             total = sums.loc[chosen, ["rows", "text", "kept", "changed", "verdicts"]].sum()
-            parts.append(
-                f"{kind} {total.text / total.rows:.2%} of the answers, {total.kept / total.rows:.2%} of the kept sets "
-                f"and {total.changed:.0f} of {total.verdicts:.0f} verdicts differ"
-                f"{', more than the aim of 1%' if total.changed > 0.01 * total.verdicts else ''}"
-            )
+            line = f"{total.changed:.0f} of {total.verdicts:.0f} verdicts differ"
+            if total.rows:  # a chapter that generates no answers has verdicts only
+                text, kept = total.text / total.rows, total.kept / total.rows
+                line = f"{text:.2%} of the answers, {kept:.2%} of the kept sets and {line}"
+            above = ", more than the aim of 1%" if total.changed > 0.01 * total.verdicts else ""
+            parts.append(f"{kind} {line}{above}")
     return f"{len(sums)} variants, {sums.rows.sum():,.0f} rows", "; ".join(parts)
 
 

@@ -78,18 +78,21 @@ def rows_of(folder: Path, chapter: str) -> pd.DataFrame:
 
 
 def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd.DataFrame:
-    """A row for each chapter of which both folders hold rows, and their sum, with `COLUMNS`: in how many of the rows
-    that both have text, kept tokens or score differ, and how many verdicts differ, of those that at least one folder
-    could give and that rest on no seconds. Empty where the folders share no rows."""
+    """A row for each chapter of which both folders hold the same answers, or verdicts without any answers, and their
+    sum, with `COLUMNS`: in how many of the rows that both have text, kept tokens or score differ, and how many verdicts
+    differ, of those that at least one folder could give and that rest on no seconds. Empty where the folders share
+    nothing."""
     rows: list[dict[str, Any]] = []
     for chapter in chapters:
         rows_a, rows_b = (rows_of(folder, chapter) for folder in (first, other))
-        if rows_a.index.intersection(rows_b.index).empty:
+        files = [folder / chapter / "claims.csv" for folder in (first, other)]
+        judged = all(file.is_file() for file in files)
+        no_answers = judged and rows_a.empty and rows_b.empty  # of a chapter that generates none, as reclamation
+        if rows_a.index.intersection(rows_b.index).empty and not no_answers:
             continue
         differs = store.differing(rows_a, rows_b)
         verdict_counts: dict[str, Any] = dict.fromkeys(("verdicts", "changed", "turned"), 0)
-        files = [folder / chapter / "claims.csv" for folder in (first, other)]
-        if all(file.is_file() for file in files):
+        if judged:
             verdicts = stability.compared([claims.read(file) for file in files])
             timed = claims.load_claims(chapter).get("timed", [])
             verdicts = verdicts[~verdicts.index.isin(timed, level="claim")]
@@ -97,24 +100,32 @@ def shares(varied: str, first: Path, other: Path, chapters: Sequence[str]) -> pd
             verdict_counts = stability.row_of(verdicts) if len(verdicts) else verdict_counts
         row_counts = {SAME[column]: int(count) for column, count in differs.sum().items()}
         rows.append({"varied": varied, "chapter": chapter, "rows": len(differs), **row_counts, **verdict_counts})
-    if rows:
-        which = "; ".join(f"{row['chapter']} {row['which']}" for row in rows if row.get("which"))
-        numbers = "rows text kept score verdicts changed turned".split()
-        sums = {name: sum(row[name] for row in rows) for name in numbers}
-        rows.append({"varied": varied, "chapter": EVERY, "which": which} | sums)
     table = pd.DataFrame(rows).reindex(columns=COLUMNS)
     variant = VARIANTS.get(varied)
     table["must_be_equal"] = variant is not None and variant.expected_equal
-    return table.assign(**stamp() | {"torch": torch.__version__.partition("+")[0]})
+    return with_sum(table.assign(**stamp() | {"torch": torch.__version__.partition("+")[0]}))
+
+
+def with_sum(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a variant's chapters, and their sum, dated as the last of them."""
+    if table.empty:
+        return table
+    counts = {name: table[name].sum() for name in "rows text kept score verdicts changed turned".split()}
+    which = "; ".join(f"{row.chapter} {row.which}" for row in table.fillna({"which": ""}).itertuples() if row.which)
+    return pd.concat([table, table.tail(1).assign(chapter=EVERY, which=which, **counts)], ignore_index=True)
 
 
 def print_and_store(table: pd.DataFrame, out: Path) -> None:
-    """Print the sums, and store the rows in the place of those of the same variant and chapter."""
+    """Print the sums, and store the rows in the place of those of the same variant and chapter. The stored sum counts
+    the variant's chapters that were measured before, too."""
     for row in table[table.chapter == EVERY].itertuples():
         typer.echo(f"{row.varied}: of {row.rows} rows {row.text} have another text, {row.kept} other kept tokens, "
                    f"{row.score} another score; {row.changed} of {row.verdicts} verdicts are others")  # fmt: skip
     if len(table):
-        replace_rows(out, table, ["varied", "chapter"])
+        stored = pd.read_csv(out) if out.is_file() else table[:0]
+        others = stored[stored.varied.isin(table.varied) & ~stored.chapter.isin(table.chapter)]
+        parts = [part for part in (others, table[table.chapter != EVERY]) if len(part)]
+        replace_rows(out, with_sum(pd.concat(parts)), ["varied", "chapter"])
 
 
 # ---------------------------------------------------------------- programs

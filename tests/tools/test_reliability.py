@@ -22,3 +22,13 @@ def test_a_survivor_shows_the_changed_line_below_the_original():
     assert text.count("```diff") == len(survivors)
     first = survivors.iloc[0]
     assert f"`{first.function}`: {first.reason}\n\n```diff\n- {first.before}\n+ {first.after}\n```" in text
+
+
+def test_verdicts_are_told_with_the_answers_and_where_there_are_none_alone():
+    counts = {"rows": 200, "text": 1, "kept": 3, "verdicts": 40, "changed": 1, "chapter": "all", "must_be_equal": True}
+    frame = pd.DataFrame([counts]).assign(varied="a second run")
+    [line] = reliability.summary({"determinism": frame})
+    counted = "0.50% of the answers, 1.50% of the kept sets and 1 of 40 verdicts differ"
+    assert line["result"] == f"on one machine {counted}, more than the aim of 1%"
+    [line] = reliability.summary({"determinism": frame.assign(rows=0, text=0, kept=0, changed=0)})
+    assert line["result"] == "on one machine 0 of 40 verdicts differ"

@@ -51,12 +51,36 @@ def test_a_chapter_that_one_folder_lacks_or_holds_other_rows_of_is_left_out(tmp_
     assert all(repeat.shares("items", first, other, ["leakage"]).empty for other in others)
 
 
+def test_of_a_chapter_without_answers_the_verdicts_are_compared(tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for folder, number in zip(folders, (0, 1), strict=True):
+        pairs = VERDICTS | {"R4f": ("reproduced", "not reproduced")}  # of reclamation, where this one rests on seconds
+        verdicts = [{"claim": name, "verdict": both[number], "reading": "any", "model": "m", "profile": "quick"}
+                    for name, both in pairs.items()]  # fmt: skip
+        claims.write(pd.DataFrame(verdicts).reindex(columns=claims.COLUMNS), folder / "reclamation" / "claims.csv")
+    [chapter, total] = repeat.shares("a second run", *folders, ["reclamation"]).itertuples()
+    assert (chapter.rows, chapter.verdicts, chapter.changed, chapter.turned) == (0, 4, 3, 1)
+    assert (total.rows, total.changed) == (0, 3)
+
+
 def test_folders_are_compared_from_a_shell_and_replace_what_was_stored(tmp_path):
     folders = [str(stored(tmp_path / name, number)) for number, name in enumerate("ab")]
     for _ in range(2):
         done = CliRunner().invoke(repeat.app, ["folders", "seed", *folders, "--out", str(tmp_path / "out" / "d.csv")])
         assert "seed: of 3 rows 0 have another text" in done.output
     assert pd.read_csv(tmp_path / "out" / "d.csv").varied.tolist() == ["seed"] * 2
+
+
+def test_the_stored_sum_counts_chapters_that_were_measured_before(tmp_path):
+    counts = dict.fromkeys("rows text kept score verdicts changed turned".split(), 2)
+    measured = pd.DataFrame([{"varied": "seed", "chapter": name, "which": f"A1 of {name}"} | counts for name in "ab"])
+    for chapter in "aba":
+        repeat.print_and_store(repeat.with_sum(measured[measured.chapter == chapter]), tmp_path / "d.csv")
+    table = pd.read_csv(tmp_path / "d.csv")
+    assert sorted(table.chapter) == ["a", "all", "b"]
+    total = table[table.chapter == "all"].iloc[0]
+    assert (total.rows, total.changed) == (4, 4)
+    assert total.which == "b A1 of b; a A1 of a"
 
 
 def test_an_unknown_variant_is_refused_before_anything_runs(tmp_path):

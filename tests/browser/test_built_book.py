@@ -38,6 +38,9 @@ WEIGHT = """() => [performance.getEntriesByType('navigation')[0], ...performance
 THEME = "theme => Object.assign(document.documentElement.dataset, {theme, mode: theme})"
 TOO_WIDE = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 OPEN = "open => document.querySelectorAll('.claims details').forEach(one => { one.open = open; })"
+MADE_HIGHER = """() => [...document.querySelectorAll('.bd-article :is(h1, h2, h3)')].filter(heading => {
+    const before = heading.offsetHeight; heading.querySelector('a.headerlink')?.remove();
+    return heading.offsetHeight < before; }).map(heading => heading.textContent)"""
 BOXES = """() => Object.fromEntries(Object.entries({sidebar: '.bd-sidebar-primary', header: '.bd-header-article',
     article: '.bd-article', contents: '.bd-sidebar-secondary', footer: '.bd-footer-content'}).map(([name, one]) => {
     const box = document.querySelector(one).getBoundingClientRect(); return [name, [box.left, box.right]]; }))"""
@@ -225,6 +228,13 @@ def test_a_figures_point_says_its_value_on_hover(tab, address, name):
     display, text = point.evaluate(script)
     assert display == "block"
     assert re.search(r"\d", text)
+
+
+def test_the_link_of_a_heading_adds_no_line_to_it(tab, address):
+    for name in [FIRST, *CHAPTERS]:
+        tab.goto(address + name)
+        assert tab.locator(".bd-article h1 a.headerlink").count() == 1
+        assert tab.evaluate(MADE_HIGHER) == [], name
 
 
 def test_a_box_of_findings_is_short(tab, address):

@@ -356,7 +356,7 @@ def against_chance(gap: Any | None) -> str:
         return "The example shows how to write a policy, but is not one to use: a random choice scored more here."
     if gap.low > 0:
         return "On these items the idea does better than chance; other tasks would have to confirm it."
-    return "On these items it stays open whether the idea does better than chance; it takes more of them to tell."
+    return "On these items it stays open whether the idea does better than chance; more of them are needed to tell."
 
 
 def findings(*sentences: str, unanswered: str = "") -> Markdown:

@@ -165,9 +165,9 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, table: pd.DataFrame, model: s
     lines = [f"The full cache scores {rows[rows.kind == 'full'].score.mean():.2f} on the {items} items of this page.\n"]
     for row in best[best.memory == "any"].itertuples():
         lines.append(
-            f"- **When tokens leave {WHEN[row.regime]}**, with {kept:.0%} of them kept, choose {uses[row.use]}. Chosen "
-            f"without seeing an item, such a condition scores {row.value:.2f} on it; this one scores "
-            f"{values[row.use]:.2f} on all items, including those on which it was chosen."
+            f"- **When tokens leave {WHEN[row.regime]}**, with {kept:.0%} of them kept, choose {uses[row.use]}. It "
+            f"scores {values[row.use]:.2f} on the items on which it was chosen. On an item that the choice has not "
+            f"seen, a condition chosen in this way scores {row.value:.2f}."
         )
     freed = rows[(rows.kind == "grid") & (rows.kept == kept)].groupby("split").freed.mean()
     apart = freed.drop("one set", errors="ignore")

@@ -128,16 +128,16 @@ def summary(verdicts: pd.DataFrame, causes: pd.Series, pairs: pd.DataFrame) -> s
     shares = zip(pairs["the models differ in"], pairs["differ"], strict=True)
     return (
         f"- Of {n} verdicts (a claim in one reading) that {verdicts.shape[1]} models were asked for, **{same} "
-        f"({same / n:.0%}) are the same for all that can test them**. In "
-        f"{total['both decided']} two models reach different definite verdicts ({total['turn over']} turn over: "
-        f"*reproduced* for one model, *not reproduced* for another); in the other "
-        f"{n - same - total['both decided']} that differ, the items of some are too few.\n"
-        f"- {seed} differ between models that differ in their seed alone, so that nothing is said of what else they "
-        f"depend on; {n - same - seed - single} are the same for every seed and differ for a model of another kind"
+        f"({same / n:.0%}) are the same for all that can test them**. For "
+        f"{total['both decided']}, two models reach different definite verdicts ({total['turn over']} turn over: "
+        f"*reproduced* for one model, *not reproduced* for another). The other "
+        f"{n - same - total['both decided']} differ only in that some models have too few items to decide.\n"
+        f"- {seed} differ between models that differ only in their seed, so they cannot show what else they depend on; "
+        f"{n - same - seed - single} are the same for every seed and differ for a model of another kind"
         + (f"; {single} differ from the one seed that was asked.\n" if single else ".\n")
-        + f"- Share of verdicts in which two models differ (mean over pairs, and range), by what tells the models "
-        f"apart: {'; '.join(f'{cause}: {share}' for cause, share in shares)}. Only what lies above the share of "
-        "seeds can be due to the kind of model, and only where the least of the pairs lies above it, too."
+        + f"- Two models differ in this share of the verdicts (mean over pairs, and range), by what tells them apart: "
+        f"{'; '.join(f'{cause}: {share}' for cause, share in shares)}. Only a share above that of seeds can be due to "
+        "the kind of model, and only if every pair is above it."
     )
 
 

@@ -160,7 +160,8 @@ def picture(root: Path = ROOT) -> str:
     the chapters without any."""
     frames = verdicts(list(QUESTIONS), root)
     none = " and ".join(f"*{title(chapter)}*" for chapter in QUESTIONS if chapter not in frames)
-    missing = f" {none} {'has' if ' and ' not in none else 'have'} no verdicts, and are not in it." if none else ""
+    judge = "judges no claims, so it is" if " and " not in none else "judge no claims, so they are"
+    missing = f" {none} {judge} not in it." if none else ""
     signs = ", ".join(f"{sign} {claims.label(verdict)}" for verdict, sign in SIGNS.items())
     n = wording.counted(sum(map(len, frames.values())), "verdict")
     facts = {"n": n, "missing": missing, "signs": signs, "alt": _counts(frames), "more": _on_more_items(frames)}
@@ -174,8 +175,8 @@ def _on_more_items(frames: Mapping[str, pd.DataFrame]) -> str:
         return ""
     inconclusive, full = both[["verdict", "full_verdict"]].eq("inconclusive").sum()
     return (
-        f" Of the {len(both)} that the full profile has, too, {inconclusive} are inconclusive in this run, {full} "
-        "there."
+        f" The full profile has {len(both)} of them, too; of these, {inconclusive} are inconclusive in this run and "
+        f"{full} there."
     )
 
 

@@ -117,9 +117,9 @@ def without_passage(scores: pd.DataFrame, kept: int = 256) -> str:
         full, alone = of_policy.loc["full"], of_policy.value[NO_PASSAGE]
         guarded = part[part.policy.isin(PROTECTION_SEVEN) & (part.guard == "10% + 10%") & (part.kept == kept)].value
         parts.append(
-            f"on {items} {guarded.min():.2f} to {guarded.max():.2f}, where the full cache scores {full.value:.2f} and "
-            f"the model without any passage {alone:.2f}, {full.gain:.2f} less "
-            f"[{full.gain_low:.2f}, {full.gain_high:.2f}]"
+            f"{guarded.min():.2f} to {guarded.max():.2f} on {items} (the full cache {full.value:.2f}; the model "
+            f"without any passage {alone:.2f}, which is {full.gain:.2f} "
+            f"[{full.gain_low:.2f}, {full.gain_high:.2f}] less)"
         )
     return (
         f"- Behind guards in the authors' code, with {kept} tokens kept, the seven policies of the paper score "
@@ -206,11 +206,11 @@ def headline() -> str:
     shown = {name: _value(of_p6.loc[name]) for name in (QUESTIONS, NEEDLES)}
     return (
         f"On {NAME}, which others trained on real text, {total['the same']} of {total['verdicts on both']} verdicts "
-        f"are those of {models.DEFAULT}, counted for each kind of item. Behind guards, the adaptive policy that "
-        f"decides {wording.link('P6', page='claims.html')} in the authors' code recovers {shown[QUESTIONS]} of the "
-        f"full cache's score on questions about real texts, where the question alone, without the text, scores "
-        f"{alone[QUESTIONS] / full[QUESTIONS]:.0%} of it; and {shown[NEEDLES]} on needles, where the question alone "
-        f"scores {alone[NEEDLES] / full[NEEDLES]:.0%}."
+        f"are the same as on {models.DEFAULT}; each kind of item has a verdict of its own. Behind guards, the adaptive "
+        f"policy that decides {wording.link('P6', page='claims.html')} in the authors' code recovers "
+        f"{shown[QUESTIONS]} of the full cache's score on questions about real texts. The question alone, without the "
+        f"text, recovers {alone[QUESTIONS] / full[QUESTIONS]:.0%} there. On needles, the policy recovers "
+        f"{shown[NEEDLES]}, the question alone {alone[NEEDLES] / full[NEEDLES]:.0%}."
     )
 
 

@@ -55,8 +55,8 @@ def test_the_page_says_who_cannot_answer_and_what_was_found(table, tmp_path):
     page = family_page.page(tmp_path / "family.csv", tmp_path / "judged.csv")
     assert "Of 6 verdicts" in page["found"]
     assert "**2 (33%) are the same for all that can test them**" in page["found"]
-    assert "In 4 two models reach different definite verdicts (4 turn over: " in page["found"]
-    assert "in the other 0 that differ" in page["found"]
+    assert "For 4, two models reach different definite verdicts (4 turn over: " in page["found"]
+    assert "The other 0 differ only in that" in page["found"]
     assert page["rates"] == [{"claim": "M1", "wrongly reproduced": "2%", "wrongly not reproduced": "0%",
                               "can hold": "yes", "can fail": "no"}]  # fmt: skip
     poor = {row["model"]: row["answers too little in"] for row in page["models"]}

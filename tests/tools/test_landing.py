@@ -44,7 +44,7 @@ def test_the_figure_says_which_chapters_it_leaves_out(tmp_path):
     claims.write(pd.DataFrame([verdict("P6", "reproduced")]), tmp_path / "data/results/protection/claims.csv")
     figure = landing.picture(tmp_path)
     assert "1 verdict of this run" in figure
-    assert f"*{landing.title('synthesis')}* have no verdicts" in figure
+    assert f"*{landing.title('synthesis')}* judge no claims, so they are not in it." in figure
     assert landing.title("protection") not in figure
 
 
@@ -55,7 +55,7 @@ def test_the_figure_says_how_many_verdicts_more_items_decide(tmp_path):
     table = pd.read_csv(claims_page.FULL).set_index(["claim", "reading"]).verdict
     left = [table["P36", "any"], table["P8", "as_described"]].count("inconclusive")
     figure = landing.picture(tmp_path)
-    assert f"Of the 2 that the full profile has, too, 2 are inconclusive in this run, {left} there." in figure
+    assert f"The full profile has 2 of them, too; of these, 2 are inconclusive in this run and {left} there." in figure
     claims.write(frame.assign(model="mine"), tmp_path / "mine/data/results/protection/claims.csv")
     assert "full profile" not in landing.picture(tmp_path / "mine")
 
@@ -154,7 +154,8 @@ def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
     parts = decide.parts(tmp_path)
     assert "The full cache scores 1.00 on the 9 items" in parts["advice"]
     assert "choose *key difference; heads: per head, even budgets*" in parts["advice"]
-    assert "such a condition scores 0.95 on it; this one scores 0.95 on all items, including those" in parts["advice"]
+    assert "It scores 0.95 on the items on which it was chosen." in parts["advice"]
+    assert "a condition chosen in this way scores 0.95." in parts["advice"]
     assert "published" not in parts["advice"]
     assert "happens to score more" not in parts["short"]  # the one that frees blocks scores less
     assert "returns 80% of the blocks on average over all scorers" in parts["advice"]
@@ -172,7 +173,7 @@ def test_advice_chooses_among_published_methods_too(tmp_path, monkeypatch):
     other = other.assign(kind="published", method="key_diff", scorer=None, split=None, score=0.97)
     monkeypatch.setattr(decide.stored, "rows", lambda results: pd.concat([rows(), other]))
     parts = decide.parts(tmp_path)
-    assert "choose KeyDiff as published. Chosen without seeing an item, such a condition scores 0.97" in parts["advice"]
+    assert "choose KeyDiff as published. It scores 0.97 on the items on which it was chosen." in parts["advice"]
     assert "KeyDiff (as published): key difference" in parts["all"]
 
 

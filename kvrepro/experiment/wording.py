@@ -319,9 +319,7 @@ def styled(frame: pd.DataFrame) -> Styler:
     """`overview` for a page: ids link to the claims, verdicts have their colours."""
     table = overview(frame).reset_index()
     readings = [column for column in table if column in {*LABELS.values(), "here"}]
-    table = table.assign(
-        claim=table.claim.map(link), statement=table.statement.str.replace(r"\*(\w[^*]*)\*", r"\1", regex=True)
-    )
+    table = table.assign(claim=table.claim.map(link), statement=table.statement.map(unmarked))
     shown = table.style.hide(axis="index").map(_colours, subset=readings)
     return shown.set_table_attributes('class="dataframe"')  # the theme colours these in the dark
 
@@ -337,6 +335,11 @@ def stated(row: Any) -> str:
     """A claim's statement, with a note where the verdict rests on stored timings."""
     timed = " (Timed earlier on another machine, not in this run.)" if row.model == STORED else ""
     return f"{row.statement}{timed}"
+
+
+def unmarked(statement: str) -> str:
+    """A statement without the asterisks of Markdown's emphasis; one that belongs to a name, such as c*, stays."""
+    return re.sub(r"\*(\w[^*]*)\*", r"\1", statement)
 
 
 def beats(gap: Any, other: str) -> str:

@@ -38,7 +38,7 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
         return {"claims": "No chapter of this book has stored verdicts.", "claims_picture": "", "claims_blocks": ""}
     every = pd.concat([with_error_rates(frame.assign(chapter=name)) for name, frame in frames.items()])
     every = every.assign(
-        reading=every.reading.replace(READ), statement=every.statement.str.replace("*", ""),
+        reading=every.reading.replace(READ), statement=every.statement.map(wording.unmarked),
         deciding_case=every.decided_by.map(wording.case),
     )  # fmt: skip
     every.to_csv(folder / "verdicts.csv", index=False, float_format="%.6g")
@@ -199,7 +199,7 @@ def _listed(row: Any, chapter: str, block_id: str, with_model: bool, with_full: 
     return {
         "Claim": TableCell(f'<a href="#{block_id}">{escape(row.claim)}</a>'),
         "Chapter": wording.chapter_name(chapter),
-        "Statement": row.statement.replace("*", ""),
+        "Statement": wording.unmarked(row.statement),
         "With": READ[row.reading],
         **model,
         "Verdict": TableCell(pill(row.verdict)),

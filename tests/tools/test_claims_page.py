@@ -156,6 +156,17 @@ def test_the_file_to_download_has_the_error_rates_of_each_rule_and_deciding_case
     assert table[table.chapter == "family"].wrongly_reproduced.notna().any()  # from another table
 
 
+def test_a_name_keeps_its_asterisk_in_the_table_and_in_the_file_to_download(page, tmp_path):
+    _, frame, _ = page
+    starred = frame.assign(statement="It holds (c* > 0). (Changed; as first written: *partly reproduced*.)")
+    claims.write(starred, tmp_path / "data/results/protection/claims.csv")
+    parts = claims_page.write(["protection"], tmp_path, tmp_path)
+    table = pd.read_csv(tmp_path / "verdicts.csv")
+    for text in (parts["claims"], *table[table.chapter == "protection"].statement):
+        assert "(c* &gt; 0)" in text or "(c* > 0)" in text
+        assert "as first written: partly reproduced." in text
+
+
 def test_a_book_without_verdicts_says_so(tmp_path):
     assert "No chapter" in claims_page.write(["protection"], tmp_path, tmp_path)["claims"]
 

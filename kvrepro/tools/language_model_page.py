@@ -128,18 +128,21 @@ def without_passage(scores: pd.DataFrame, kept: int = 256) -> str:
 
 
 def said(verdicts: pd.DataFrame) -> list[str]:
-    """A line of a list for each central claim: its verdicts by reading and items, with their values."""
+    """A sentence of a list for each central claim: its verdicts by reading and items, with their values."""
     lines = []
     for entry in WORDS["central"]:
         chapter, claim, subject = entry["chapter"], entry["claim"], entry["subject"]
         tested = verdicts[(verdicts.chapter == chapter) & (verdicts.claim == claim)]
         parts = []
         for reading, rows in tested[tested.verdict != NOT_TESTABLE].groupby("reading", sort=False):
-            results = ", ".join(
+            *others, last = [
                 f"*{claims.label(row.verdict)}* on {row.items} ({_value(row)})" for row in rows.itertuples()
-            )
-            parts.append(f"in the {LABELS[reading]} {results}" if reading in LABELS else results)
-        lines.append(f"- That {subject} ({wording.link(claim, page='claims.html')}): {'; '.join(parts)}.")
+            ]
+            results = " and ".join(filter(None, [", ".join(others), last]))
+            parts.append(f"{results} in the {LABELS[reading]}" if reading in LABELS else results)
+        lines.append(
+            f"- The claim that {subject} ({wording.link(claim, page='claims.html')}) is {'; it is '.join(parts)}."
+        )
     return lines
 
 

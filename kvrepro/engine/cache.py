@@ -292,7 +292,7 @@ class RaggedLayer:
         sums = {n: taken(s, self.tail_sums[n] if self.tail else s) for n, s in self.sums.items()}
         hidden = self.hidden
         if hidden is not None:
-            hidden = taken(hidden, torch.zeros(*self.shape, self.tail, dtype=torch.bool, device=hidden.device))
+            hidden = taken(hidden, hidden.new_zeros(*self.shape, self.tail))
         return {"keys": taken(self.keys, keys), "values": taken(self.values, values), "sums": sums, "hidden": hidden}
 
     def slide(self, oldest: RowInts) -> None:

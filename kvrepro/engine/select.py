@@ -112,7 +112,7 @@ def _selected(scores: Scores, protected: Mask, counts: Counts) -> Mask:
     """`select` in one launch, which also computes what `ensure_room` and `ensure_numbers` check."""
     from kvrepro_kernels import largest as by_kernel
 
-    problems = torch.zeros(counts.numel(), 3, dtype=torch.int32, device=scores.device)
+    problems = scores.new_zeros(counts.numel(), 3, dtype=torch.int32)
     kept = by_kernel(*_rows(scores, counts, protected), problems=problems).view_as(scores)
     nan_counts, missing, held = problems.unbind(1)
     total = scores.numel()
@@ -154,7 +154,7 @@ def lexsort(*keys: Tensor) -> Tensor:
 def best(scores: Scores, protected: Mask, count: int) -> Tensor:
     """The places of what `select` keeps if all heads keep `count` living tokens: int64 [batch, kv_heads, count]."""
     if _by_kernel(scores):
-        counts = torch.full(scores.shape[:2], count, device=scores.device)
+        counts = scores.new_full(scores.shape[:2], count, dtype=torch.long)
         places = _selected(scores, protected, counts).nonzero_static(size=counts.numel() * count, fill_value=0)
         return places[:, -1].view(*scores.shape[:2], count)
     ensure_room(count, protected.sum(-1))

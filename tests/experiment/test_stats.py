@@ -477,6 +477,22 @@ def test_a_ratio_without_bounds_still_says_all_else():
     assert below.low < below.value < below.high < 0
 
 
+def test_scores_whose_bounds_leave_out_zero_are_read_from_the_nearer_end():
+    e, shifted = stats.interval(SIX, bounds=(0, 1)), stats.interval([1 + x for x in SIX], bounds=(1, 2))
+    assert shifted.triple == pytest.approx([1 + end for end in e.triple])
+    turned = stats.interval([-1 - x for x in SIX], bounds=(-2, -1))
+    assert turned.triple == pytest.approx([-1 - end for end in (e.value, e.high, e.low)])
+
+
+def test_what_a_ratio_has_not_seen_is_not_expected_from_the_other_side():
+    a, full = np.array([0.99, 0.98, 0.99, 0.98, 0.99, 0.1]), np.ones(6)
+    e = stats.contrast(frame(a=a, full=full), "share_of_ceiling", bounds=(0, 1))
+    for r, side in ((e.low, 0), (e.high, 1)):
+        rest = a - r * full
+        corners = [x - r * y for x in (0, 1) for y in (0, 1)]
+        assert abs(np.mean(rest)) == pytest.approx(reach(rest, min(corners), max(corners), alike=False)[side], rel=1e-4)
+
+
 @pytest.mark.parametrize("level", [0.8, 0.95])
 def test_a_ratio_of_losses_is_that_of_the_gains_of_the_reflected_scores(level):
     """Then both means are negative."""
@@ -788,6 +804,9 @@ def test_equivalence_at_its_borders():
 def test_equivalence_takes_the_bounds_of_scores_and_counts_each_once():
     p = stats.tost(SIX, np.zeros(6), 0.9, bounds=(0, 1))
     assert stats.tost(2 * np.array(SIX) + 1, np.ones(6), 1.8, bounds=(1, 3)) == pytest.approx(p)
+    p = stats.tost(SMALL, np.zeros(6), 0.15, bounds=(0, 1))
+    below, above = reach(SMALL, -1, 1, level=1 - 2 * p)
+    assert max(np.mean(SMALL) + above, below - np.mean(SMALL)) == pytest.approx(0.15)
     same = [0.4] * 30
     p = stats.tost(same, same, 0.1, bounds=(0, 1))
     assert stats.interval(np.zeros(30), bounds=(-1, 1), level=1 - 2 * p).high == pytest.approx(0.1)
@@ -807,6 +826,7 @@ def test_a_mean_just_inside_the_margin_is_as_likely_outside():
     assert stats.tost(d - 1e-3, np.zeros(6)) == pytest.approx(scipy_stats.t.sf(1e-3 / d.std(ddof=1) * math.sqrt(6), 5))
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_correlation_of_values_and_of_their_ranks():
     x, y = [1, 2, 3, 4], [1, 4, 9, 16]
     assert stats.correlation(x, y) == pytest.approx(scipy_stats.pearsonr(x, y).statistic)

@@ -455,6 +455,11 @@ def test_six_items_that_are_too_few_for_one_of_two_parts_need_one_more():
     assert (j.state, j.needed) == ("open", near.estimate().needed(0.01))
 
 
+def test_a_part_that_fails_decides_beside_an_open_one_that_may_lie_farther_off():
+    [j] = judged({"at_least": 0.5}, {"narrow": Band(0.2, 0.1), "wide": Band(0.5, 0.45)})
+    assert (j.state, j.decided_by) == ("fails", "m0, narrow")
+
+
 def test_what_fails_among_many_is_asked_again_more_strictly():
     far, near, open_, alone = Band(0.2, 0.1), Band(0.35, 0.1), Band(0.5, 0.1), Band(0.35, 0.1)
     members = judged({"at_least": 0.5}, far, near, *[open_] * 18)

@@ -413,6 +413,8 @@ SMALL = [0.01, 0.02, 0.01, 0.02, 0.01, 0.02]  # gains so small that unseen losse
          [-0.3, 0.3, -0.1, -0.1, 0.2, 0.2], [-2, 2], 1),
         (frame(a=SMALL, b=[0] * 6), "difference", {"bounds": (0, 1), "each": 2}, SMALL, [-1, 1], 2),
         (frame(a=[*SMALL[1:], 0], b=[0] * 5 + [0.9]), "difference", {"bounds": (0, 1)}, [*SMALL[1:], -0.9], [-1, 1], 1),
+        (frame(a=[0.3] * 29 + [0], b=[0] * 29 + [0.9]), "difference", {"bounds": (0, 1)},
+         [0.3] * 29 + [-0.9], [-1, 1], 1),
         (frame(a=[*SIX, NAN, 0.3, 0.4]), "mean", {"bounds": (0, 1), "each": 2, "clusters": [*"uvwxyz", "z", "z", "u"]},
          [0.25, 0.2, 0.2, 0.5, 0.7, 0.65], [0, 1], 2 * 8 / 6),
     ],
@@ -485,7 +487,7 @@ def test_scores_whose_bounds_leave_out_zero_are_read_from_the_nearer_end():
 
 
 def test_what_a_ratio_has_not_seen_is_not_expected_from_the_other_side():
-    a, full = np.array([0.99, 0.98, 0.99, 0.98, 0.99, 0.1]), np.ones(6)
+    a, full = np.array([0.8] * 29 + [0.0]), np.ones(30)
     e = stats.contrast(frame(a=a, full=full), "share_of_ceiling", bounds=(0, 1))
     for r, side in ((e.low, 0), (e.high, 1)):
         rest = a - r * full

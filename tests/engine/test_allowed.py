@@ -187,8 +187,8 @@ def test_every_field_of_a_record_is_held_to_its_hint():
 
     assert refused(lambda: ensure_fields(Record(1, ["a"]), Record)) == ""
     assert refused(lambda: ensure_fields(Record(0, ["a"]), Record)) == "size 0: a whole number, at least 1"
-    mine = refused(lambda: ensure_fields(Record(0, ["a"]), Record, "mine"))
-    assert mine == "size 0 for mine: a whole number, at least 1"
+    message = refused(lambda: ensure_fields(Record(0, ["a"]), Record, "mine"))
+    assert message == "size 0 for mine: a whole number, at least 1"
     assert refused(lambda: ensure_fields(Record(1, ["a", "c"]), Record)) == "words 'c': choose a or b"
     wrong = "share 2: a number, at least 0, at most 1, or None"
     assert refused(lambda: ensure_fields(Record(1, [], 2), Record)) == wrong

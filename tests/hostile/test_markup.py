@@ -110,6 +110,7 @@ def elements_of(folder):
     return elements, (folder / "figures" / "hostile-tasks.svg").read_text()
 
 
+@pytest.mark.filterwarnings("ignore:Glyph")  # the figures' font has no such signs
 def test_pages_of_hostile_names_have_the_elements_of_pages_of_plain_ones(tmp_path):
     folders = {"hostile": HOSTILE, "plain": [f"name {chr(97 + i)}" for i in range(len(HOSTILE))]}
     for name, names in folders.items():

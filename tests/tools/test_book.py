@@ -361,6 +361,7 @@ def test_whatever_a_page_would_fetch_is_found(tmp_path):
     assert all("cdn.example" in line for line in lines)
 
 
+@pytest.mark.filterwarnings("ignore:constrained_layout")  # a figure of no verdicts
 def test_pages_name_every_policy_and_every_switch(tmp_path):
     pages.write(["first"], tmp_path)
     text = {file.stem: file.read_text() for file in (tmp_path / "book" / "generated").glob("*.md")}

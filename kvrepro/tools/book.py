@@ -217,12 +217,17 @@ def failed_page(name: str, error: str, root: Path = ROOT) -> None:
     nbformat.write(page, done)
 
 
+def first_page(root: Path = ROOT) -> Path:
+    """The page with which the built book begins."""
+    return root / "_build" / "html" / "index.html"
+
+
 def built(root: Path = ROOT, force: bool = False) -> bool:
     """Build the HTML, unless what lies there was built from the same files. Returns whether it was built."""
     stamp = root / "_build" / "inputs.sha256"
     names = (web.SITE_URL, "GITHUB_REPOSITORY")
     inputs = _hash_of([os.environ.get(name) for name in names], _found(PAGES, root), root)
-    same = stamp.is_file() and (root / "_build" / "html" / "index.html").is_file() and stamp.read_text() == inputs
+    same = stamp.is_file() and first_page(root).is_file() and stamp.read_text() == inputs
     if same and not force:
         return False
     stamp.unlink(missing_ok=True)
@@ -231,8 +236,8 @@ def built(root: Path = ROOT, force: bool = False) -> bool:
     return True
 
 
-def build(root: Path = ROOT) -> Path:
-    """jupyter-book over the whole folder, warnings as errors: the index page. Raises Failed with the complaints."""
+def build(root: Path = ROOT) -> None:
+    """jupyter-book over the whole folder, warnings as errors. Raises Failed with the complaints."""
     tool = Path(sys.executable).with_name("jupyter-book")
     # All pages each time: an incremental build says nothing of the warnings that an earlier one gave.
     command = [str(tool), "build", ".", "--all", "-W", "--keep-going"]
@@ -241,10 +246,8 @@ def build(root: Path = ROOT) -> Path:
         log = (done.stdout + done.stderr.partition("Traceback (most recent call last)")[0]).splitlines()
         complaints = [line for line in log if "WARNING" in line or "ERROR" in line] or log[-30:]
         raise Failed("\n".join(["jupyter-book failed:", *complaints]))
-    html = root / "_build" / "html"
-    if loaded := outside(html):
+    if loaded := outside(first_page(root).parent):
         raise Failed("the book would load from the network:\n" + "\n".join(loaded))
-    return html / "index.html"
 
 
 def outside(html: Path) -> list[str]:
@@ -293,7 +296,7 @@ def main(
     pages.write(judged())
     note = "warnings are errors" if built(force=force) else "unchanged"
     _report("build", time.perf_counter() - start, note)
-    print(f"the book: {ROOT / '_build' / 'html' / 'index.html'}")
+    print(f"the book: {first_page()}")
     if failed:
         print(f"{', '.join(failed)} failed: the book says so in their place", file=sys.stderr)
         raise typer.Exit(1)

@@ -37,7 +37,7 @@ Outcomes = dict[Pair, Generation | Exception]
 REPEAT = "Repeat the previous context: "  # KVzip's request
 BATCHES, GPU_BATCHES = 16, 4  # per job: the engine batches rows of like shape only, and half-empty batches cost as much
 FEW = 8  # jobs on a CPU with up to so many cores, the same for all; fewer, down to two, so that each has half a batch
-TRIAL = 8  # tokens generated to estimate the rest
+TRIAL, SHORT = 8, 32  # tokens generated to estimate the rest; tokens up to which an answer is generated as a whole
 
 
 # ---- what a study wants
@@ -378,45 +378,51 @@ class AnswersPlan(Plan):
         blocks = sorted(sorted(itertools.chain(*groups[part::parts])) for part in range(parts))
         return [job for block in blocks if (job := self._job(block)) is not None]
 
-    def _job(self, block: Sequence[int]) -> Job | None:
+    def _job(self, block: Sequence[int], new_tokens: int | None = None) -> Job | None:
+        """A job of these items' missing rows. new_tokens: of each answer at most, for a trial."""
         pairs = [(i, j) for i in block for j in self.columns[i] if (i, j) in self.missing]
         if not pairs:
             return None
         items, columns = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
+        heads = {pair: self.heads[pair] for pair in pairs}
+        if new_tokens is not None:
+            heads = {p: head | {"max_new_tokens": min(new_tokens, head["max_new_tokens"])} for p, head in heads.items()}
         work = partial(
-            group_rows, pairs=pairs, heads={pair: self.heads[pair] for pair in pairs},
-            items={i: self.study.items[i] for i in items}, prompts={i: self.prompts[i] for i in items},
-            conditions={j: self.conditions[j] for j in columns}, note=self.study.note,
-            limit=self.settings.time_limit, **self.engine_arguments,
+            group_rows, pairs=pairs, heads=heads, items={i: self.study.items[i] for i in items},
+            prompts={i: self.prompts[i] for i in items}, conditions={j: self.conditions[j] for j in columns},
+            note=self.study.note, limit=self.settings.time_limit, **self.engine_arguments,
         )  # fmt: skip
         return Job(len(pairs), work)
 
     def forecast(self) -> Forecast:
-        """An estimate from a few tokens of the first missing item under all its conditions. On a GPU, where items share
-        passes and steps: of a sixteenth of the missing items, of one pass at most."""
+        """An estimate from the first missing item under all its conditions. On a GPU, where items share passes and
+        steps: from a sixteenth of the missing items, of one pass at most. Short answers are generated as a whole, and
+        stored; of longer ones a few tokens are generated."""
         tokens = sum(len(self.prompts[i].ids) for i in {i for i, _ in self.missing})
         count = len(self.missing)
-        most = sum(self.heads[i, j]["max_new_tokens"] for i, j in self.missing)
+        most = sum(self.heads[pair]["max_new_tokens"] for pair in self.missing)
         work = f"{count:,} of {self.total:,} rows, {tokens:,} prompt tokens in all, up to {most:,} new tokens"
         if not self.missing:
             return Forecast(self.title, work, 0, 0.0, 0.0)
         left = sorted({i for i, _ in self.missing})
         first = left[:1] if self.loaded.device == "cpu" else left[: max(1, min(engine.MOST_PROMPTS, len(left) // 16))]
-        chosen = [(i, j) for i in first for j in self.columns[i] if (i, j) in self.missing]
-        new = {i: min(TRIAL, self.heads[i, j]["max_new_tokens"]) for i, j in chosen}
+        longest = max(self.heads[pair]["max_new_tokens"] for pair in self.missing if pair[0] in first)
+        whole = longest <= (TRIAL if self.settings.dry_run else SHORT)
+        trial = self._job(first, None if whole else TRIAL)
+        assert trial is not None
         began = time.perf_counter()
-        outcomes = attempted(
-            self.loaded, self.prompts, self.conditions, chosen, new, self.engine_arguments, self.settings.time_limit
-        )
+        rows = trial.work(self.loaded)
         taken = time.perf_counter() - began
-        generations = [outcome for outcome in outcomes.values() if isinstance(outcome, Generation)]
-        decode = sum(answer.decode_seconds for answer in generations)
-        steps = sum(len(answer.tokens) for answer in generations) or 1
-        seconds = (taken - decode) / len(chosen) * count + decode / steps * most
-        rows = [self._row(pair, outcome) for pair, outcome in outcomes.items()]
+        answered = [row for row in rows if "error" not in row]
+        decode = sum(row["decode_seconds"] for row in answered)
+        steps = sum(row["n_generated"] for row in answered) or 1
+        seconds = (taken - decode) / len(rows) * count + decode / steps * most
         stored = sum(len(json.dumps(row)) for row in rows) / len(rows) * count / 2  # columns repeat themselves
-        mean_held = sum(answer.bytes_held for answer in generations) / max(1, len(generations))
+        mean_held = sum(row["bytes_held"] for row in answered) / max(1, len(answered))
         held = mean_held * min(count, self._rows_together())
+        if whole and not self.settings.dry_run:
+            self.add(trial, rows)
+            self.missing -= {pair for pair in self.missing if pair[0] in first}
         return Forecast(self.title, work, count, seconds, stored, held, "less where answers end early")
 
     def add(self, job: Job, result: list[dict[str, Any]]) -> None:

@@ -56,7 +56,7 @@ class Plan(AbstractContextManager["Plan"]):
 
     @abstractmethod
     def forecast(self) -> Forecast:
-        """What these jobs will take, from a short measured step. Stores nothing."""
+        """What these jobs will take, from a short measured step; a rehearsal stores nothing of it."""
 
     @abstractmethod
     def add(self, job: Job, result: Any) -> None:

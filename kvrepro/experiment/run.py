@@ -107,7 +107,7 @@ def _compute(plan: Plan, settings: Settings) -> tuple[int, float]:
         results = cluster.results_of(plan.loaded, jobs, worker_count, settings.address)
     else:
         results = workers.results_of(plan.loaded, jobs, worker_count)
-    with Progress(plan.title, count, plan.unit, settings.progress) as bar:
+    with Progress(plan.title, sum(job.size for job in jobs), plan.unit, settings.progress) as bar:
         for job, result in results:
             plan.add(job, result)
             bar.update(job.size)

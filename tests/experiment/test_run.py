@@ -428,6 +428,17 @@ def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_
     assert [(n, len(c)) for n, c in fake.calls] == [(1, 3)]
 
 
+@pytest.mark.parametrize(("new_tokens", "times"), [(answers.SHORT, 1), (answers.SHORT + 1, 2)])
+def test_short_answers_of_the_forecast_are_stored(loaded, fake, tmp_path, new_tokens, times):
+    """The first item is answered once where the trial's answers are whole, and anew where they were cut short."""
+    study = Answers("doors", "main", ITEMS, CONDITIONS, new_tokens)
+    frame = run.run(study, loaded, Settings(results=tmp_path, workers=1, batch_rows=1))
+    assert sum(count for count, _ in fake.calls) == len(ITEMS) - 1 + times
+    assert frame.prediction.tolist() == ["the red door"] * 15
+    assert set(frame.max_new_tokens) == {new_tokens}
+    assert frame.processor.notna().all()
+
+
 def test_where_a_relative_folder_lies_is_said_to_those_who_stand_elsewhere(loaded, fake, tmp_path, monkeypatch, capsys):
     (tmp_path / "clone").mkdir()
     for module in (run, settings):

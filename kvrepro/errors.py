@@ -1,4 +1,4 @@
-"""The one exception for bad input, and how a program ends with it."""
+"""The one exception for bad input, how a program ends with it, and the words of messages."""
 
 import atexit
 import difflib
@@ -119,6 +119,11 @@ def _of_memory(error: Exception) -> bool:
     """Whether memory did not suffice, also for a library that was being loaded."""
     refused = isinstance(error, OSError | ImportError) and re.search(NO_MEMORY, str(error), re.IGNORECASE)
     return isinstance(error, MemoryError) or bool(refused)
+
+
+def counted(n: int, noun: str) -> str:
+    """`1 claim`, `2 claims`."""
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
 def first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ import yaml
 from kvrepro.chat import rendered
 from kvrepro.engine.allowed import Count, Number, Size, ensure
 from kvrepro.engine.condition import Prompt
-from kvrepro.errors import InputError, ensure_known, first_line, program, suggestion
+from kvrepro.errors import InputError, counted, ensure_known, first_line, program, suggestion
 from kvrepro.experiment import longbench, measure
 from kvrepro.item import Item, Span, plain
 from kvrepro.paths import CACHE, DATA, ROOT, replaced
@@ -465,8 +465,7 @@ def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") ->
             taken = f"{len(items)} items, all are" if len(items) > 1 else "one item, which is"
             say_once(f"{name} has {taken} taken")  # a chapter's studies load a file more than once
             return items
-        count = f"{len(items)} item{'s' * (len(items) != 1)}"
-        raise InputError(f"n_items is {n} but {name} has {count}: ask for at most {len(items)}")
+        raise InputError(f"n_items is {n} but {name} has {counted(len(items), 'item')}: ask for at most {len(items)}")
     groups: dict[str, list[int]] = {}
     for i, item in enumerate(items):
         groups.setdefault(item.task, []).append(i)

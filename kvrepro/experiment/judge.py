@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, counted
 from kvrepro.experiment import stats
 from kvrepro.experiment.claims import COLUMNS, NOT_TESTABLE, paper_text
 from kvrepro.experiment.stats import ANY, MIN_ITEMS, UNIT, Estimate
@@ -169,7 +169,7 @@ def answers_enough(full: pd.Series, errors: pd.Series | None = None) -> None:
         raise NotTestable(f"all {len(full)} items of the full cache failed{why}")
     e = stats.interval(full, bounds=UNIT)
     if e.n < MIN_ITEMS:
-        raise NotTestable(f"{e.n} item{'s' * (e.n != 1)}: an interval needs at least {MIN_ITEMS}")
+        raise NotTestable(f"{counted(e.n, 'item')}: an interval needs at least {MIN_ITEMS}")
     if not e.low >= MIN_CEILING:
         raise NotTestable(f"the full cache itself answers too few items ({e})")
 
@@ -415,7 +415,7 @@ def _row(claim: Mapping[str, Any], members: Members | NotTestable) -> tuple[dict
         judged = judge(claim, judgeable)
         if all(j.ours.n < MIN_ITEMS and math.isnan(j.ours.low) for j in judged):
             most, kind = max(j.ours.n for j in judged), "run" if isinstance(judgeable[0].what, Measured) else "item"
-            raise NotTestable(f"{most} {kind}{'s' * (most != 1)}: an interval needs at least {MIN_ITEMS}")
+            raise NotTestable(f"{counted(most, kind)}: an interval needs at least {MIN_ITEMS}")
         untestable += [_without_value(j) for j in judged if math.isnan(j.ours.value)]
         judged = [j for j in judged if not math.isnan(j.ours.value)]
         if not judged:

@@ -17,7 +17,7 @@ from pandas.io.formats.style import Styler
 
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.policy import READINGS, find, is_own
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, counted
 from kvrepro.experiment import stats
 from kvrepro.experiment.claims import LABELS, NOT_TESTABLE, STORED, VERDICTS, label
 
@@ -91,11 +91,6 @@ def summary(frame: pd.DataFrame) -> str:
     if len(compared) and not (decides | differs).any():
         lines.append("- No verdict depends on whether the authors' code or their text is followed.")
     return "\n".join(lines)
-
-
-def counted(n: int, noun: str) -> str:
-    """`1 claim`, `2 claims`."""
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
 def _both(group: pd.DataFrame) -> str:

@@ -12,7 +12,7 @@ from kvrepro.chapters.leakage import drawings, study
 from kvrepro.chapters.reanalysis import comparisons, printed
 from kvrepro.chapters.reclamation import members
 from kvrepro.chapters.synthesis import grid, stored, variance
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, counted
 from kvrepro.experiment import artifact, claims, figure, stats, wording
 from kvrepro.paths import ROOT
 from kvrepro.tools import claims_page, language_model_page
@@ -163,7 +163,7 @@ def picture(root: Path = ROOT) -> str:
     judge = "judges no claims, so it is" if " and " not in none else "judge no claims, so they are"
     missing = f" {none} {judge} not in it." if none else ""
     signs = ", ".join(f"{sign} {claims.label(verdict)}" for verdict, sign in SIGNS.items())
-    n = wording.counted(sum(map(len, frames.values())), "verdict")
+    n = counted(sum(map(len, frames.values())), "verdict")
     facts = {"n": n, "missing": missing, "signs": signs, "alt": _counts(frames), "more": _on_more_items(frames)}
     return computed_figure("verdicts", "generated/verdicts.csv", **facts)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.engine.policy import is_own
-from kvrepro.errors import InputError
-from kvrepro.experiment import claims, history, judge, stats, wording
+from kvrepro.errors import InputError, counted
+from kvrepro.experiment import claims, history, judge, stats
 from kvrepro.experiment.figure import look
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 from kvrepro.experiment.stats import CONTRASTS
@@ -156,7 +156,7 @@ def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
     wide = evicting.pivot_table(index="item", columns="cell", values=both, dropna=True)
     shared = wide[both[0]].columns.intersection(wide[both[1]].columns)
     if len(shared) < MIN_CONDITIONS:
-        few = wording.counted(len(shared), "condition")
+        few = counted(len(shared), "condition")
         raise NotTestable(f"{few}: a correlation over conditions needs {MIN_CONDITIONS}")
     values = pd.concat([wide[measure][shared] for measure in both], axis=1).dropna()
     return Sample(values, _correlation, limits=(-1.0, 1.0))

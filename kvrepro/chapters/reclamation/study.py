@@ -31,14 +31,13 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import Call, check_shared
 from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.regime import DecodeCap, Prefill
-from kvrepro.errors import InputError, error_line
+from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import data
 from kvrepro.experiment import run as runner
 from kvrepro.experiment.answers import REPEAT
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.per_item import ONE
 from kvrepro.experiment.run import PerItem
-from kvrepro.experiment.wording import counted
 
 COMPARED_LAYOUTS = ("none", "repack", "fill")  # of `ledger.LAYOUTS`
 SINKS = 4

@@ -14,7 +14,8 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
-from kvrepro.experiment import data, stats, wording
+from kvrepro.errors import counted
+from kvrepro.experiment import data, stats
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import PerItem, run
 from kvrepro.item import Item
@@ -53,7 +54,7 @@ def lead_sentence(closest: pd.DataFrame) -> str:
     if closest.empty:
         return "This run compares KeyDiff with no rival."
     ahead, clearly = (int((closest[column] > 0).sum()) or "none" for column in ("value", "low"))
-    pairs = wording.counted(len(closest), "pair")
+    pairs = counted(len(closest), "pair")
     return (
         f"KeyDiff, which uses no queries, scores higher than all its rivals in {ahead} of {pairs} of model and budget, "
         f"and clearly higher (by the interval) in {clearly}."

@@ -21,7 +21,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import Conditions
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
-from kvrepro.errors import InputError, error_line
+from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import cluster, data, fingerprint, measure, models, store, workers
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
@@ -188,13 +188,13 @@ def processor(loaded: Loaded) -> str:
 
 def attempted(
     loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], max_new_tokens: dict[int, int],
-    engine_arguments: dict[str, Any], limit: float | None = None,
+    engine_arguments: dict[str, Any], limit: float | None = None, said: bool = False,
 ) -> Outcomes:  # fmt: skip
     """Each pair's generation, or its exception.
 
     Where all pairs fail together or take more than `limit` seconds, or some run out of memory, those are tried again,
     half of them at a time: first fewer conditions, then fewer items; out of memory, a quarter of the prompts also pass
-    through the model together. max_new_tokens: of each item's answer.
+    through the model together. max_new_tokens: of each item's answer. said: whether a line has told of it.
     """
     outcomes, failed = _tried(loaded, prompts, conditions, pairs, max_new_tokens, engine_arguments, limit)
     if not failed or len(pairs) == 1:
@@ -203,13 +203,16 @@ def attempted(
     if isinstance(failure, torch.OutOfMemoryError):
         rows = engine_arguments.get("prompt_rows", engine.MOST_PROMPTS)
         engine_arguments = engine_arguments | {"prompt_rows": max(1, rows // 4)}
-    if isinstance(failure, torch.OutOfMemoryError | TimeLimit):
+    if isinstance(failure, torch.OutOfMemoryError | TimeLimit) and not said:
         what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
-        print(f"{what} with {len(failed)} rows of {len({i for i, _ in failed})} items: half of them at a time")
+        rows, items = counted(len(failed), "row"), counted(len({i for i, _ in failed}), "item")
+        print(f"{what} with {rows} of {items}: {'half of them at a time' if len(failed) > 1 else 'alone'}")
     ordered, half_size = sorted(failed, key=lambda pair: pair[::-1]), len(failed) // 2
     for half in (ordered[:half_size], ordered[half_size:]):
         if half:
-            outcomes |= attempted(loaded, prompts, conditions, sorted(half), max_new_tokens, engine_arguments, limit)
+            outcomes |= attempted(
+                loaded, prompts, conditions, sorted(half), max_new_tokens, engine_arguments, limit, True
+            )
     return outcomes
 
 

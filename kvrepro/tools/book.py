@@ -45,6 +45,7 @@ INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/
 data/artifact/* constraints.txt""".split()
 PAGES = """_config.yml _toc.yml *.md constraints.txt book/**/* data/*.csv data/*/*.csv kvrepro/tools/*.py""".split()
 SHOWS = "kvrepro.experiment.figure.display"  # what figures are shown by
+MEASURE_TIME = ("leakage", "reclamation")  # chapters with studies that measure time
 STUDIES_END = ".end_studies()"  # in the cell that runs a notebook's studies, as its last line
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value; relative paths start in the clone"
 
@@ -269,9 +270,9 @@ def main(
 ) -> None:
     """Execute what changed, build the book, print where it lies and how long each step took.
 
-    Chapters compute one after another, each with all workers, while the one before draws its figures. One that fails
-    leaves the others in the book, which says so on its page; the exit status is 1 then. An interrupt ends all
-    processes; the exit status is 128 + its number.
+    Each chapter computes with all workers, beside another one if models are small, so that no core is idle; those that
+    measure time come last, and compute alone. One that fails leaves the others in the book, which says so on its page;
+    the exit status is 1 then. An interrupt ends all processes; the exit status is 128 + its number.
     """
     if workers is not None:
         os.environ["KVREPRO_WORKERS"] = str(workers)
@@ -285,7 +286,10 @@ def main(
         return
     for name in names:
         check(name, parameters[name])
-    for name, seconds, ran, error in in_turn(_works(names, parameters, force), most=_together(parameters)):
+    together = _together(parameters)
+    works = _works(sorted(names, key=MEASURE_TIME.__contains__), parameters, force)
+    shared = set(names).difference(MEASURE_TIME) if together > 1 else ()
+    for name, seconds, ran, error in in_turn(works, together, shared):
         if error:
             failed.append(name)
             until = f"computed until then: book/executed/{name}.partial.ipynb"
@@ -405,7 +409,7 @@ def _works(names: Sequence[str], parameters: dict[str, Any], force: bool) -> Ite
 
 
 def _together(parameters: dict[str, Any]) -> int:
-    """How many chapters may hold a model at a time: 3 where models are small and no GPU is shared, so that one computes
+    """How many chapters may hold a model at a time: 3 where models are small and no GPU is shared, so that they compute
     while the one before draws its figures and the next one loads what it needs; otherwise 1."""
     small = all(given.get("model", models.DEFAULT) in models.embedded() for given in parameters.values())
     return 3 if small and all(given.get("device", "cpu") == "cpu" for given in parameters.values()) else 1

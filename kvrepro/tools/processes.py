@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -117,37 +117,41 @@ class Chapter:
 Ended = tuple[str, float, bool, str]  # a chapter, its seconds, whether it ran, its error or ""
 
 
-def in_turn(works: Iterable[tuple[str, Callable[[], bool]]], most: int = 3) -> Iterator[Ended]:
-    """Run chapters, with a live line of the one whose studies compute. Yields what became of each, as it ends.
+def in_turn(
+    works: Iterable[tuple[str, Callable[[], bool]]], most: int = 3, shared: Collection[str] = ()
+) -> Iterator[Ended]:
+    """Run chapters, with a live line of the first whose studies compute. Yields what became of each, as it ends.
 
-    The studies of one chapter compute at a time. Meanwhile the one before draws its figures, and the next one loads
-    what it needs, which keep busy the cores that workers leave idle. At most `most` chapters run at a time.
+    The studies of one chapter compute at a time, or of two that are both `shared`. Meanwhile the one before draws its
+    figures, and the next one loads what it needs, which keep busy the cores that workers leave idle. At most `most`
+    chapters run at a time.
     """
     running: list[Chapter] = []
     try:
         for name, work in works:
             running.append(Chapter(name, work))
             while len(running) >= most or (running and running[-1].waits):
-                yield from _ended(running)
+                yield from _ended(running, shared)
         while running:
-            yield from _ended(running)
+            yield from _ended(running, shared)
     finally:
         for chapter in running:
             chapter.end()
 
 
-def _give_turn(running: Sequence[Chapter]) -> Chapter:
-    """Give the turn to the first chapter whose studies have not ended, and return it; otherwise the newest chapter."""
-    for chapter in running:
-        if chapter.computing:
-            chapter.give_turn()
-            return chapter
-    return running[-1]
+def _give_turn(running: Sequence[Chapter], shared: Collection[str]) -> Chapter:
+    """Give the turn to the first chapter whose studies have not ended, to the second as well where both are `shared`,
+    and return the first; otherwise the newest chapter."""
+    computing = [chapter for chapter in running if chapter.computing]
+    two = computing[:2]
+    for chapter in two if all(chapter.name in shared for chapter in two) else two[:1]:
+        chapter.give_turn()
+    return computing[0] if computing else running[-1]
 
 
-def _ended(running: list[Chapter]) -> Iterator[Ended]:
+def _ended(running: list[Chapter], shared: Collection[str]) -> Iterator[Ended]:
     """Wait half a second at most, remove the chapters that have ended from the list, and yield what became of them."""
-    computing = _give_turn(running)
+    computing = _give_turn(running, shared)
     multiprocessing.connection.wait([chapter.answer for chapter in running], 0.5)
     computing.show()
     for chapter in [chapter for chapter in running if not chapter.at_work]:

@@ -263,7 +263,7 @@ def steps(monkeypatch):
     done = []
     monkeypatch.setattr(book, "chapters", lambda: ["protection", "leakage", "reclamation"])
 
-    def in_turn(works, most):
+    def in_turn(works, most, shared):
         for name, _ in works:
             done.append(name)
             yield name, 0.0, True, ""

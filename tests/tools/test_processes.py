@@ -75,6 +75,33 @@ def test_of_three_chapters_one_computes_one_waits_and_the_last_begins_later(tmp_
     assert {name: ran for name, _, ran, _ in processes.in_turn(works)} == {"a": False, "b": True, "c": True}
 
 
+@pytest.mark.parametrize("shared", ["ab", "bc", "abc", ""])
+def test_studies_of_two_chapters_compute_at_a_time_where_both_may_share(tmp_path, shared):
+    """Each chapter says which others compute as it begins to; the first goes on until the second waits or computes."""
+
+    def chapter(name):
+        def work():
+            (tmp_path / f"{name} is here").touch()
+            progress.wait_for_turn()
+            (tmp_path / f"{name} computes").touch()
+            others = len(list(tmp_path.glob("* computes"))) - 1
+            if name == "a":
+                waited((tmp_path / "b is here").exists, 30)
+                waited((tmp_path / "b computes").exists, 30 if {"a", "b"} <= set(shared) else 1.5)
+            if name == "b":
+                waited((tmp_path / "c is here").exists, 30)
+                waited((tmp_path / "c computes").exists, 30 if {"b", "c"} <= set(shared) else 1.5)
+            (tmp_path / f"{name} computes").unlink()
+            progress.end_studies()
+            return others
+
+        return name, work
+
+    ended = processes.in_turn([chapter(name) for name in "abc"], most=3, shared=shared)
+    beside = {name: (others, error) for name, _, others, error in ended}
+    assert beside == {"a": (0, ""), "b": (int("ab" in shared), ""), "c": (int("bc" in shared), "")}
+
+
 def test_what_fails_or_dies_leaves_the_others(tmp_path):
     def fails():
         raise ValueError("no such thing")

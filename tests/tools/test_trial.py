@@ -30,18 +30,15 @@ def longbench():
         pytest.skip(str(error))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chapter", trial.CHAPTERS)
-def test_a_chapter_runs_on_two_layers_and_real_items(chapter, longbench, tmp_path):
+def test_a_chapter_runs_on_two_layers_and_a_real_item(chapter, longbench, tmp_path):
     items, _ = longbench
     out = tmp_path / "chapters.csv"
-    trial.main("two-layer", "cpu", "float32", [chapter], str(items), n_items=[2, 1], limit=300, out=out)
-    small, large = pd.read_csv(out).to_dict("records")
-    assert (small["n_items"], large["n_items"]) == (1, 2)
-    assert 10 < small["results"] < large["results"]
-    assert small["failed"] == large["failed"] == 0
-    assert small["seconds"] > small["in_studies"]
-    assert large["seconds"] - small["seconds"] == pytest.approx(large["in_studies"] - small["in_studies"], abs=0.2)
+    trial.main("two-layer", "cpu", "float32", [chapter], str(items), n_items=[1], limit=300, out=out)
+    [row] = pd.read_csv(out).to_dict("records")
+    assert row["results"] > 10
+    assert row["failed"] == 0
+    assert row["seconds"] > row["in_studies"] > 0
 
 
 def one_study(name, parameters, space):

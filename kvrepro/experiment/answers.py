@@ -188,13 +188,13 @@ def processor(loaded: Loaded) -> str:
 
 def attempted(
     loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], max_new_tokens: dict[int, int],
-    engine_arguments: dict[str, Any], limit: float | None = None, said: bool = False,
+    engine_arguments: dict[str, Any], limit: float | None = None, quiet: bool = False,
 ) -> Outcomes:  # fmt: skip
     """Each pair's generation, or its exception.
 
     Where all pairs fail together or take more than `limit` seconds, or some run out of memory, those are tried again,
     half of them at a time: first fewer conditions, then fewer items; out of memory, a quarter of the prompts also pass
-    through the model together. max_new_tokens: of each item's answer. said: whether a line has told of it.
+    through the model together. max_new_tokens: of each item's answer. quiet: print nothing of that.
     """
     outcomes, failed = _tried(loaded, prompts, conditions, pairs, max_new_tokens, engine_arguments, limit)
     if not failed or len(pairs) == 1:
@@ -203,7 +203,7 @@ def attempted(
     if isinstance(failure, torch.OutOfMemoryError):
         rows = engine_arguments.get("prompt_rows", engine.MOST_PROMPTS)
         engine_arguments = engine_arguments | {"prompt_rows": max(1, rows // 4)}
-    if isinstance(failure, torch.OutOfMemoryError | TimeLimit) and not said:
+    if isinstance(failure, torch.OutOfMemoryError | TimeLimit) and not quiet:
         what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
         rows, items = counted(len(failed), "row"), counted(len({i for i, _ in failed}), "item")
         print(f"{what} with {rows} of {items}: {'half of them at a time' if len(failed) > 1 else 'alone'}")

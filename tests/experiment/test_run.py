@@ -306,8 +306,8 @@ def test_rows_of_a_batch_without_memory_are_tried_again_and_no_others(loaded, ca
     assert outcomes == {pair: pair for pair in pairs}
     assert sizes[0] == 10
     assert sum(sizes[1:]) == len(short)
-    said = "3 rows of 3 items: half of them at a time" if len(short) == 3 else "1 row of 1 item: alone"
-    assert f"out of memory with {said}" in capsys.readouterr().out
+    line = "3 rows of 3 items: half of them at a time" if len(short) == 3 else "1 row of 1 item: alone"
+    assert f"out of memory with {line}" in capsys.readouterr().out
 
 
 def test_no_layer_of_a_failed_pass_is_held_while_its_halves_are_tried(loaded, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from kvrepro.engine import allowed, policy
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.shared import SWITCHES
-from kvrepro.experiment import claims, judge, wording
+from kvrepro.experiment import artifact, claims, judge, wording
 from kvrepro.experiment.figure import save
 from kvrepro.paths import GPU, ROOT
 from kvrepro.tools import (
@@ -136,6 +136,7 @@ def controlled() -> str:
          "reason": control.CAUSES[name], "in detail": why}
         for row, (name, why) in zip(rows, causes, strict=True) if name
     ]  # fmt: skip
+    silent = control.undecided_panels(artifact.scores(), set(frame.panel))
     panels = {row.claim: [r.panel for r in rows if r.claim == row.claim and r.verdict == "reproduced"] for row in rows}
     mended_rules = [
         {"claim": c["id"], "statement": c["statement"], "why": c["changed"], "rule now": judge.rule_text(c),
@@ -151,6 +152,7 @@ def controlled() -> str:
         "## What no published row can decide",
         f"{', '.join(name for name in claim_of if name not in panels)}: their conditions were not published, or not "
         "run.",
+        *(f"{panel}: no claim can be tested there, since {why}." for panel, why in silent.items()),
     ]  # fmt: skip
     return "\n\n".join(parts)
 

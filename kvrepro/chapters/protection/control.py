@@ -6,7 +6,7 @@ too few items. `python -m kvrepro.chapters.protection.control` writes data/contr
 shows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -96,16 +96,24 @@ def panel_verdicts(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:
         kv_heads=panel.kv_heads,
         profile="artifact",
     )
-    return table.assign(panel=panel.name)[COLUMNS]
+    return table.assign(panel=panel.name)
 
 
 def evaluate(rows: pd.DataFrame) -> pd.DataFrame:
     """Every rule on every panel that can test it."""
     book = claims.load_claims("protection")
     table = pd.concat([panel_verdicts(panel, book) for panel in panels(rows)], ignore_index=True)
-    table = table[table.verdict != claims.NOT_TESTABLE]
+    table = table.loc[table.verdict != claims.NOT_TESTABLE, COLUMNS]
     order = pd.Categorical(table.claim, [claim["id"] for claim in book["claims"]], ordered=True)
     return table.assign(claim=order).sort_values(["claim", "panel"], ignore_index=True).astype({"claim": str})
+
+
+def undecided_panels(rows: pd.DataFrame, decided: Collection[str]) -> dict[str, str]:
+    """The panels that can test no claim, each with the reason that most of its claims give. decided: names of the
+    panels that test some."""
+    book = claims.load_claims("protection")
+    silent = [panel for panel in panels(rows) if panel.name not in decided]
+    return {panel.name: str(panel_verdicts(panel, book).note.mode()[0]) for panel in silent}
 
 
 def cause(row: Any, claim: Mapping[str, Any]) -> tuple[str, str]:

@@ -11,7 +11,10 @@ from kvrepro.chapters.synthesis.policies import NAMES
 from kvrepro.experiment import measure, store
 from kvrepro.paths import DATA
 
-SHOWN = "model item task prompt_tokens answer prediction token_f1 rest_f1 evidence_coverage bytes_full".split()
+SHOWN = [
+    "model", "item", "task", "prompt_tokens", "answer", "prediction", "token_f1", "rest_f1", "evidence_at",
+    "evidence_coverage", "bytes_full",
+]  # fmt: skip
 CELLS = {f"{grid.FILE}:{name}": pair for pair, name in NAMES.items()}  # policy of a cell -> its scorer and split
 
 

@@ -35,6 +35,8 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write_table(table: Path, rows: "pd.DataFrame", form: str | None = "%.4g") -> None:
-    """Write a CSV table of the project, whole or not at all. form: of numbers with decimals; None: in full."""
+    """Write a CSV table of the project, whole or not at all; its folder is made. form: of numbers with decimals; None:
+    in full."""
+    table.parent.mkdir(parents=True, exist_ok=True)
     with replaced(table) as aside:
         rows.to_csv(aside, index=False, float_format=form)

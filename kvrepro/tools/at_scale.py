@@ -111,7 +111,6 @@ def main(out: Annotated[Path, typer.Option(help="the table")] = OUT) -> None:
         sweep = table(driver(Path(folder)), real.now[RATE] / CONDITIONS, efficiency)
     names = [name for name in sweep if name.endswith("GPUs")]
     sweep[names] = sweep[names].map(lambda x: f"{x:.0f}" if x >= 100 else f"{x:g}")
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_table(out, sweep.assign(**stamp()), None)
     print(sweep.to_string(index=False))
 

@@ -25,8 +25,7 @@ def answers_of(folder: Path) -> pd.DataFrame:
 
 def replace_rows(table: Path, rows: pd.DataFrame, key: Sequence[str], digits: int = 6) -> pd.DataFrame:
     """Write rows into a table of the project (CSV) in the place of those with the same values in the columns `key`, and
-    return the whole table. Its folder is made. digits: significant digits of its numbers."""
-    table.parent.mkdir(parents=True, exist_ok=True)
+    return the whole table. digits: significant digits of its numbers."""
     old = pd.read_csv(table) if table.is_file() else rows[:0]
     same = pd.MultiIndex.from_frame(old[list(key)]).isin(pd.MultiIndex.from_frame(rows[list(key)]))
     whole = pd.concat([part for part in (old[~same], rows) if len(part)] or [rows], ignore_index=True)

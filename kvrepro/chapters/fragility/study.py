@@ -52,6 +52,7 @@ WINDOWS = (16, 32, 64)
 DUO = {"sinks": 16, "recent": 32}  # an eighth of its own 128 and 256: these prompts are short
 MIDDLE = 0.2  # the share of the extra studies, the paper's
 GUARDED = (0.1, MIDDLE, 0.4)  # shares at which every policy runs behind guards too
+GUARDED_RIVALS = (*DEFENSIVE, "critical_ada_kv")  # compared behind guards on all items: twelve miss their rare gains
 READINGS = claims.READINGS
 NEEDLES = "needles"  # the part of the grid with further needles, which have their own figure and enter no pooled mean
 
@@ -388,7 +389,8 @@ def parts_of(
 
     every: some items in all conditions; with the full profile also under the baselines as their own papers describe
     them, with their windows and poolings. middle: the other items in the main comparison, at the share nearest to the
-    paper's. needles: among these other items, the embedded world's needles, at the remaining shares.
+    paper's, and `GUARDED_RIVALS` behind guards there. needles: among these other items, the embedded world's needles,
+    at the remaining shares.
     """
     at, every = middle(shares), _possible(loaded, grid(shares, policies, reading, settings.protect_frac))
     if {c.policy for c in every} == {"full"}:
@@ -403,9 +405,10 @@ def parts_of(
     for task in sorted({item.task for item in all_items if item.task.startswith("needle") and _world(items)}):
         needle_items += [item for item in all_items if item.task == task][: sizes.needles]
     needle_conditions = [c for c in compared(shares, policies, reading) if c.budget != at]
+    guarded = [c for c in every if c.policy in GUARDED_RIVALS and c.budget == at and c.prefix]
     parts = [
         ("every", [item for item in all_items if item.id in first], every),
-        ("middle", rest, compared([at], policies, reading)),
+        ("middle", rest, compared([at], policies, reading) + guarded),
         (NEEDLES, [item for item in needle_items if item.id not in first], needle_conditions),
     ]
     return [part for part in parts if part[1] and len(part[2]) > 1]

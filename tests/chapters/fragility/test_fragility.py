@@ -391,6 +391,16 @@ def test_everything_is_checked_before_anything_runs():
         study.declare(loaded, items, -1, settings, **choices)
 
 
+def test_claims_about_rivals_behind_guards_rest_on_all_items():
+    """C10 compares these three, and twelve items miss their rare gains: the other items run them behind guards too."""
+    loaded, size = models.load("small-gqa"), study.Size(4, 2, 2, 2, 2)
+    parts = study.parts_of(loaded, "tinyworld:two_hop,needle", size, Settings(), [0.2, 0.4], [*study.POLICIES], "both")
+    conditions = {name: part for name, _, part in parts}
+    guarded = [c for c in conditions["middle"] if c.prefix]
+    assert {(c.policy, c.budget) for c in guarded} == {(name, 0.2) for name in study.GUARDED_RIVALS}
+    assert set(guarded) <= set(conditions["every"])  # so that both parts give the same comparison
+
+
 def synthetic(readings=study.READINGS, items: int = 42) -> pd.DataFrame:
     """A grid's rows: the full cache right, critical_ada_kv losing 0.4, the defensive ones 0.1 and 0.05 (as_run 0.3)."""
     rows = []

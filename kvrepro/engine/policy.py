@@ -446,11 +446,12 @@ def _check_budget(c: Condition, policy: Policy, parameters: Parameters, tokens: 
 
 def _check_shared(c: Condition, policy: Policy, parameters: Parameters, tokens: int | None = None) -> None:
     """Raise InputError for settings that `SharedCap` does not have, and for guards that leave nothing to choose."""
-    given = {"whitelist": c.whitelist, "bits": c.bits, "budget": c.budget if isinstance(c.budget, float) else None}
-    for name, value in given.items():
+    if isinstance(c.budget, float):
+        problem = f"budget {c.budget!r} in regime {SharedCap.name!r}, which takes no share"
+        raise InputError(f"{problem}: give {c.policy} a number of tokens, such as 256")
+    for name, value in {"whitelist": c.whitelist, "bits": c.bits}.items():
         if value:
-            problem = f"{name} {value!r} in regime {SharedCap.name!r}"
-            raise InputError(f"{problem}, which has no such thing: take DecodeCap()")
+            raise InputError(f"{name} {value!r} in regime {SharedCap.name!r}, which has none: leave it out")
     budget = budget_of(c, 0)
     prefix, suffix = guarded(c, budget, parameters)
     needed, parts = prefix + suffix, f"{prefix} prefix + {suffix} suffix"

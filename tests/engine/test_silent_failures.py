@@ -269,9 +269,13 @@ def test_logits_that_are_no_numbers_are_no_answer(condition):
         answers(tiny_prompts(60), [condition], model)
 
 
-@pytest.mark.parametrize("foreign", [{"bits": 4}, {"whitelist": ("a",)}, {"budget": 0.2}])
-def test_the_shared_cap_refuses_what_it_would_ignore(foreign):
-    with pytest.raises(InputError, match="in regime 'shared cap', which has no such thing"):
+@pytest.mark.parametrize(
+    ("foreign", "way_out"),
+    [({"bits": 4}, "leave it out"), ({"whitelist": ("a",)}, "leave it out"), ({"budget": 0.2}, "give lru a number")],
+)
+def test_the_shared_cap_refuses_what_it_would_ignore(foreign, way_out):
+    [name] = foreign
+    with pytest.raises(InputError, match=f"^{name} .* in regime 'shared cap', .*: {way_out}"):
         check(Condition("lru", **{"budget": 100, "regime": SharedCap(), **foreign}))
 
 

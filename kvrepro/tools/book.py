@@ -183,6 +183,8 @@ def by_chapter(values: Mapping[str, Any], names: Iterable[str], root: Path = ROO
         wanted = [prefix] if dot else list(parameters_of)
         possible = set().union(*(parameters_of[chapter] | options[chapter] for chapter in wanted))
         if name not in possible:
+            if not dot and name in parameters_of:
+                raise InputError(f"{name!r} is a chapter: give its parameters as {name}.n_items, for instance")
             who = f"chapter {prefix} has no" if dot else "no chapter has a"
             raise InputError(
                 f"{who} parameter {name!r}{suggestion(name, possible)}; there are: {', '.join(sorted(possible))}"

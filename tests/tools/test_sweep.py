@@ -49,6 +49,7 @@ def environment(monkeypatch):
         ({"parameters": ["n_items"]}, "give names with values"),
         ({"parameters": {"n_item": 3}}, "no chapter has a parameter 'n_item', did you mean 'n_items'?"),
         ({"parameters": {"leakage.n_items": 3}}, "no chapter 'leakage'"),
+        ({"parameters": {"own_policy": {"n_items": 3}}}, "give its parameters as own_policy.n_items"),
         ({"parameters": {"model": "small-mha"}}, "model stands among the parameters: set it by the key models"),
         (
             {"parameters": {"own_policy.profile": "full"}},

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import typer
 
+from kvrepro.errors import Stopped
 from kvrepro.paths import replaced
 from kvrepro.tools import faults, kills
 
@@ -117,6 +118,19 @@ def test_a_fault_that_is_met_in_silence_fails(tmp_path, monkeypatch):
     with pytest.raises(typer.Exit):
         faults.table_(tmp_path / "faults.csv", "NaN")
     assert len(pd.read_csv(tmp_path / "faults.csv")) == 1
+
+
+def test_a_campaign_without_a_kill_is_no_result(tmp_path, monkeypatch):
+    counts = {"kills": 0, "lost": 0, "doubled": 0, "different": 0}
+    monkeypatch.setattr(faults, "campaign", lambda *_: dict(counts))
+    monkeypatch.setenv("KVREPRO_ENGINE", "local")  # the command sets it
+    table = tmp_path / "kills.csv"
+    with pytest.raises(Stopped, match="^no worker could be killed: .* give more --n-items"):
+        faults.kills("leakage", 3, "worker", model="small-gqa", out=table)
+    assert not table.exists()
+    counts["kills"] = 2
+    faults.kills("leakage", 3, "worker", model="small-gqa", out=table)
+    assert pd.read_csv(table).kills.tolist() == [2]
 
 
 @pytest.mark.slow

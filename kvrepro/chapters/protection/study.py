@@ -43,10 +43,21 @@ def paper_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int) -> i
 
 
 def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
-    """The chapter's items, as in `data.load_items`; of LongBench those that the paper's harness asks."""
+    """The chapter's items, as in `data.load_items`; of LongBench those that the paper's harness asks. Raises InputError
+    if the model's context can hold none of the lengths of `context`, which is computed later."""
+    possible_lengths(loaded, settings)
     room, items = prompt_limit(loaded, settings.max_new_tokens), data.suited("protection", items, SUITS)
     fitting = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, WORLD_TOKENS)
     return data.not_too_long(fitting, items, loaded.tokenizer, paper_limit(loaded, fitting, settings.max_new_tokens))
+
+
+def possible_lengths(loaded: Loaded, settings: Settings) -> list[int]:
+    """The prompt lengths, in tokens, that the model's context can hold. Raises InputError if it can hold none."""
+    new, room = settings.max_new_tokens, loaded.context
+    if possible := [length for length in settings.lengths if length + new <= room]:
+        return possible
+    problem = f"lengths {list(settings.lengths)}: with {new} new tokens none fits {room} positions"
+    raise InputError(f"{problem}, give shorter ones")
 
 
 def main(
@@ -76,9 +87,7 @@ def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Se
     length is used. Raises InputError if the context can hold no length.
     """
     new, items = settings.max_new_tokens, SUITS.get(items, items)
-    possible = [length for length in settings.lengths if length + new <= loaded.context]
-    if not possible:
-        raise InputError(f"no prompt of {list(settings.lengths)} + {new} new tokens fits {loaded.context} positions")
+    possible = possible_lengths(loaded, settings)
     by_length = {length: of_length(loaded, items, n_items, length, settings) for length in possible}
     if not any(by_length.values()):
         room = loaded.context - new

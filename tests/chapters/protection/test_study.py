@@ -77,8 +77,10 @@ def test_context_cuts_passages_to_each_length_and_leaves_out_what_does_not_fit(l
     assert (frame.prompt_tokens <= frame.length).all()
     assert (frame.prompt_tokens > frame.length * 0.95).all()
     assert set(frame.capacity.dropna()) == {37, 75}
-    with pytest.raises(InputError, match=r"no prompt of \[4000\] \+ 2 new tokens fits 1024 positions"):
-        study.context(loaded, str(items), 1, "both", replace(settings, lengths=[4000]))
+    with pytest.raises(
+        InputError, match=r"^lengths \[4000\]: with 2 new tokens none fits 1024 positions, give shorter"
+    ):
+        study.questions(loaded, str(items), 1, replace(settings, lengths=[4000]))  # before anything is computed
 
 
 def test_the_questions_length_and_place_decide_what_lru_holds_of_it(tmp_path, monkeypatch):

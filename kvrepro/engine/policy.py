@@ -253,6 +253,10 @@ def find(name: str) -> Policy:
     policy = CATALOGUE.get(name) or OWN.get(name)
     if policy is not None:
         return policy
+    if name == "full":
+        raise InputError(
+            "policy 'full' evicts nothing: the full cache is run wherever it is compared with, leave it out"
+        )
     path, colon, attribute = name.rpartition(":")
     if "credit" in name and not colon:
         raise InputError(f"{name} learns from prompt to prompt: run python -m kvrepro.chapters.protection.credit")

@@ -327,3 +327,8 @@ def test_the_table_has_a_row_for_every_policy():
 def test_the_kind_of_all_regimes_is_no_regime():
     with pytest.raises(InputError, match=r"Regime\(\) is none by itself: take Prefill, Chunked, "):
         Regime()
+
+
+def test_the_full_cache_is_no_policy_to_choose():
+    with pytest.raises(InputError, match="^policy 'full' evicts nothing: .*, leave it out$"):
+        find("full")

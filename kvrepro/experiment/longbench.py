@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrepro.errors import ensure_known
+from kvrepro.errors import InputError, ensure_known
 from kvrepro.item import Item, Span
 
 BRIEF = "Reply with the answer alone, without further words."
@@ -105,6 +105,8 @@ PAPER = "protection"  # the QA sets as the protection paper puts them
 def named(names: str) -> list[str]:
     """The sets of "qasper,gov_report", of a group ("qa", "long"), or ("") all. Raises InputError for other names."""
     sets = list(dict.fromkeys(member for name in names.split(",") for member in GROUPS.get(name, [name])))
+    if PAPER in sets:
+        raise InputError(f"longbench:{names}: '{PAPER}' asks its sets in a form of its own: name it alone")
     ensure_known("LongBench set", sets, SETS, also=[*filter(None, GROUPS), PAPER])
     return sets
 

@@ -138,3 +138,8 @@ def test_a_plain_prompt_begins_with_the_tokenizer_s_own_special_token(archive):
     assert 0 not in prompt.spans["passage"]
     assert first not in data.build_prompt(chat, fast, 10_000).ids
     assert len(data.build_prompt(plain, fast, 150).ids) <= 150
+
+
+def test_the_papers_own_prompts_are_named_alone():
+    with pytest.raises(InputError, match="^longbench:protection,qa: 'protection' .*: name it alone$"):
+        data.check_items("longbench:protection,qa")

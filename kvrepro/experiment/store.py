@@ -186,12 +186,15 @@ class Store(contextlib.AbstractContextManager["Store"]):
             (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Fold the arrived rows into the table. Where that fails they stay in their own files, and a line says so."""
+        """Fold the arrived rows into the table. Where that fails they stay in their own files, and a line says so, but
+        not where bad input or a full disk ends the run anyway: that has a line of its own."""
+        told = isinstance(sys.exception(), InputError)
         try:
             if parts(self.table):
                 self.fold(LEAST)
         except InputError as error:
-            print(f"{self.table}: the rows that were stored lie in {self.folder} ({error})", file=sys.stderr)
+            if not told:
+                print(f"{self.table}: the rows that were stored lie in {self.folder} ({error})", file=sys.stderr)
         if not self.table.exists():  # nothing was ever stored: leave no trace
             with contextlib.suppress(OSError):
                 self.folder.rmdir()

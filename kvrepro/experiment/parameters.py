@@ -79,6 +79,8 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
     for name in ("model", "compare"):
         if values.get(name) or name in given:
             models.look(values[name])
+    for name in values.get("family") or ():
+        models.look(name)
     if values.get("quoted") and not os.path.isfile(WORK / values["quoted"]):
         raise InputError(f"quoted {values['quoted']!r}: no such file, give a .jsonl")
     if "device" in given:

@@ -27,7 +27,7 @@ import joblib
 import psutil
 
 from kvrepro.engine.policy import OWN
-from kvrepro.errors import Stopped
+from kvrepro.errors import Stopped, counted
 from kvrepro.experiment import models
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Job
@@ -102,10 +102,9 @@ def _shared(recipe: Recipe | None, parts: Sequence[bytes], count: int) -> Iterat
             end()
             deaths += 1
             if deaths == TRIES:
-                raise Lost(
-                    f"a worker process was killed {TRIES} times in a row, {len(left)} parts are left: {HELP}"
-                ) from None
-            line = f"a worker process was killed: {len(left)} parts of the study go to new ones"
+                lost = f"a worker process was killed {TRIES} times in a row, {counted(len(left), 'part')} left: {HELP}"
+                raise Lost(lost) from None
+            line = f"a worker process was killed: what is left ({counted(len(left), 'part')}) goes to new ones"
             print(line, file=sys.stderr, flush=True)
             left = left[workers:] + left[:workers]
         except BaseException:  # nobody waits for the other jobs

@@ -99,3 +99,9 @@ def test_own_policies_are_looked_at_before_anything_is_loaded(name, tmp_path):
         check_values({name: [f"{file}:A", f"{file}:B"]})
     with pytest.raises(InputError, match="mine.py has no Policy called C"):
         check_values({name: [f"{file}:C"]})
+
+
+def test_every_model_of_a_family_is_looked_at_before_the_first_one_runs():
+    with pytest.raises(InputError, match="^unknown model 'nosuch': use "):
+        check_values({"model": "small-gqa", "family": ["small-mha", "nosuch"]})
+    check_values({"model": "small-gqa", "family": []})

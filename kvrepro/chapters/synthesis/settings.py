@@ -21,7 +21,9 @@ class Settings(run.Settings):
     interval: Size = 8  #: generated tokens between two evictions under a cap
     answer_words: Size = 24  #: an answer is read and judged as far as that
     block_size: Size = 16  #: tokens of a block of the paged cache
-    draws: Size = 1000  #: resamples of items for an interval of a share of variance
+    draws: Annotated[int, Number(1, 100_000, whole=True)] = (
+        1000  #: resamples of items for an interval of a share of variance
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

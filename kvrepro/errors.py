@@ -109,8 +109,8 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
             raise SystemExit(1) from None
         if not hasattr(error, "format_message"):  # only the errors of the command-line library have it
             raise
-        message = " ".join(error.format_message().split())
-        print(f"{message} Given: {' '.join(arguments)[:200]!r}; --help says what there is", file=sys.stderr)
+        if message := " ".join(error.format_message().split()):  # none where the help was printed
+            print(f"{message} Given: {' '.join(arguments)[:200]!r}; --help says what there is", file=sys.stderr)
         raise SystemExit(2) from None
     raise SystemExit(ended or 0)
 

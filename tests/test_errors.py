@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from kvrepro.errors import ENDING, INTERRUPTED, TOO_SMALL, InputError, ensure_known, one_line_errors
+from kvrepro.errors import ENDING, INTERRUPTED, TOO_SMALL, InputError, ensure_known, one_line_errors, program
 
 WAITS = """import sys, time, typer
 from kvrepro.errors import program
@@ -136,3 +137,15 @@ def test_a_program_that_ends_does_not_look_for_unused_objects():
     code = f"import atexit, gc; from kvrepro.errors import program; {at_the_end}; program(lambda *_, **__: 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+def test_help_in_the_place_of_a_missing_command_is_all_that_is_printed(capsys):
+    app = typer.Typer(no_args_is_help=True)
+    for name in ("one", "two"):
+        app.command(name)(lambda: None)
+    with pytest.raises(SystemExit) as end:
+        program(app, "name", [])
+    printed = capsys.readouterr()
+    assert end.value.code == 2
+    assert "Usage: name" in printed.out + printed.err
+    assert "Given" not in printed.out + printed.err

@@ -730,7 +730,7 @@ def fetch(name: str) -> Path:
     for path in paths:
         file, entry = folder / path, manifest[source]["files"][path]
         if not file.is_file():
-            _download(manifest[source]["url"].format(path=path), file, entry)
+            _download(manifest[source]["url"].format(path=path), file, entry, f"{source}/{path}")
         _check(file, entry, f"remove it and run: python -m kvrepro.experiment.data fetch {source}/{path}")
     return folder if name in manifest else folder / paths[0]
 
@@ -755,7 +755,7 @@ def _check(file: Path, entry: dict[str, Any], way_out: str) -> None:
         raise InputError(f"{file} has sha256 {digest[:12]}..., expected {entry['sha256'][:12]}...: {way_out}")
 
 
-def _download(url: str, file: Path, entry: dict[str, Any]) -> None:
+def _download(url: str, file: Path, entry: dict[str, Any], name: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with replaced(file) as part:  # never under the final name until it is whole and right
@@ -764,7 +764,7 @@ def _download(url: str, file: Path, entry: dict[str, Any]) -> None:
             _check(part, entry, "the download is not the file of the manifest; try again")
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        way_out = "connect to the network, or put the file into a folder of $KVREPRO_DATA"
+        way_out = f"connect to the network, or set KVREPRO_DATA to a folder that holds it as {name}"
         raise InputError(f"cannot download {url} ({reason}): {way_out}") from None
 
 

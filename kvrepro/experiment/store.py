@@ -188,12 +188,12 @@ class Store(contextlib.AbstractContextManager["Store"]):
     def close(self) -> None:
         """Fold the arrived rows into the table. Where that fails they stay in their own files, and a line says so, but
         not where bad input or a full disk ends the run anyway: that has a line of its own."""
-        told = isinstance(sys.exception(), InputError)
+        has_own_line = isinstance(sys.exception(), InputError)
         try:
             if parts(self.table):
                 self.fold(LEAST)
         except InputError as error:
-            if not told:
+            if not has_own_line:
                 print(f"{self.table}: the rows that were stored lie in {self.folder} ({error})", file=sys.stderr)
         if not self.table.exists():  # nothing was ever stored: leave no trace
             with contextlib.suppress(OSError):

@@ -261,14 +261,14 @@ def kills(
     with tempfile.TemporaryDirectory() as base:
         parameters = {"model": model or str(_two_layers(Path(base))), "n_items": n_items, "options": options}
         row = campaign(chapter, parameters | SMALL.get(chapter, {}), Path(base), who, count, seed)
-    made: int = row["kills"]
-    if not made:
+    kill_count: int = row["kills"]
+    if not kill_count:
         raise Stopped(f"no {who} could be killed: {chapter} computes too little here for processes of its own, or ends "
                       "too soon; give more --n-items. Nothing was written")  # fmt: skip
     row = {"chapter": chapter, "engine": engine, "who": who, "seed": seed} | row | stamp()
     print(pd.Series(row).to_string())
-    if made < count:
-        print(f"{made} of {count} kills were made: after that the run ended too soon {count} times in a row")
+    if kill_count < count:
+        print(f"{kill_count} of {count} kills were made: after that the run ended too soon {count} times in a row")
     replace_rows(out, pd.DataFrame([row]), KEY)
     if row["lost"] or row["doubled"] or row["different"]:
         raise typer.Exit(1)

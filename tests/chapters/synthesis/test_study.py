@@ -110,6 +110,11 @@ def test_rows_stand_beside_their_cells(loaded, items, tmp_path, capsys):
     assert random.score.tolist() == rows.score.tolist()  # read, not computed
 
 
+def test_resamples_that_no_memory_holds_are_refused():
+    with pytest.raises(InputError, match="^draws 1000000000000: a whole number, at least 1, at most 100000$"):
+        Settings(draws=10**12)
+
+
 def test_a_family_is_named_or_the_profiles(tmp_path):
     others = set(models.embedded())
     assert set(study.family(models.DEFAULT, None, "full")) == others

@@ -61,7 +61,10 @@ def run(
     items: Annotated[str, Option("-i", "--items", help="as `kvrepro items` lists them")] = "tinyworld:domains",
     n_items: Annotated[int | None, Option("-n", "--n-items", help="otherwise 12, or all of a shorter file")] = None,
     max_new_tokens: Annotated[int | None, Option(help="of an answer; otherwise the item's own number, or 32")] = None,
-    limit: Annotated[int | None, Option(help="tokens of a prompt; longer passages are cut")] = None,
+    limit: Annotated[
+        int | None,
+        Option(help="tokens of a prompt: longer passages are cut, prompts of tinyworld and ruler made as long"),
+    ] = None,
     measure: Annotated[str, Option(help="the column that the table shows")] = "token_f1",
     device: Annotated[str, Option(help="cpu, cuda, auto or balanced")] = "cpu",
     option: Annotated[list[str], Option("-o", "--option", help=f"name=value: {OPTIONS}; repeat")] = [],  # noqa: B006
@@ -86,7 +89,7 @@ def run(
     _check_table(measure, out)
     from kvrepro.engine.allowed import Number, ensure
     from kvrepro.experiment import data, models, stats
-    from kvrepro.experiment.answers import prompt_limit
+    from kvrepro.experiment.answers import able, prompt_limit
     from kvrepro.experiment.parameters import check_values, ensure_name
     from kvrepro.experiment.run import Answers, Settings
     from kvrepro.experiment.run import run as run_study
@@ -102,10 +105,12 @@ def run(
     new = 32 if max_new_tokens is None else max_new_tokens
     room = prompt_limit(loaded, new, limit)
     count = data.AtMost(12) if n_items is None else n_items
-    drawn = data.load_fitting(items, count, loaded.tokenizer, room, settings.seed, min(room, 1900))
+    made = room if limit is not None else min(room, 1900)
+    drawn = data.load_fitting(items, count, loaded.tokenizer, room, settings.seed, made)
     if max_new_tokens is not None:
         drawn = [replace(item, meta=item.meta | {"max_new_tokens": new}) for item in drawn]
-    rows = run_study(Answers("run", name, drawn, conditions, new, limit), loaded, settings)
+    study = Answers("run", name, drawn, conditions, new, limit)
+    rows = run_study(replace(study, items=able(study, loaded)), loaded, settings)
     if settings.dry_run:
         return
     table = _table(rows, measure)

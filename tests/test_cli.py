@@ -200,6 +200,34 @@ WRONG = {
 }
 
 
+def test_an_item_too_short_for_a_budget_is_left_out_and_the_others_run(call, tmp_path):
+    rows = [{"id": f"{n} words", "context": "door " * n, "question": "Which?", "answer": "red"} for n in (80, 1, 90)]
+    items, short = tmp_path / "items.jsonl", tmp_path / "short.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short.write_text(json.dumps(rows[1]) + "\n")
+    given = ["-p", "streaming_llm", "-b", "64", "--max-new-tokens", "2", "-o", f"results={tmp_path}"]
+    code, out, _ = call("run", *given, "-o", "progress=false", "-i", str(items))
+    assert code == 0
+    assert "run: 1 of 3 items left out, the first because: item 1 words: budget 64 >= " in out
+    assert set(store.read(tmp_path / "run" / "main.parquet")["item"]) == {"80 words", "90 words"}
+    code, _, error = call("run", *given, "-i", str(short))
+    assert code == 2
+    assert error.startswith("item 1 words: budget 64 >= ")
+
+
+@pytest.mark.parametrize(("items", "answer"), [("ruler:niah_single_1", 128), ("tinyworld:needle", 0)])
+def test_prompts_that_are_made_are_as_long_as_the_limit_says(items, answer, call, tmp_path):
+    """RULER counts the answer, too."""
+    given = ["-p", "streaming_llm", "-b", "64", "-i", items, "-n", "1", "--max-new-tokens", "2", "-o", "progress=false"]
+    lengths = []
+    for limit in (2000, 600):
+        code, _, _ = call("run", *given, "--limit", str(limit), "--name", f"of-{limit}", "-o", f"results={tmp_path}")
+        assert code == 0
+        lengths += store.read(tmp_path / "run" / f"of-{limit}.parquet").prompt_tokens.unique().tolist()
+    assert 1900 < lengths[0] + answer <= 2000
+    assert 540 < lengths[1] + answer <= 600
+
+
 def test_a_run_with_a_failed_row_ends_with_1_and_keeps_the_others(call, tmp_path):
     """Its 41st call raises: one row of 22, fewer than the tenth that ends a study."""
     (tmp_path / "mine.py").write_text(

@@ -5,7 +5,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,16 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
                 with data.named(item):
                     engine.check_conditions(loaded.model, [prompt], wanted, most_new)
     return prompts
+
+
+def able(study: "Answers", loaded: Loaded) -> list[Item]:
+    """The study's items without those that cannot meet one of its conditions, such as prompts shorter than a budget;
+    prints how many are left out, and why (`data.usable`). Computes nothing. Raises InputError if none is left."""
+    try:
+        check(study, loaded)
+    except InputError:
+        return data.usable(study.items, study.chapter, lambda item: check(replace(study, items=[item]), loaded))
+    return list(study.items)
 
 
 def unmet(

@@ -214,6 +214,23 @@ def filling(items: list[Item], name: str, tokenizer: Any, length: int) -> list[I
     return long_enough
 
 
+def usable(items: Sequence[Item], name: str, check: Callable[[Item], object]) -> list[Item]:
+    """The items for which `check` raises no InputError; prints how many are left out, and why the first of them is.
+    Raises that error if none is left."""
+    errors: dict[str, InputError] = {}
+    for item in items:
+        try:
+            check(item)
+        except InputError as error:
+            errors[item.id] = error
+    if errors:
+        first = next(iter(errors.values()))
+        if len(errors) == len(items):
+            raise first
+        say_once(f"{name}: {len(errors)} of {len(items)} items left out, the first because: {first}")
+    return [item for item in items if item.id not in errors]
+
+
 @contextmanager
 def named(item: Item) -> Iterator[None]:
     """A context in which an InputError's message names the item."""

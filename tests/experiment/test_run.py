@@ -403,6 +403,20 @@ def test_a_study_of_which_many_fail_ends_when_the_rest_is_stored(loaded, fake, t
     assert set(failed["policy"]) == {"lru"} if culprit == "lru" else set(failed["item"]) == {"item-1"}
 
 
+def test_items_that_cannot_meet_a_condition_are_left_out_and_a_condition_that_none_can_is_refused(loaded, capsys):
+    long = [Item(name, "doors", ({"role": "user", "content": "Which door is open? " * 12},), "x") for name in "ab"]
+    study = Answers("doors", "main", [long[0], ITEMS[0], long[1]], [Condition("snapkv", 80, Prefill())], 8)
+    assert answers.able(study, loaded) == long
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("doors: 1 of 3 items left out, the first because: item item-0: budget 80 >= ")
+    assert answers.able(replace(study, items=long), loaded) == long
+    assert not capsys.readouterr().out
+    with pytest.raises(InputError, match="^item item-0: budget 80 >= "):
+        answers.able(replace(study, items=ITEMS[:2]), loaded)
+    with pytest.raises(InputError, match="^unknown policy 'snap'"):
+        answers.able(replace(study, conditions=[Condition("snap", 8, Prefill())]), loaded)
+
+
 def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
     """What an item cannot meet is refused, or where a study allows for gaps, a row that says so."""
     conditions = [CONDITIONS[0], Condition("snapkv", 80, Prefill())]

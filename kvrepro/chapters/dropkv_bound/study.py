@@ -35,7 +35,8 @@ def questions(loaded: Loaded, items: str, n_items: int, settings: Settings, fill
     """Items whose prompts have at most `settings.tokens` tokens of the model's own tokenizer.
 
     items, n_items: as in `data.load_fitting`. filled: take prompts of nearly that length only (`data.filling`).
-    Raises InputError, also if the prompts leave no room for the answer or are too short for the pools.
+    Prompts that are too short for the pools are left out (`data.usable`). Raises InputError, also if the prompts leave
+    no room for the answer.
     """
     tokens, answer_tokens = settings.tokens, settings.max_new_tokens
     if tokens + answer_tokens > loaded.context:
@@ -43,10 +44,12 @@ def questions(loaded: Loaded, items: str, n_items: int, settings: Settings, fill
     fitting = data.load_fitting(items, n_items, loaded.tokenizer, tokens, settings.seed)
     if filled:
         fitting = data.filling(fitting, items, loaded.tokenizer, tokens)
-    for item, count in zip(fitting, _prompt_tokens(loaded, fitting, tokens), strict=True):
+
+    def check_length(item: Item) -> None:
         with data.named(item):
-            _check_pools(settings.sampling, count)
-    return fitting
+            _check_pools(settings.sampling, *_prompt_tokens(loaded, [item], tokens))
+
+    return data.usable(fitting, "dropkv_bound", check_length)
 
 
 def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Settings) -> dict[int, list[Item]]:

@@ -23,7 +23,7 @@ from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.heads import learned
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, controls, data, longbench, measure
-from kvrepro.experiment.answers import check, prompt_limit, unmet
+from kvrepro.experiment.answers import able, check, prompt_limit, unmet
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
@@ -196,11 +196,14 @@ def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> Ans
         if (getattr(base, name) or 0) >= count:
             raise InputError(f"{name} {getattr(base, name)}: {loaded.name} has {count}, counted from 0")
     study = Answers("fragility", "answers", chosen, [Condition()], settings.answer_tokens, note=tokens_of)
-    for item, prompt in zip(chosen, check(study, loaded), strict=True):
+
+    def check_history(item: Item) -> None:
+        [prompt] = check(replace(study, items=[item]), loaded)
         with data.named(item):
             for end in {s.until: s for s in _settings_for(item, base).values()}.values():
                 retention.end_of(prompt, end)
-    return study
+
+    return replace(study, items=data.usable(chosen, "fragility", check_history))
 
 
 def tokens_of(item: Item, prompt: Prompt, answer: Generation) -> dict[str, Any]:
@@ -209,8 +212,11 @@ def tokens_of(item: Item, prompt: Prompt, answer: Generation) -> dict[str, Any]:
 
 
 def _load(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> list[Item]:
+    """Items as in `data.load_fitting`, without those that have no question to compress what comes before."""
     room = prompt_limit(loaded, settings.max_new_tokens)
-    return data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, settings.tokens)
+    fitting = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, settings.tokens)
+    full = Condition(regime=Prefill(until="question"))
+    return able(Answers("fragility", "every", fitting, [full], settings.max_new_tokens), loaded)
 
 
 def _observed_elsewhere(items: Sequence[Item], sizes: Size, seed: int) -> list[Item]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvrepro.engine.guard import protected_count
 from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
-from kvrepro.experiment.answers import prompt_limit
+from kvrepro.experiment.answers import able, prompt_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
@@ -42,13 +43,18 @@ def paper_limit(loaded: Loaded, items: Sequence[Item], max_new_tokens: int) -> i
     return min(room, PAPER_TOKENS - max_new_tokens) if any(item.context is not None for item in items) else room
 
 
-def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
-    """The chapter's items, as in `data.load_items`; of LongBench those that the paper's harness asks. Raises InputError
-    if the model's context can hold none of the lengths of `context`, which is computed later."""
+def questions(
+    loaded: Loaded, items: str, n_items: int, settings: Settings, conditions: Sequence[Condition] = (Condition(),)
+) -> list[Item]:
+    """The chapter's items, as in `data.load_items`, that can meet the conditions; of LongBench those that the paper's
+    harness asks. Raises InputError if the model's context can hold none of the lengths of `context`, which is computed
+    later."""
     possible_lengths(loaded, settings)
     room, items = prompt_limit(loaded, settings.max_new_tokens), data.suited("protection", items, SUITS)
     fitting = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, WORLD_TOKENS)
-    return data.not_too_long(fitting, items, loaded.tokenizer, paper_limit(loaded, fitting, settings.max_new_tokens))
+    limit = paper_limit(loaded, fitting, settings.max_new_tokens)
+    fitting = data.not_too_long(fitting, items, loaded.tokenizer, limit)
+    return able(_comparison(loaded, fitting, conditions, settings, "main"), loaded)
 
 
 def possible_lengths(loaded: Loaded, settings: Settings) -> list[int]:
@@ -64,8 +70,14 @@ def main(
     loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], settings: Settings, name: str = "main"
 ) -> pd.DataFrame:
     """Rows of the main comparison, or of another study by its name; prompts are at most as long as the paper's."""
+    return run(_comparison(loaded, items, conditions, settings, name), loaded, settings)
+
+
+def _comparison(
+    loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], settings: Settings, name: str
+) -> Answers:
     limit = paper_limit(loaded, items, settings.max_new_tokens)
-    return run(Answers("protection", name, items, conditions, settings.max_new_tokens, limit), loaded, settings)
+    return Answers("protection", name, items, conditions, settings.max_new_tokens, limit)
 
 
 def of_length(loaded: Loaded, items: str, n_items: int, length: int, settings: Settings) -> list[Item]:
@@ -132,6 +144,7 @@ def question(loaded: Loaded, items: str, n_items: int, capacity: int, settings: 
         if limit is not None:
             fitting = data.not_too_long(fitting, source, loaded.tokenizer, limit)
         study = Answers("protection", f"question-{i}", fitting, conditions, new, limit, note=held_question)
+        study = replace(study, items=able(study, loaded))
         parts.append(run(study, loaded, settings).assign(varied=varied, length=tokens))
     rows = pd.concat(parts, ignore_index=True)
     notes = pd.DataFrame([json.loads(note) if isinstance(note, str) else {} for note in rows.note], index=rows.index)

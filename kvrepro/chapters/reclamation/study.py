@@ -51,7 +51,8 @@ def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings)
     """Token ids by item, of `n_items` prompts (None: as many as the profile says).
 
     Messages without a passage to cut may be as long as the model's context allows. If all layers have a sliding window,
-    no prompt is longer than the window, since budgets are shares of what the layers hold.
+    no prompt is longer than the window, since budgets are shares of what the layers hold. Prompts too short for the
+    settings are left out (`data.usable`).
     """
     ensure((Size, None), n_items=n_items)
     held, count = ModelFacts.of(loaded.model).held, n_items or data.AtMost(SIZES[settings.profile]["arising"])
@@ -60,10 +61,26 @@ def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings)
     if tokens < most:
         print(f"reclamation: prompts of {tokens:,} tokens at most, since no layer of this model holds more")
     fitting = data.load_fitting(items, count, loaded.tokenizer, tokens, settings.seed, room=room)
-    return {
+    ids = {
         item.id: data.build_prompt(item, loaded.tokenizer, room if item.context is None else tokens).ids
         for item in fitting
     }
+    fitting = data.usable(fitting, "reclamation", lambda item: _check_length(item.id, len(ids[item.id]), settings))
+    return {item.id: ids[item.id] for item in fitting}
+
+
+def _check_length(name: str, tokens: int, settings: Settings) -> None:
+    """Raise InputError if a prompt of so many tokens is too short for the settings."""
+    least, shared = min(settings.kept), _shared(tokens)
+    if settings.capacity >= tokens:
+        why = f"capacity {settings.capacity} >= {tokens} tokens of a prompt: nothing leaves; lower it"
+    elif round(least * tokens) < 16:
+        why = f"kept {least:g} of {tokens} tokens are {least * tokens:.0f}, fewer than 16: raise it"
+    elif settings.block_size > shared:
+        why = f"block_size {settings.block_size} > {shared} tokens that prompts share: lower it"
+    else:
+        return
+    raise InputError(f"item {name}: {why}")
 
 
 def _needed(settings: Settings) -> int:
@@ -561,17 +578,11 @@ def check(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) 
     check_shared(loaded.model)
     lengths = {name: len(ids) for name, ids in prompts.items()}
     shortest, longest = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
-    tokens, item, needed = lengths[shortest], f"item {shortest}: ", _needed(settings)
-    least, shared = min(settings.kept), _shared(tokens)
+    needed = _needed(settings)
     labels = [label(name) for name in settings.policies]
     if repeated := {name for name in labels if labels.count(name) > 1}:
         raise InputError(f"two of the policies are called {min(repeated)}: give each a title of its own")
-    if settings.capacity >= tokens:
-        raise InputError(f"{item}capacity {settings.capacity} >= {tokens} tokens of a prompt: nothing leaves; lower it")
-    if round(least * tokens) < 16:
-        raise InputError(f"{item}kept {least:g} of {tokens} tokens are {least * tokens:.0f}, fewer than 16: raise it")
-    if settings.block_size > shared:
-        raise InputError(f"{item}block_size {settings.block_size} > {shared} tokens that prompts share: lower it")
+    _check_length(shortest, lengths[shortest], settings)
     if lengths[longest] + needed > loaded.context:
         raise InputError(
             f"item {longest}: {lengths[longest]} tokens of a prompt and {needed} after it exceed the model's "

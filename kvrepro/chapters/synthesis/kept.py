@@ -72,6 +72,11 @@ def agreement(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
     return pd.DataFrame(correlations, columns=["model", "item", "value"])
 
 
+def conditions(share: float, policies: Sequence[str] = COMPARED) -> list[Condition]:
+    """Each policy as its paper describes it, at one share."""
+    return [Condition(name, share, Prefill(), reading="as_described") for name in policies]
+
+
 def of_item(loaded: Loaded, item: Item, policies: Sequence[str], share: float, tokens: int) -> pd.DataFrame:
     """What each policy, as its paper describes it, keeps of a prompt: rows (policy, layer, head of keys and values).
 
@@ -80,8 +85,9 @@ def of_item(loaded: Loaded, item: Item, policies: Sequence[str], share: float, t
     last query, over the output's length, mean over the query heads.
     """
     prompt = data.build_prompt(item, loaded.tokenizer, tokens)
-    conditions = [Condition(name, share, Prefill(), reading="as_described") for name in policies]
-    [answers] = generate(loaded.model, [prompt], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True)
+    [answers] = generate(
+        loaded.model, [prompt], conditions(share, policies), max_new_tokens=1, stop_ids=(), kept_sets=True
+    )
     layers = list(_layers(loaded, prompt.ids).items())
     parts = []
     for name, answer in zip(policies, answers, strict=True):

@@ -17,6 +17,7 @@ from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.policy import check, is_own
 from kvrepro.errors import InputError
 from kvrepro.experiment import controls, data, measure, models
+from kvrepro.experiment.answers import able
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, run
 from kvrepro.item import Item
@@ -64,9 +65,23 @@ def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
 
 def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
     """Items as in `data.load_fitting`, with answers cut to `settings.answer_words` words and evidence in proportion:
-    long answers of the embedded world follow the order of the prompt."""
+    long answers of the embedded world follow the order of the prompt. Prompts that are too short for a cell of the grid
+    are left out."""
     fitting = data.load_fitting(items, n_items, loaded.tokenizer, settings.tokens, settings.seed)
-    return [_cut(loaded, item, settings) for item in fitting]
+    cut = [_cut(loaded, item, settings) for item in fitting]
+    marked = all("question" in with_parts(loaded, item, settings).spans for item in cut)
+    smallest = grid.cells_of(loaded.model, [min(settings.kept)])
+    cells = smallest.drop_duplicates(["scorer", "guard", "regime", "quota"])  # no other factor asks for more tokens
+    every = [
+        grid.condition(cell, settings)
+        for cell in cells[marked | (cells.regime != "question unseen")].to_dict("records")
+    ]
+    return able(_study(cut, [*every, *kept.conditions(middle(settings))], settings), loaded)
+
+
+def middle(settings: Settings) -> float:
+    """The share at which the heads' kept tokens are looked at."""
+    return sorted(settings.kept)[len(settings.kept) // 2]
 
 
 def _cut(loaded: Loaded, item: Item, settings: Settings) -> Item:
@@ -151,11 +166,14 @@ def answers(
     """Rows of one model, as `stored.tidy` gives them; of a dry run those of its estimate."""
     prompts = [with_parts(loaded, item, settings) for item in items]
     conditions = planned(loaded, prompts, cells, policies, settings)
+    rows = run(_study(items, conditions, settings), loaded, settings)
+    return rows if settings.dry_run else stored.tidy(rows)
+
+
+def _study(items: Sequence[Item], conditions: Sequence[Condition], settings: Settings) -> Answers:
     prompt_of, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
     most = max(item.new_tokens(settings.answer_words) for item in items)
-    study = Answers("synthesis", "grid", items, conditions, most, settings.tokens, prompt_of, note)
-    rows = run(study, loaded, settings)
-    return rows if settings.dry_run else stored.tidy(rows)
+    return Answers("synthesis", "grid", items, conditions, most, settings.tokens, prompt_of, note)
 
 
 def of_family(
@@ -163,7 +181,6 @@ def of_family(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Rows of every model, and the tables of `kept.of_items` at the middle share. In the quick profile the models after
     the first run fewer policies: `grid.RIVALS` and a reader's own."""
-    middle = sorted(settings.kept)[len(settings.kept) // 2]
     few = [name for name in policies if name in grid.RIVALS or is_own(name)]
     rows, of_heads = [], []
     for name in [None, *others]:
@@ -171,7 +188,7 @@ def of_family(
         chosen = questions(loaded, items, size.items, settings)
         model_policies = list(policies) if name is None or settings.profile == "full" else few
         rows.append(answers(loaded, chosen, size.cells if name is None else size.others, model_policies, settings))
-        of_heads.append(kept.of_items(loaded, chosen, middle, settings))
+        of_heads.append(kept.of_items(loaded, chosen, middle(settings), settings))
     return pd.concat(rows, ignore_index=True), pd.concat(of_heads, ignore_index=True)
 
 

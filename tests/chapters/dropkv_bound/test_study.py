@@ -1,6 +1,7 @@
 """The bound's frames on a tiny model, and estimates and verdicts on frames whose answer is known."""
 
 import json
+import re
 from dataclasses import replace
 
 import checkpoint
@@ -216,12 +217,17 @@ def test_short_prompts_of_the_study_do_not_stand_for_its_length(study):
     assert set(a["item"]) == set(study.assumptions["item"]) - {short}
 
 
-def test_pools_that_one_prompt_cannot_fill_name_it(foreign, tmp_path):
-    items = tmp_path / "own.jsonl"
-    rows = [{"context": "door " * words, "question": "Which?", "answer": "red"} for words in (300, 2)]
-    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InputError, match=r"^item own-001: a pool of \d+ of \d+ keys < 20 to draw"):
-        runs.questions(foreign, str(items), 2, Settings(pools=(0.3,)))
+def test_prompts_too_short_for_the_pools_are_left_out_and_the_first_is_named(foreign, tmp_path, capsys):
+    lines = [json.dumps({"context": "door " * n, "question": "Which?", "answer": "red"}) + "\n" for n in (300, 2)]
+    items, short = tmp_path / "own.jsonl", tmp_path / "short.jsonl"
+    items.write_text("".join(lines))
+    short.write_text(lines[1])
+    assert [item.id for item in runs.questions(foreign, str(items), 2, Settings(pools=(0.3,)))] == ["own-000"]
+    why = r"item {}: a pool of \d+ of \d+ keys < 20 to draw"
+    first = why.format("own-001")
+    assert re.match(f"dropkv_bound: 1 of 2 items left out, the first because: {first}", capsys.readouterr().out)
+    with pytest.raises(InputError, match="^" + why.format("short-000")):
+        runs.questions(foreign, str(short), 1, Settings(pools=(0.3,)))
 
 
 def test_the_study_s_own_length_is_not_run_again(study):

@@ -724,15 +724,25 @@ def test_the_headlines_layer_is_one_that_holds_tokens_to_evict(kind, layer):
     assert study.paper_layer(tiny.architecture(kind)) == layer  # of three, of which gemma3's outer ones slide
 
 
-def test_an_item_that_the_study_cannot_take_is_named(tmp_path):
+def test_items_that_the_study_cannot_take_are_left_out_and_the_first_is_named(tmp_path, capsys):
     turns = [{"role": "user", "content": "The red door is open. " * 60 + "Which door is open?"}]
     end = len(turns[0]["content"])
     spans = [{"name": "question", "message": 0, "start": end - 19, "end": end}]
     rows = [{"id": name, "messages": turns, "answer": "red"} for name in ("whole", "bare")]
-    items = tmp_path / "own.jsonl"
-    items.write_text("".join(json.dumps(row) + "\n" for row in (rows[0] | {"spans": spans}, rows[1])))
-    with pytest.raises(InputError, match="^item bare: the prompt has no span 'question': it has none"):
-        study.observed(models.load("tiny-gqa"), str(items), study.SIZES["quick"], study.Settings())
+    brief = {"id": "brief", "context": "The red door is open.", "question": "Which door?", "answer": "red"}
+    items, alone = tmp_path / "own.jsonl", tmp_path / "alone.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in (rows[0] | {"spans": spans}, rows[1], brief)))
+    alone.write_text(json.dumps(rows[1]) + "\n")
+    loaded, settings, why = models.load("tiny-gqa"), study.Settings(), "item bare: the prompt has no span 'question'"
+    choices = {"shares": [0.2], "policies": ["snapkv"], "reading": "as_run"}
+    answered, [every, *_] = study.declare(loaded, str(items), 3, settings, **choices)
+    assert [item.id for item in answered.items] == ["whole"]
+    assert [item.id for item in every.items] == ["whole", "brief"]  # of which only the full cache is asked
+    printed = capsys.readouterr().out
+    assert f"fragility: 1 of 3 items left out, the first because: {why}" in printed
+    assert "fragility: 1 of 2 items left out, the first because: item brief: 50% of" in printed
+    with pytest.raises(InputError, match=f"^{why}: it has none"):
+        study.declare(loaded, str(alone), 1, settings, **choices)
 
 
 def test_what_a_short_prompt_cannot_meet_is_left_out_and_the_rest_is_kept(capsys):

@@ -83,6 +83,22 @@ def test_context_cuts_passages_to_each_length_and_leaves_out_what_does_not_fit(l
         study.questions(loaded, str(items), 1, replace(settings, lengths=[4000]))  # before anything is computed
 
 
+def test_items_shorter_than_the_guards_are_left_out_of_every_study(loaded, tmp_path, capsys):
+    rows = [
+        {"id": name, "context": context, "question": "Which?", "answer": "red"}
+        for name, context in (("short", "Red."), ("long", PASSAGE))
+    ]
+    items = tmp_path / "doors.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = Settings(tmp_path, progress=False, max_new_tokens=2, places=(), protect_frac=0.4)
+    conditions = study.grid.main([400], ["lru"], 0.4, "as_run")
+    questions = study.questions(loaded, str(items), 2, settings, conditions)
+    assert [item.id for item in questions] == ["long"]
+    assert "protection: 1 of 2 items left out, the first because: item short: prompt of" in capsys.readouterr().out
+    assert set(study.question(loaded, str(items), 2, 4000, settings)["item"]) == {"long"}
+    assert len(study.questions(loaded, str(items), 2, settings)) == 2  # the full cache takes any
+
+
 def test_the_questions_length_and_place_decide_what_lru_holds_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "WORLD_TOKENS", 240)
     tiny = models.load("small-gqa")

@@ -240,6 +240,28 @@ def test_prompts_are_what_a_model_all_of_whose_layers_slide_can_hold(kinds, most
     assert ("prompts of 250 tokens at most" in capsys.readouterr().out) == (most == 250)
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"capacity": 128, "block_size": 16}, r"capacity 128 >= \d+ tokens of a prompt"),
+        ({"capacity": 8, "block_size": 16, "kept": (0.1,)}, r"kept 0\.1 of \d+ tokens are \d+, fewer than 16"),
+        ({"capacity": 8, "block_size": 96, "kept": (0.5,)}, r"block_size 96 > \d+ tokens that prompts share"),
+    ],
+)
+def test_prompts_too_short_for_a_setting_are_left_out_and_the_first_is_named(changes, why, tmp_path, capsys):
+    loaded = models.load(str(checkpoint.save(tmp_path / "small", context=4096)))
+    rows = [{"id": f"{n} words", "context": "door " * n, "question": "Which?", "answer": "red"} for n in (200, 5, 250)]
+    items, short = tmp_path / "items.jsonl", tmp_path / "short.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short.write_text(json.dumps(rows[1]) + "\n")
+    settings = Settings(tmp_path, **changes)
+    assert list(r.prompts(loaded, str(items), 3, settings)) == ["200 words", "250 words"]
+    first = f"reclamation: 1 of 3 items left out, the first because: item 5 words: {why}"
+    assert re.match(first, capsys.readouterr().out)
+    with pytest.raises(InputError, match=f"^item 5 words: {why}"):
+        r.prompts(loaded, str(short), 1, settings)
+
+
 def test_a_crash_loses_one_study_and_what_is_stored_is_not_computed_again(tmp_path, monkeypatch, capsys):
     loaded = models.load(str(checkpoint.save(tmp_path / "small")))
     ids = {name: tiny.prompts(100, seed=seed)[0] for seed, name in enumerate("ab")}

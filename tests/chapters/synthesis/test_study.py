@@ -1,5 +1,6 @@
 """The chapter's rows: items, prompts with parts, conditions that do what their cells say, rows beside their cells."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,26 @@ def loaded():
 @pytest.fixture(scope="module")
 def items(loaded):
     return study.questions(loaded, "tinyworld:needle_multikey,several,list_all", 3, SETTINGS)
+
+
+def test_a_prompt_too_short_for_the_grid_is_left_out_and_the_others_run(loaded, tmp_path, capsys):
+    room = "The key lies in room {}. " * 60
+    rows = [
+        {"id": name, "context": context, "question": "Where is the key?", "answer": "there"}
+        for name, context in (("long", room), ("short", room[:250]), ("also long", room))
+    ]
+    items, short = tmp_path / "own.jsonl", tmp_path / "short.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short.write_text(json.dumps(rows[1]) + "\n")
+    settings = replace(SETTINGS, results=tmp_path, kept=(0.1,))
+    size = study.Size(3, 4, 4)
+    answered, of_heads = study.of_family(loaded, [], str(items), size, ["key_diff"], settings)
+    assert set(answered.item) == set(of_heads["item"]) == {"long", "also long"}
+    assert set(study.without_cache(loaded, str(items), 3, settings)["item"]) == {"long", "also long"}
+    printed = capsys.readouterr().out
+    assert printed.count("synthesis: 1 of 3 items left out, the first because: item short: budget") == 1
+    with pytest.raises(InputError, match="^item short: budget .* protected tokens"):
+        study.questions(loaded, str(short), 1, settings)
 
 
 def sets(loaded, item, conditions) -> list[np.ndarray]:

@@ -298,6 +298,8 @@ class AnswersPlan(Plan):
         self.columns = [[number[c] for c in dict.fromkeys(conditions)] for conditions in conditions_by_item]
         self.pairs = [(i, j) for i, columns_of_item in enumerate(self.columns) for j in columns_of_item]
         self.gaps = unmet(loaded, self.prompts, self.conditions, self.columns) if study.gaps else {}
+        if study.gaps:
+            self._check_rotations()
         self.obstacles = self._obstacles()
         usual = "triton" if settings.backend == "auto" else settings.backend
         self.backends = ["torch" if why else usual for why in self.obstacles]
@@ -305,6 +307,13 @@ class AnswersPlan(Plan):
         self.keys = [self.heads[pair]["key"] for pair in self.pairs]
         self.identities = store.identities_of([self.heads[pair] for pair in self.pairs])
         self.total = len(self.keys)
+
+    def _check_rotations(self) -> None:
+        """Raise InputError for an item whose answer the model rotates otherwise than its prompt; a gap is neither."""
+        for i, (item, prompt) in enumerate(zip(self.study.items, self.prompts, strict=True)):
+            met = [self.conditions[j] for j in self.columns[i] if (i, j) not in self.gaps]
+            with data.named(item):
+                engine.check_conditions(self.loaded.model, [prompt], met, item.new_tokens(self.study.max_new_tokens))
 
     def _heads(self) -> dict[Pair, dict[str, Any]]:
         """The columns of each row that are known before it is computed; `key` hashes all that decides the others."""

@@ -14,6 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import checkpoint
+import families
 import numpy as np
 import pandas as pd
 import pytest
@@ -432,6 +433,21 @@ def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
         False,
     ]
     assert frame.attrs["failed"] == []
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_an_answer_that_the_model_would_rotate_otherwise_is_refused_before_anything_runs(gaps, loaded, fake, tmp_path):
+    switch = 20 + len(data.build_prompt(ITEMS[0], loaded.tokenizer, 200).ids)
+    at = {"original_max_position_embeddings": switch}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32} | at
+    model = families.build("Phi-3", rope_parameters=rope, vocab_size=len(loaded.tokenizer), **at)
+    conditions = [Condition(), Condition("streaming_llm", 8, Prefill())]
+    study = Answers("doors", "main", ITEMS[:1], conditions, 20, gaps=gaps)
+    given = replace(loaded, model=model), Settings(results=tmp_path)
+    assert len(run.run(study, *given)) == 2
+    with pytest.raises(InputError, match=f"^item item-0: .* rotates keys otherwise beyond {switch}"):
+        run.run(replace(study, max_new_tokens=30), *given)
+    assert len(fake.calls) == 1
 
 
 def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_path, capsys):

@@ -302,11 +302,10 @@ def decode_cap(model: PreTrainedModel) -> bool:
 
 
 def shared_cap(model: PreTrainedModel) -> bool:
-    """One set for all layers, sliding ones included, of a text within their window."""
-    tokens = 24 if getattr(model.config.get_text_config(), "sliding_window", None) else TOKENS
-    answer, logits = ours(model, Condition("lru", 16, SharedCap(interval=100)), tokens)
-    slow = reference(model, prompt(tokens))
-    first = slow.read(tokens)
+    """One set for all layers, sliding ones included, of a text longer than their window."""
+    answer, logits = ours(model, Condition("lru", 16, SharedCap(interval=100)))
+    slow = reference(model, prompt(TOKENS))
+    first = slow.read(TOKENS)
     for n in slow.layers:
         slow.held[n] = torch.zeros_like(slow.held[n])
         slow.held[n][:, answer.kept_positions] = True

@@ -19,6 +19,7 @@ from kvrepro.chapters.leakage.scores import survivors
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.regime import Offline
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment import run as runs
@@ -246,7 +247,7 @@ def _examples(loaded: Loaded, plan: ChapterPlan, ends: Sequence[float]) -> dict[
 
 
 def _labelled(loaded: Loaded, plan: ChapterPlan) -> list[Item]:
-    """The embedded world's labelled examples, or those of TREC's that fit the model's context. If the data set is
+    """The embedded world's labelled examples, or those of TREC's that fit the model. If the data set is
     missing, there are none, and this is printed."""
     n, seed = plan.sizes.examples, plan.settings.seed
     if plan.items == "tinyworld":
@@ -256,16 +257,18 @@ def _labelled(loaded: Loaded, plan: ChapterPlan) -> list[Item]:
     except InputError as error:
         print(f"leakage: no labelled examples: {error}")
         return []
-    long = {item.meta["system"] for item in drawn if not _fits_context(loaded, item, plan.sizes.tokens)}
+    long = {item.meta["system"] for item in drawn if not _fits(loaded, item, plan.sizes.tokens)}
     if long:
-        print(f"leakage: {len(long)} sets of labelled examples are too long for the model's context: left out")
+        print(f"leakage: {len(long)} sets of labelled examples are too long for the model: left out")
     return [item for item in drawn if item.meta["system"] not in long]
 
 
-def _fits_context(loaded: Loaded, item: Item, tokens: int) -> bool:
-    """Whether the model's context holds an item's prompt and `tokens` more."""
+def _fits(loaded: Loaded, item: Item, tokens: int) -> bool:
+    """Whether the model's context holds an item's prompt and `tokens` more, all of which it rotates alike."""
     try:
-        return len(prompt(loaded, item).ids) + tokens <= loaded.context
+        text = prompt(loaded, item)
+        engine.check_conditions(loaded.model, [text], [Condition(regime=Offline(until="request"))], tokens)
+        return len(text.ids) + tokens <= loaded.context
     except InputError:
         return False
 

@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import checkpoint
+import families
 import pytest
 
 from kvrepro.chapters.leakage import english, members, runs, scores, study
 from kvrepro.chapters.leakage.plan import ChapterPlan
+from kvrepro.chapters.leakage.prompts import prompt
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
@@ -233,10 +236,22 @@ def test_a_chapter_on_a_file_of_ones_own_with_labelled_questions(tmp_path, monke
     chapter = runs.chapter(loaded, plan)
     assert chapter.main.system.nunique() == 3
     assert chapter.examples.system.nunique() == 2
-    assert "1 sets of labelled examples are too long for the model's context" in capsys.readouterr().out
+    assert "1 sets of labelled examples are too long for the model: left out" in capsys.readouterr().out
     assert chapter.main.error.isna().mean() > 0.8
     [s] = study.studies(chapter, "as_described")
     assert not s.examples.empty
     assert len(members.evaluate([s], loaded.name))
     with pytest.raises(InputError, match="n_items is 4, but .* has 3 system prompts: ask for no more"):
         runs.chapter(loaded, ChapterPlan(plan.settings, str(file), n_items=4))
+
+
+def test_examples_fit_a_model_that_rotates_them_and_the_answer_alike(tmp_path):
+    turns = ({"role": "system", "content": "Keep it secret. " * 5}, {"role": "user", "content": "Which door is open?"})
+    item = Item("door", "doors", turns, "red")
+    loaded = models.load(str(checkpoint.save(tmp_path / "small", [turn["content"] for turn in turns], context=1900)))
+    switch = 10 + len(prompt(loaded, item).ids)
+    at = {"original_max_position_embeddings": switch}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32} | at
+    model = families.build("Phi-3", rope_parameters=rope, max_position_embeddings=1900, **at)
+    assert [runs._fits(replace(loaded, model=model), item, tokens) for tokens in (10, 30)] == [True, False]
+    assert runs._fits(loaded, item, 30)

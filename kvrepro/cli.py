@@ -105,8 +105,8 @@ def run(
     new = 32 if max_new_tokens is None else max_new_tokens
     room = prompt_limit(loaded, new, limit)
     count = data.AtMost(12) if n_items is None else n_items
-    made = room if limit is not None else min(room, 1900)
-    drawn = data.load_fitting(items, count, loaded.tokenizer, room, settings.seed, made)
+    prompt_tokens = room if limit is not None else min(room, 1900)  # of prompts that are made
+    drawn = data.load_fitting(items, count, loaded.tokenizer, room, settings.seed, prompt_tokens)
     if max_new_tokens is not None:
         drawn = [replace(item, meta=item.meta | {"max_new_tokens": new}) for item in drawn]
     study = Answers("run", name, drawn, conditions, new, limit)

@@ -221,7 +221,7 @@ def attempted(
     for half in (ordered[:half_size], ordered[half_size:]):
         if half:
             outcomes |= attempted(
-                loaded, prompts, conditions, sorted(half), max_new_tokens, engine_arguments, limit, True
+                loaded, prompts, conditions, sorted(half), max_new_tokens, engine_arguments, limit, quiet=True
             )
     return outcomes
 
@@ -357,7 +357,7 @@ class AnswersPlan(Plan):
             if new := sorted(self.missing & self.gaps.keys()):
                 self.missing -= set(new)
                 if not self.settings.dry_run:
-                    self.table.add([self._row(pair, self.gaps[pair]) for pair in new])
+                    self.table.add([self._gap(*pair) for pair in new])
         except BaseException:
             self.table.close()
             raise
@@ -366,8 +366,8 @@ class AnswersPlan(Plan):
     def __exit__(self, *exception: object) -> None:
         self.table.close()
 
-    def _row(self, pair: Pair, answer: Generation | Exception) -> dict[str, Any]:
-        return answer_row(self.loaded, self.study.items[pair[0]], self.prompts[pair[0]], self.heads[pair], answer)
+    def _gap(self, i: int, j: int) -> dict[str, Any]:
+        return answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[i, j], self.gaps[i, j])
 
     @property
     def engine_arguments(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError, Stopped, error_line, suggestion
-from kvrepro.experiment import models, run, workers
+from kvrepro.experiment import claims, models, run, workers
 from kvrepro.experiment.parameters import read
 from kvrepro.experiment.settings import ensure_options
 from kvrepro.paths import ROOT
@@ -45,7 +45,6 @@ INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/
 data/artifact/* constraints.txt""".split()
 PAGES = """_config.yml _toc.yml *.md constraints.txt book/**/* data/*.csv data/*/*.csv kvrepro/tools/*.py""".split()
 SHOWS = "kvrepro.experiment.figure.display"  # what figures are shown by
-MEASURE_TIME = ("leakage", "reclamation")  # chapters with studies that measure time
 STUDIES_END = ".end_studies()"  # in the cell that runs a notebook's studies, as its last line
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value; relative paths start in the clone"
 
@@ -288,10 +287,9 @@ def main(
         return
     for name in names:
         check(name, parameters[name])
-    together = _together(parameters)
-    works = _works(sorted(names, key=MEASURE_TIME.__contains__), parameters, force)
-    shared = set(names).difference(MEASURE_TIME) if together > 1 else ()
-    for name, seconds, ran, error in in_turn(works, together, shared):
+    timed = [name for name in judged() if "timed" in claims.load_claims(name)]  # they measure time
+    works = _works(sorted(names, key=timed.__contains__), parameters, force)
+    for name, seconds, ran, error in in_turn(works, _together(parameters), set(names).difference(timed)):
         if error:
             failed.append(name)
             until = f"computed until then: book/executed/{name}.partial.ipynb"

@@ -21,9 +21,7 @@ class Settings(run.Settings):
     interval: Size = 8  #: generated tokens between two evictions under a cap
     answer_words: Size = 24  #: an answer is read and judged as far as that
     block_size: Size = 16  #: tokens of a block of the paged cache
-    draws: Annotated[int, Number(1, 100_000, whole=True)] = (
-        1000  #: resamples of items for an interval of a share of variance
-    )
+    draws: Annotated[int, Number(1, 100_000, whole=True)] = 1000  #: resamples of items for intervals of shares
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -69,14 +69,17 @@ def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> l
     are left out."""
     fitting = data.load_fitting(items, n_items, loaded.tokenizer, settings.tokens, settings.seed)
     cut = [_cut(loaded, item, settings) for item in fitting]
-    marked = all("question" in with_parts(loaded, item, settings).spans for item in cut)
-    smallest = grid.cells_of(loaded.model, [min(settings.kept)])
+    smallest = _cells(loaded, [with_parts(loaded, item, settings) for item in cut], [min(settings.kept)])
     cells = smallest.drop_duplicates(["scorer", "guard", "regime", "quota"])  # no other factor asks for more tokens
-    every = [
-        grid.condition(cell, settings)
-        for cell in cells[marked | (cells.regime != "question unseen")].to_dict("records")
-    ]
+    every = [grid.condition(cell, settings) for cell in cells.to_dict("records")]
     return able(_study(cut, [*every, *kept.conditions(middle(settings))], settings), loaded)
+
+
+def _cells(loaded: Loaded, prompts: Sequence[Prompt], shares: Sequence[float]) -> pd.DataFrame:
+    """The grid's cells at these shares; without those of "question unseen" if a prompt marks no question."""
+    cells = grid.cells_of(loaded.model, shares)
+    marked = all("question" in prompt.spans for prompt in prompts)
+    return cells if marked else cells[cells.regime != "question unseen"]
 
 
 def middle(settings: Settings) -> float:
@@ -137,10 +140,7 @@ def planned(
     If a prompt marks no question, cells of the regime "question unseen" are left out. Methods of the catalogue whose
     window is larger than their share of the shortest prompt are left out, and a printed line says so.
     """
-    possible = grid.cells_of(loaded.model, settings.kept)
-    if any("question" not in prompt.spans for prompt in prompts):
-        possible = possible[possible.regime != "question unseen"]
-    chosen = grid.design(possible, cells, settings.seed)
+    chosen = grid.design(_cells(loaded, prompts, settings.kept), cells, settings.seed)
     of_grid = [grid.condition(cell, settings) for cell in chosen.to_dict("records")]
     shortest = min(len(prompt.ids) for prompt in prompts)
     methods = [c for c in grid.published(policies, settings) if _is_possible(c, shortest)]

@@ -21,6 +21,7 @@ from kvrepro.paths import ROOT
 from kvrepro.tools.rows import words
 
 FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell", "show-input"}
+BOX = f":::{{admonition}} {FOUND.strip('*')}\n:class: tip\n"  # above the findings
 LAST = "## How this page was computed"
 RESULTS = "data/results"
 REFERENCE = re.compile(r"\[(?:[Tt]he )?[Ff]igure\]\(#fig-([a-z0-9-]+)\)")  # in a notebook; in the book it has a number
@@ -32,6 +33,16 @@ def figure_data(chapter: str, name: str, root: Path = ROOT) -> pd.DataFrame | No
     """The numbers behind a figure of the chapter's executed copy; None where the copy has no such figure."""
     file = _picture(root / "book" / "executed", chapter, name).with_suffix(".csv")
     return pd.read_csv(file) if file.is_file() else None
+
+
+def findings(chapter: str, root: Path = ROOT) -> list[str]:
+    """The sentences in the box of findings of a chapter's executed copy; none where it has no box."""
+    file = root / "book" / "executed" / f"{chapter}.ipynb"
+    if not file.is_file():
+        return []
+    outputs = [output for cell in nbformat.read(file, as_version=4).cells for output in cell.get("outputs", [])]
+    boxes = [text for output in outputs if (text := text_of(output, "text/markdown")).startswith(BOX)]
+    return [line.removeprefix("- ") for line in "\n".join(boxes).splitlines() if line.startswith("- ")]
 
 
 def _picture(folder: Path, chapter: str, name: str) -> Path:
@@ -195,8 +206,7 @@ def _findings_first(cells: list[Any]) -> list[Any]:
     tag(box, "remove-input")
     for output in box.outputs:
         if FOUND in (text := text_of(output, "text/markdown")):
-            head = f":::{{admonition}} {FOUND.strip('*')}\n:class: tip\n"
-            output["data"]["text/markdown"] = f"{text.replace(FOUND, head)}\n:::"
+            output["data"]["text/markdown"] = f"{text.replace(FOUND, BOX)}\n:::"
     rest = [cell for i, cell in enumerate(cells) if i not in moved]
     rest.insert(int(bool(rest) and rest[0].cell_type == "markdown"), box)
     end = next((i for i, cell in enumerate(rest) if cell.source.startswith(LAST)), None)

@@ -30,7 +30,6 @@ EVERY = "all"  # in place of a chapter, in that table
 KEY = ["chapter", "claim", "reading"]
 GUARDS = {"0% + 0%": "no guards", "10% + 10%": "guards"}  # shares at both ends -> rows of the figure
 WINDOWED = ("streaming_llm", "snapkv", "cake", "ada_kv", "critical_ada_kv", "defensive_kv", "layer_defensive_kv")
-NEEDLES, QUESTIONS = list(ITEMS.values())[:2]
 BOX = 3  # the first claims of `central` stand in the box, the others below
 
 
@@ -197,24 +196,6 @@ def drawn() -> dict[str, Figure]:
         "synthesis": _drawn(synthesis, "share of the prompt kept", list(published), reference=floors, height=2.8),
         "verdicts": family_page.drawn(side_by_side(verdicts), every=False),
     }  # fmt: skip
-
-
-def headline() -> str:
-    """The page's result in a sentence, for the book's first page."""
-    verdicts, _, scores = read()
-    total = pd.DataFrame(agreement(side_by_side(verdicts)))[["verdicts on both", "the same"]].sum()
-    of_p6 = verdicts[(verdicts.claim == "P6") & (verdicts.reading == "as_run")].set_index("items")
-    alone = scores[(scores.chapter == "protection") & (scores.policy == NO_PASSAGE)].set_index("items").value
-    full = scores[(scores.chapter == "protection") & (scores.policy == "full")].set_index("items").value
-    shown = {name: _value(of_p6.loc[name]) for name in (QUESTIONS, NEEDLES)}
-    return (
-        f"On {NAME}, which others trained on real text, {total['the same']} of {total['verdicts on both']} verdicts "
-        f"are the same as on {models.DEFAULT}; each kind of item has a verdict of its own. Behind guards, the adaptive "
-        f"policy that decides {wording.link('P6', page='claims.html')} in the authors' code recovers "
-        f"{shown[QUESTIONS]} of the full cache's score on questions about real texts. The question alone, without the "
-        f"text, recovers {alone[QUESTIONS] / full[QUESTIONS]:.0%} there. On needles, the policy recovers "
-        f"{shown[NEEDLES]}, the question alone {alone[NEEDLES] / full[NEEDLES]:.0%}."
-    )
 
 
 def advice(scores: pd.DataFrame) -> str:

@@ -1,11 +1,11 @@
 """The first page and the page of advice: sentences from results, and what they say without any."""
 
+import nbformat
 import pandas as pd
 
-from kvrepro.chapters.synthesis import grid
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, wording
 from kvrepro.paths import ROOT
-from kvrepro.tools import claims_page, decide, landing
+from kvrepro.tools import claims_page, decide, edition, landing
 
 
 def verdict(claim: str, name: str, reading: str = "any", ours: float = 23.0) -> dict:
@@ -13,24 +13,22 @@ def verdict(claim: str, name: str, reading: str = "any", ours: float = 23.0) -> 
     return row | {"ours": ours, "low": ours - 6, "high": ours + 6, "paper": "79.5", "model": "m", "profile": "quick"}
 
 
-def test_answers_come_from_the_verdicts_of_the_run(tmp_path):
-    rows = [verdict("P6", "not reproduced", "as_run"), verdict("P6", "reproduced", "as_described", 80.0)]
-    claims.write(pd.DataFrame(rows), tmp_path / "data" / "results" / "protection" / "claims.csv")
+def test_answers_are_the_first_findings_of_each_chapters_box(tmp_path):
+    found = wording.findings('Guards help: <a href="../claims.html#P6">it comes out</a>.', "Two.", "Three.")
+    output = nbformat.v4.new_output("display_data", data={"text/markdown": found.data})
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("found", outputs=[output])])
+    folder = tmp_path / "book" / "executed"
+    edition.edit(notebook, "protection", folder)
+    folder.mkdir(parents=True)
+    nbformat.write(notebook, folder / "protection.ipynb")
     *answers, elsewhere = landing.answers(tmp_path).splitlines()
     assert "language model" in elsewhere
     assert len(answers) == len(landing.QUESTIONS)
-    protection = answers[0]
-    assert 'href="claims.html#P6"' in protection
-    assert "does not come out</a> in the authors' code (23% [17, 29]) but" in protection
-    assert "comes out</a> in their text (80% [74, 86])" in protection
-    assert "This run has no verdict on that yet." in answers[2]
-    assert "no results yet" in answers[-1]
-
-
-def test_every_answer_names_a_claim_that_exists():
-    for chapter, entry in landing.QUESTIONS.items():
-        if answers := entry.get("answers"):
-            assert {answer["claim"] for answer in answers} <= {c["id"] for c in claims.load_claims(chapter)["claims"]}
+    assert answers[0] == (
+        f'- **{landing.QUESTIONS["protection"]}** Guards help: <a href="claims.html#P6">it comes out</a>. Two. '
+        "{doc}`The chapter <executed/protection>`."
+    )
+    assert "This chapter has no results yet." in answers[1]
 
 
 def test_the_figure_counts_the_verdicts():
@@ -60,63 +58,6 @@ def test_the_figure_says_how_many_verdicts_more_items_decide(tmp_path):
     assert "full profile" not in landing.picture(tmp_path / "mine")
 
 
-def test_a_share_is_told_in_points(tmp_path):
-    row = verdict("C1", "not reproduced") | {"ours": -0.15, "low": -0.2, "high": -0.1, "paper": "0.200 to 0.280"}
-    claims.write(pd.DataFrame([row | {"unit": "share"}]), tmp_path / "data/results/fragility/claims.csv")
-    answers = landing.answers(tmp_path)
-    assert "(-15 points of the importance retained [-20, -10])" in answers
-    assert "In print: 20 to 28 points" in answers
-
-
-def test_memory_is_told_for_every_policy_where_the_chapter_has_drawn_it(tmp_path):
-    row = verdict("R1f", "not reproduced", ours=87.0)
-    claims.write(pd.DataFrame([row]), tmp_path / "data/results/reclamation/claims.csv")
-    assert "(87% [81, 93])" in landing.answers(tmp_path)
-    folder = tmp_path / "book" / "executed" / "figures"
-    folder.mkdir(parents=True)
-    drawn = {
-        "granularity": "one set",
-        "compaction": "no compaction",
-        "kept": [0.1, 0.1, 0.5],
-        "value": [0.69, 0.97, 0.2],  # freed / evicted, which the figure shows
-        "freed": [0.62, 0.87, 0.1],
-    }
-    pd.DataFrame(drawn).to_csv(folder / "reclamation-granularity.csv")
-    assert "62% to 87% of the blocks are freed" in landing.answers(tmp_path)
-
-
-def test_what_is_forgotten_first_is_told_as_the_chapter_drew_it(tmp_path):
-    assert "This chapter has no results yet." in landing.answers(tmp_path).splitlines()[4]
-    folder = tmp_path / "book" / "executed" / "figures"
-    folder.mkdir(parents=True)
-    rows = [
-        (measure, reading, order, policy, ratio, value)
-        for measure, reading, values in [
-            ("following", "as_described", {"h2o": (1.0, 0.2), "snapkv": (1.0, 0.9)}),
-            ("leakage", "as_described", {"h2o": (0.0, 0.05), "snapkv": (0.0, 0.8)}),
-            ("leakage", "as_run", {"h2o": (0.9, 0.9), "snapkv": (0.9, 0.9)}),
-        ]
-        for order in ("defense first", "directive first")
-        for policy, shares in values.items() for ratio, value in zip((0.0, 0.5), shares, strict=True)
-    ]  # fmt: skip
-    names = ["measure", "reading", "order", "policy", "ratio", "value"]
-    table = pd.DataFrame(rows, columns=names).assign(low=0.0, high=1.0)
-    table.to_csv(folder / "leakage-curves.csv", index=False)
-    answer = landing.answers(tmp_path).splitlines()[4]
-    both = "of 2 policies, 1 forgets the defense sooner (SnapKV), and 1 forgets the directive sooner (H2O)"
-    assert answer.removeprefix(f"- **{landing.QUESTIONS['leakage']['question']}** ") == (
-        f"If the directive comes first, {both}; if the defense does, {both}, and with 50% of the system prompt dropped "
-        "the model then reveals 80% [0%, 100%] of its secret rules under SnapKV, where it reveals most. "
-        "{doc}`The chapter <executed/leakage>`."
-    )
-
-
-def test_a_claim_that_comes_out_in_part_says_what_it_asks_for(tmp_path):
-    row = verdict("D3", "partly", ours=1.16) | {"rule": "at most 1.2", "paper": "about 1.160", "unit": "x"}
-    claims.write(pd.DataFrame([row]), tmp_path / "data/results/dropkv_bound/claims.csv")
-    assert "In print: about 1.160 times; the claim asks for at most 1.2." in landing.answers(tmp_path)
-
-
 def test_the_book_can_be_cited():
     assert "@software{kvrepro," in landing.citation(ROOT)
 
@@ -137,16 +78,6 @@ def rows() -> pd.DataFrame:
                 item | {"kind": "grid", "scorer": "attention of all", "split": "one set", "score": poor, "freed": 0.8},
             ]
     return pd.DataFrame(table)
-
-
-def test_where_all_cells_score_alike_no_part_of_a_method_explains_most(tmp_path, monkeypatch):
-    """As with a model that answers nothing: there is no variance to share out."""
-    cells = grid.cells((0.1, 0.2))[::7].assign(kind="grid", model="m", task="t", score=0.0)
-    cells = cells.merge(pd.DataFrame({"item": ["a", "b"]}), how="cross")
-    monkeypatch.setattr(landing.stored, "rows", lambda results: cells)
-    assert "All cells score alike in this run" in landing.answers(tmp_path)
-    cells["score"] = (cells.scorer == cells.scorer[0]).astype(float)
-    assert "Of a method's parts the scorer explains more than any other: " in landing.answers(tmp_path)
 
 
 def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):

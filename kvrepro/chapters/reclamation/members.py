@@ -35,12 +35,6 @@ def verdicts(
     )  # fmt: skip
 
 
-def uncompacted(freed: pd.DataFrame) -> pd.DataFrame:
-    """The rows of policies that keep one set of tokens for all heads and free blocks by eviction alone, at the least
-    share kept; `freed` is the share of the blocks. freed: the table behind the chapter's figure "granularity"."""
-    return freed.query("granularity == 'one set' and compaction == 'no compaction' and kept == kept.min()")
-
-
 # ---- columns that compare the rows of a study
 
 

@@ -118,21 +118,6 @@ def bars(path: Path = GPU / "real.csv") -> Figure:
     return picture
 
 
-def bars_alt() -> str:
-    """What `bars` shows, for those who do not see it."""
-    frame = pd.read_csv(GPU / "real.csv").dropna(subset="target")
-    ratio = frame.now / frame.target
-    worst = frame.loc[ratio.idxmax()]
-    floor = (frame.now / frame.floor).dropna()
-    met, before = (int((times <= frame.target).sum()) for times in (frame.now, frame.before))
-    return (
-        f"Bars on a logarithmic scale for {len(frame)} measurements, with a line where a time is its target. {met} of "
-        f"{len(frame)} targets are met now, and {before or 'none'} of {frame.before.notna().sum()} times met them "
-        f"before. The measurement farthest from its target takes {ratio.max():.2f} times as long ({worst.what}). "
-        f"Where the floor is known, times are now {floor.min():.1f} to {floor.max():.1f} times the floor."
-    )
-
-
 OURS, THEIRS = "this project's kernels", "plain torch, or separate passes"
 
 
@@ -164,17 +149,6 @@ def _longest(path: Path) -> pd.DataFrame:
 def _theirs(rows: pd.DataFrame) -> pd.Series:
     """Is a row of plain torch, or of separate passes?"""
     return rows.variant.str.contains(r"\btorch\b|three kernels")
-
-
-def floors_alt(path: Path = GPU / "kernels.csv") -> str:
-    """What `floors` shows, for those who do not see it."""
-    last = _longest(path)
-    lines = [
-        f"{len(rows)} of {source}, from {rows.min():.0%} to {rows.max():.0%}, median {rows.median():.0%}"
-        for source, rows in last.groupby("by", sort=False).fraction_of_floor
-    ]
-    kernels = last.kernel.nunique()
-    return f"Dots by the share of the floor that is reached, in rows for {kernels} kernels: {'; '.join(lines)}."
 
 
 def floors_sentence(path: Path = GPU / "kernels.csv") -> str:

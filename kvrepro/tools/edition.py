@@ -18,7 +18,6 @@ from kvrepro.errors import InputError
 from kvrepro.experiment.figure import WHITE
 from kvrepro.experiment.wording import FOUND
 from kvrepro.paths import ROOT
-from kvrepro.tools.rows import words
 
 FOLDED = {"hide-input", "hide-cell", "remove-input", "remove-cell", "show-input"}
 BOX = f":::{{admonition}} {FOUND.strip('*')}\n:class: tip\n"  # above the findings
@@ -170,7 +169,7 @@ def _placed(output: Any, chapter: str, folder: Path, names: set[str], undrawn: s
     picture.write_text(output.data["image/svg+xml"].replace(WHITE, "", 1), encoding="utf-8")
     if "data" in facts:
         picture.with_suffix(".csv").write_text(facts["data"], encoding="utf-8")
-        caption += f" {link(f'figures/{stem}.csv')}"
+        caption += f" {{download}}`Data (CSV) <figures/{stem}.csv>`"
     options = {
         "name": f"fig-{stem}",
         "alt": facts["alt"],
@@ -180,17 +179,6 @@ def _placed(output: Any, chapter: str, folder: Path, names: set[str], undrawn: s
     lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in options.items()]
     text = "\n".join([f"::::{{figure}} figures/{stem}.svg", "---", *lines, "---", caption, "::::"])
     return nbformat.v4.new_output("display_data", data={"text/markdown": text})
-
-
-def link(data: str) -> str:
-    """A link to a figure's data. data: the file, as seen from the page."""
-    return f"{{download}}`Data (CSV) <{data}>`"
-
-
-def computed_figure(name: str, data: str, **facts: str) -> str:
-    """A figure of a computed page as a directive, from data/words/figures.yml. data: as of `link`; facts: what the
-    figure's text there leaves open."""
-    return str(words("figures")[name].format(data=link(data), **facts))
 
 
 def _findings_first(cells: list[Any]) -> list[Any]:

@@ -7,11 +7,10 @@ import pandas as pd
 import yaml
 from matplotlib.figure import Figure
 
-from kvrepro.errors import counted
-from kvrepro.experiment import claims, figure, wording
+from kvrepro.experiment import claims, figure
 from kvrepro.paths import ROOT
 from kvrepro.tools import claims_page, language_model_page
-from kvrepro.tools.edition import computed_figure, findings
+from kvrepro.tools.edition import findings
 from kvrepro.tools.family_page import COLOURS, SIGNS
 from kvrepro.tools.rows import words
 
@@ -20,8 +19,8 @@ MOST = 2  # findings of each chapter
 
 
 def parts(root: Path = ROOT) -> dict[str, str]:
-    """The page's computed parts by name: `answers`, `citation`, and `verdicts`, a figure; as markdown."""
-    return {"answers": answers(root), "citation": citation(), "verdicts": picture(root)}
+    """Computed markdown by name: `answers` for this page, `citation` for the page about the book."""
+    return {"answers": answers(root), "citation": citation()}
 
 
 def answers(root: Path = ROOT) -> str:
@@ -43,41 +42,6 @@ def verdicts(chapters: Sequence[str], root: Path = ROOT) -> dict[str, pd.DataFra
 def title(chapter: str) -> str:
     """What a chapter is called: the heading of its notebook."""
     return claims_page.title(ROOT / "notebooks" / f"{chapter}.ipynb").replace("_", " ")
-
-
-def picture(root: Path = ROOT) -> str:
-    """The figure of all verdicts as a directive: the file that `drawn` gives, and a caption that counts them and names
-    the chapters without any."""
-    frames = verdicts(list(QUESTIONS), root)
-    none = " and ".join(f"*{title(chapter)}*" for chapter in QUESTIONS if chapter not in frames)
-    judge = "judges no claims, so it is" if " and " not in none else "judge no claims, so they are"
-    missing = f" {none} {judge} not in it." if none else ""
-    signs = ", ".join(f"{sign} {claims.label(verdict)}" for verdict, sign in SIGNS.items())
-    n = counted(sum(map(len, frames.values())), "verdict")
-    facts = {"n": n, "missing": missing, "signs": signs, "alt": _counts(frames), "more": _on_more_items(frames)}
-    return computed_figure("verdicts", "generated/verdicts.csv", **facts)
-
-
-def _on_more_items(frames: Mapping[str, pd.DataFrame]) -> str:
-    """How many of the verdicts are inconclusive here and in the full profile, where that was run for the model."""
-    both = claims_page.in_both_profiles(claims_page.with_full_profile(frame, name) for name, frame in frames.items())
-    if both.empty:
-        return ""
-    inconclusive, full = both[["verdict", "full_verdict"]].eq("inconclusive").sum()
-    return (
-        f" The full profile has {len(both)} of them, too; of these, {inconclusive} are inconclusive in this run and "
-        f"{full} there."
-    )
-
-
-def _counts(frames: Mapping[str, pd.DataFrame]) -> str:
-    """How many verdicts of each kind a chapter has, in words."""
-    chapters = []
-    for name, frame in frames.items():
-        counts = frame.verdict.value_counts()
-        kinds = [f"{counts[verdict]} {claims.label(verdict)}" for verdict in claims.VERDICTS if verdict in counts]
-        chapters.append(f"{wording.chapter_name(name)}: {', '.join(kinds)}")
-    return "; ".join(chapters) + "."
 
 
 def drawn(frames: Mapping[str, pd.DataFrame]) -> Figure:

@@ -26,13 +26,11 @@ from kvrepro.tools import (
     reliability,
     shortcuts,
 )  # fmt: skip
-from kvrepro.tools.edition import computed_figure
 from kvrepro.tools.filterable import table
 from kvrepro.tools.rows import words
 
 # Policy -> the tests that hold it to an independent transcription of its formula.
 PINNED: dict[str, list[str]] = words("formula_tests")
-DETERMINISM = "../data/reliability/determinism.csv"
 LETTERS = {"alpha": "α", "beta": "β", "gamma": "γ", "eps": "ε", "mu": "μ", "phi": "φ", "tau": "τ"}
 
 
@@ -44,8 +42,6 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages |= {name: reference.page(patterns) for name, patterns in reference.PAGES.items()}
     pages["settings"], pages["control"] = reference.settings(), controlled()
     pages["artifact"] = table(differences.table())
-    pages["targets_figure"] = computed_figure("targets", "../data/gpu/real.csv", alt=cost.bars_alt())
-    pages["floors_figure"] = computed_figure("floors", "../data/gpu/kernels.csv", alt=cost.floors_alt())
     pages["floors"], pages["cost_failures"] = cost.floors_sentence(), cost.failures()
     pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
     pages["coverage"] = table(coverage.summary())
@@ -56,7 +52,6 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     pages |= _parts("family", family_page.page()) | _parts("language_model", language_model_page.page())
     tables_of = reliability.tables()
     pages["reliability_summary"] = table(reliability.summary(tables_of))
-    pages["reliability_figure"] = computed_figure("determinism", DETERMINISM)
     pages["reliability_sections"] = reliability.sections(tables_of)
     pages["shortcuts_lost"] = table(shortcuts.lost_in_words())
     pages |= {f"decide_{name}": text for name, text in decide.parts(root).items()} | landing.parts(root)

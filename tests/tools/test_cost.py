@@ -90,7 +90,3 @@ def test_the_dots_of_a_kernel_are_of_one_batch(tmp_path):
     table.assign(kernel="k", shape="s", tokens=32768).to_csv(file := tmp_path / "kernels.csv", index=False)
     [axes] = cost.floors(file).axes
     assert [x for dots in axes.collections for x, _ in dots.get_offsets()] == [0.8, 0.8]
-    assert cost.floors_alt(file) == (
-        "Dots by the share of the floor that is reached, in rows for 1 kernels: 1 of this project's kernels, from 80% "
-        "to 80%, median 80%; 1 of plain torch, or separate passes, from 80% to 80%, median 80%."
-    )

@@ -5,7 +5,7 @@ import pandas as pd
 
 from kvrepro.experiment import claims, wording
 from kvrepro.paths import ROOT
-from kvrepro.tools import claims_page, decide, edition, landing
+from kvrepro.tools import decide, edition, landing
 
 
 def verdict(claim: str, name: str, reading: str = "any", ours: float = 23.0) -> dict:
@@ -36,26 +36,6 @@ def test_the_figure_counts_the_verdicts():
     [axes] = landing.drawn({"protection": table}).axes
     assert [bar.get_width() for bar in axes.patches] == [4, 1, 0, 0, 0]
     assert landing.drawn({}).axes  # a book without results has an empty one
-
-
-def test_the_figure_says_which_chapters_it_leaves_out(tmp_path):
-    claims.write(pd.DataFrame([verdict("P6", "reproduced")]), tmp_path / "data/results/protection/claims.csv")
-    figure = landing.picture(tmp_path)
-    assert "1 verdict of this run" in figure
-    assert f"*{landing.title('synthesis')}* judge no claims, so they are not in it." in figure
-    assert landing.title("protection") not in figure
-
-
-def test_the_figure_says_how_many_verdicts_more_items_decide(tmp_path):
-    rows = [verdict(claim, "inconclusive") | {"model": "small-gqa", "profile": "quick"} for claim in ("P36", "P8")]
-    frame = pd.DataFrame(rows).assign(reading=["any", "as_described"])
-    claims.write(frame, tmp_path / "data/results/protection/claims.csv")
-    table = pd.read_csv(claims_page.FULL).set_index(["claim", "reading"]).verdict
-    left = [table["P36", "any"], table["P8", "as_described"]].count("inconclusive")
-    figure = landing.picture(tmp_path)
-    assert f"The full profile has 2 of them, too; of these, 2 are inconclusive in this run and {left} there." in figure
-    claims.write(frame.assign(model="mine"), tmp_path / "mine/data/results/protection/claims.csv")
-    assert "full profile" not in landing.picture(tmp_path / "mine")
 
 
 def test_the_book_can_be_cited():

@@ -51,7 +51,11 @@ def test_the_policies_are_a_table():
 
 def test_there_is_one_version_number():
     assert kv.__version__ == PROJECT["project"]["version"]
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == kv.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == kv.__version__
+    about = (ROOT / "book" / "about.md").read_text()
+    assert citation["title"] in about
+    assert f"version = {{{kv.__version__}}}" in about
 
 
 def test_every_package_is_installed():

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-import yaml
 from matplotlib.figure import Figure
 
 from kvrepro.experiment import claims, figure
@@ -16,11 +15,6 @@ from kvrepro.tools.rows import words
 
 QUESTIONS: dict[str, str] = words("questions")  # by chapter
 MOST = 2  # findings of each chapter
-
-
-def parts(root: Path = ROOT) -> dict[str, str]:
-    """Computed markdown by name: `answers` for this page, `citation` for the page about the book."""
-    return {"answers": answers(root), "citation": citation()}
 
 
 def answers(root: Path = ROOT) -> str:
@@ -61,18 +55,3 @@ def drawn(frames: Mapping[str, pd.DataFrame]) -> Figure:
     axes.legend(ncols=3, fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.35, 1.0))
     axes.grid(visible=False)
     return drawing
-
-
-def citation(root: Path = ROOT) -> str:
-    """How to cite the book, as CITATION.cff says it: a sentence, and BibTeX."""
-    cff = yaml.safe_load((root / "CITATION.cff").read_text(encoding="utf-8"))
-    names = [person.get("name") or f"{person['given-names']} {person['family-names']}" for person in cff["authors"]]
-    fields = {
-        "author": " and ".join(f"{{{name}}}" for name in names),
-        "title": f"{{{cff['title']}}}",
-        "version": cff["version"],
-    }
-    fields |= {"url": cff["repository-code"]} if "repository-code" in cff else {}
-    fields |= {"year": str(cff["date-released"])[:4]} if "date-released" in cff else {}
-    body = "\n".join(f"  {name} = {{{value}}}," for name, value in fields.items())
-    return f"{cff['message']}\n\n```bibtex\n@software{{kvrepro,\n{body}\n}}\n```"

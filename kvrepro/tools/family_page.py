@@ -6,6 +6,7 @@ From `data/family.csv` and `data/family_claims.csv` (`kvrepro.tools.family`).
 import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -205,8 +206,8 @@ def drawn(verdicts: pd.DataFrame | None = None, every: bool = True) -> Figure:
     return figure.done(shown)
 
 
-def page(table: Path = TABLE, judged: Path = JUDGED) -> dict[str, list[dict[str, object]] | str]:
-    """The page's parts by name: sentences, and tables as rows."""
+def page(table: Path = TABLE, judged: Path = JUDGED) -> dict[str, Any]:
+    """The page's parts by name: sentences, and tables as rows or frames."""
     frame = pd.read_csv(table)
     verdicts, kind_of = wide(frame), kinds()
     causes, verdicts_on_family = verdicts.apply(depends_on, axis=1, kind_of=kind_of), claims.read(judged)
@@ -217,8 +218,8 @@ def page(table: Path = TABLE, judged: Path = JUDGED) -> dict[str, list[dict[str,
     runs += f"; not run yet: {', '.join(not_run)}" if not_run else ""
     return {
         "found": summary(verdicts, causes, pairs), "runs": f"Profile {', '.join(profiles)}. {runs}.",
-        "models": members(frame, kind_of).to_dict("records"), "pairs": pairs.to_dict("records"),
-        "counts": counts(verdicts, causes).to_dict("records"), "dependent": dependent(verdicts, causes),
+        "models": members(frame, kind_of), "pairs": pairs,
+        "counts": counts(verdicts, causes), "dependent": dependent(verdicts, causes),
         "judged": wording.beside(verdicts_on_family, *verdicts_on_family.topic.unique(), page="claims.html"),
         "rates": rates(verdicts_on_family),
     }  # fmt: skip

@@ -23,7 +23,7 @@ def answers(root: Path = ROOT) -> str:
     for chapter, question in QUESTIONS.items():
         text = " ".join(findings(chapter, root)[:MOST]) or "This chapter has no results yet."
         lines.append(f"- **{question}** {text} {{doc}}`The chapter <executed/{chapter}>`.".replace('"../', '"'))
-    elsewhere = [line.removeprefix("- ") for line in str(language_model_page.page()["found"]).splitlines()]
+    elsewhere = [line.removeprefix("- ") for line in language_model_page.page()["found"].splitlines()]
     other = f"{' '.join(elsewhere[:MOST])} {{doc}}`The page <language-model>`."
     return "\n".join([*lines, f"- **Does this hold on a language model?** {other}"])
 

@@ -235,7 +235,7 @@ def again(table: Path = DETERMINISM) -> str:
     )
 
 
-def page() -> dict[str, list[dict[str, object]] | str]:
+def page() -> dict[str, Any]:
     """The page's parts by name: sentences, and tables as rows."""
     verdicts, runs, scores = read()
     wide = side_by_side(verdicts)

@@ -4,6 +4,9 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import pandas as pd
 
 from kvrepro.chapters.protection import control, credit
 from kvrepro.chapters.reanalysis import differences
@@ -35,45 +38,39 @@ LETTERS = {"alpha": "α", "beta": "β", "gamma": "γ", "eps": "ε", "mu": "μ", 
 
 
 def write(chapters: Sequence[str], root: Path = ROOT) -> None:
-    """The tables that the pages in book/ include, into book/generated."""
+    """The tables, sentences and figures that the pages in book/ include, into book/generated."""
     folder = root / "book" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
-    pages = {name: table(rows) for name, rows in tables().items()} | claims_page.write(chapters, folder, root)
-    pages |= {name: reference.page(patterns) for name, patterns in reference.PAGES.items()}
-    pages["settings"], pages["control"] = reference.settings(), controlled()
-    pages["artifact"] = table(differences.table())
-    pages["floors"], pages["cost_failures"] = cost.floors_sentence(), cost.failures()
-    pages |= {name: measured(name) for name in ("kernels", "models", "first_token")}
-    pages["coverage"] = table(coverage.summary())
-    pages["error_rates"] = table(claims_page.error_rates())
-    pages["stability"] = f"{claims_page.seeds_sentence()}\n\n{table(claims_page.stability())}"
-    costs = {"cost": cost.overview(), "cost_all": cost.table(), "targets": cost.targets()}
-    pages |= {name: table(rows.to_dict("records")) for name, rows in costs.items()}
-    pages |= _parts("family", family_page.page()) | _parts("language_model", language_model_page.page())
-    tables_of = reliability.tables()
-    pages["reliability_summary"] = table(reliability.summary(tables_of))
-    pages["reliability_sections"] = reliability.sections(tables_of)
-    pages["shortcuts_lost"] = table(shortcuts.lost_in_words())
-    pages |= {f"decide_{name}": text for name, text in decide.parts(root).items()}
-    pages["answers"] = landing.answers(root)
-    at_a_glance = landing.drawn(landing.verdicts(chapters, root))
-    figures = {"verdicts": at_a_glance, "family": family_page.drawn(), "targets": cost.bars(), "floors": cost.floors()}
-    figures |= {f"language_model_{name}": figure for name, figure in language_model_page.drawn().items()}
-    figures |= {"shortcuts": shortcuts.drawn(), "determinism": reliability.drawn(tables_of)}
+    tables_of, all_verdicts = reliability.tables(), landing.drawn(landing.verdicts(chapters, root))
+    parts: dict[str, Any] = {  # texts, and tables as rows or frames
+        **tables(), "control": controlled(), "artifact": differences.table(), "settings": reference.settings(),
+        **{name: reference.page(patterns) for name, patterns in reference.PAGES.items()},
+        **{name: measured(name) for name in ("kernels", "models", "first_token")},
+        "cost": cost.overview(), "cost_all": cost.table(), "cost_failures": cost.failures(),
+        "targets": cost.targets(), "floors": cost.floors_sentence(),
+        "coverage": coverage.summary(), "error_rates": claims_page.error_rates(),
+        "seeds": claims_page.seeds_sentence(), "stability": claims_page.stability(),
+        "reliability_summary": reliability.summary(tables_of),
+        "reliability_sections": reliability.sections(tables_of),
+        "shortcuts_lost": shortcuts.lost_in_words(), "answers": landing.answers(root),
+        **claims_page.write(chapters, folder, root),
+        **{f"decide_{name}": part for name, part in decide.parts(root).items()},
+        **{f"family_{name}": part for name, part in family_page.page().items()},
+        **{f"language_model_{name}": part for name, part in language_model_page.page().items()},
+    }  # fmt: skip
+    figures = {
+        "verdicts": all_verdicts, "family": family_page.drawn(), "targets": cost.bars(), "floors": cost.floors(),
+        "shortcuts": shortcuts.drawn(), "determinism": reliability.drawn(tables_of),
+        **{f"language_model_{name}": figure for name, figure in language_model_page.drawn().items()},
+    }  # fmt: skip
     for name, figure in figures.items():
         save(figure, folder / f"{name}.svg")
     (folder / "static").mkdir(exist_ok=True)
-    at_a_glance.savefig(folder / "static" / "preview.png", dpi=120)
-    for name, text in pages.items():
+    all_verdicts.savefig(folder / "static" / "preview.png", dpi=120)
+    for name, part in parts.items():
+        rows = part.to_dict("records") if isinstance(part, pd.DataFrame) else part
+        text = rows if isinstance(rows, str) else table(rows) if rows else "None."
         (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-
-
-def _parts(page: str, parts: Mapping[str, list[dict[str, object]] | str]) -> dict[str, str]:
-    """The parts of a page by the names of their files. parts: sentences, and tables as rows."""
-    return {
-        f"{page}_{name}": part if isinstance(part, str) else table(part) if part else "None."
-        for name, part in parts.items()
-    }
 
 
 def measured(name: str) -> str:

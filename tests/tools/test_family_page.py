@@ -59,9 +59,10 @@ def test_the_page_says_who_cannot_answer_and_what_was_found(table, tmp_path):
     assert "The other 0 differ only in that" in page["found"]
     assert page["rates"] == [{"claim": "M1", "wrongly reproduced": "2%", "wrongly not reproduced": "0%",
                               "can hold": "yes", "can fail": "no"}]  # fmt: skip
-    poor = {row["model"]: row["answers too little in"] for row in page["models"]}
+    models = page["models"].to_dict("records")
+    poor = {row["model"]: row["answers too little in"] for row in models}
     assert poor == dict.fromkeys(MODELS, "-") | {"small-mha": "protection"}
-    assert [row["failed"] for row in page["models"] if row["model"] == "small-mqa"] == ["leakage (InputError: why)"]
+    assert [row["failed"] for row in models if row["model"] == "small-mqa"] == ["leakage (InputError: why)"]
     assert [row["claim"] for row in page["dependent"]] == [
         "P4 authors' code",
         "P5 authors' code",

@@ -24,8 +24,6 @@ from kvrepro.tools.filterable import TableCell
 WRONGLY = {"wrongly_reproduced": "wrongly reproduced", "wrongly_not_reproduced": "wrongly not reproduced"}  # of a rule
 FAMILY = "family"  # claims over several models: not of one run, and no chapter's
 MOST_UNDECIDED = 0.1  # share of the quick profile's verdicts that may be inconclusive: the aim
-ACROSS = 26  # claims side by side in the picture
-LEGEND = 3  # verdicts side by side in its legend
 READ = {**LABELS, "any": "code and text"}
 RUN = ["claim", "reading", "model", "profile"]
 RULE = ["chapter", "claim", "reading"]
@@ -97,53 +95,30 @@ def title(notebook: Path) -> str:
 
 
 def picture(frames: Mapping[str, pd.DataFrame], titles: Mapping[str, str]) -> str:
-    """All verdicts of each chapter's first run as an SVG inside the page: it is small, and its squares are links. There
-    is a column per claim, with the verdict on the authors' code above the one on their text, or one tall square where
-    the two are one question. The table says the same in words."""
-    block_ids, y, parts = places(frames), 0.0, [_symbols()]
+    """All verdicts of each chapter's first run as squares that link to the claims' blocks: a column per claim, with the
+    verdict on the authors' code above the one on their text, or one tall square where the two are one question. The
+    table says the same in words."""
+    block_ids, parts = places(frames), []
     for name, frame in frames.items():
-        parts.append(f'<text x="0" y="{y + 8:g}" font-weight="bold">{escape(titles[name])}</text>')
-        first_run, y = claims.verdicts_of_run(frame), y + 11
-        tall = 20 if set(first_run.reading) - {"any"} else 10
-        for place, (claim, rows) in enumerate(first_run.groupby("claim", sort=False)):
-            top = y + (tall + 3) * (place // ACROSS)
-            parts.append(_column(rows, block_ids[name, str(claim)], 10 * (place % ACROSS), top, tall))
-        y = top + tall + 6
-    for place, verdict in enumerate(LOOKS):
-        x, below = 80 * (place % LEGEND), y + 12 * (place // LEGEND)
-        text = f'<text x="{x + 11.5:g}" y="{below + 6.8:g}">{claims.label(verdict)}</text>'
-        parts.append(_used(verdict, x, below) + text)
-    svg = f'<svg viewBox="-1 0 {10 * ACROSS + 2} {below + 11:g}" aria-hidden="true">{"".join(parts)}</svg>'
+        by_claim = claims.verdicts_of_run(frame).groupby("claim", sort=False)
+        columns = [_column(rows, block_ids[name, str(claim)]) for claim, rows in by_claim]
+        parts.append(f"<p>{escape(titles[name])}</p>\n<div>{''.join(columns)}</div>")
+    parts.append(f"<p>{' '.join(map(pill, LOOKS))}</p>")
     caption = (
         "A square for each verdict. Above: authors' code; below: authors' text; one square where the two are one "
         f"question. A click leads to the claim. {counts_sentence(frames)}"
     )
-    return f'<figure class="verdicts">\n{svg}\n<figcaption>{caption}</figcaption>\n</figure>'
+    squares = '<div aria-hidden="true">' + "\n".join(parts) + "</div>"
+    return f'<figure class="verdicts">\n{squares}\n<figcaption>{caption}</figcaption>\n</figure>'
 
 
-def _symbols() -> str:
-    """The square of each verdict, one row and two rows tall, for `_used`."""
-    return "".join(
-        f'<symbol id="v{place}-{tall}" overflow="visible"><rect width="9.4" height="{tall - 0.6}" fill="{colour}" '
-        f'stroke="#8a8a8a" stroke-width="0.3"/><text x="4.7" y="{tall / 2 + 2:g}" fill="#000" font-size="6" '
-        f'text-anchor="middle">{sign}</text></symbol>'
-        for place, (sign, colour) in enumerate(LOOKS.values()) for tall in (10, 20)
-    )  # fmt: skip
-
-
-def _used(verdict: str, x: float, y: float, tall: int = 10) -> str:
-    """A verdict's square at a place in the picture."""
-    return f'<use href="#v{list(LOOKS).index(verdict)}-{tall}" x="{x:g}" y="{y:g}"/>'
-
-
-def _column(rows: pd.DataFrame, block_id: str, x: int, y: float, tall: int) -> str:
+def _column(rows: pd.DataFrame, block_id: str) -> str:
     """One claim's verdicts: a link to its block, with the verdicts as text on hover."""
     title, squares = rows.claim.iloc[0], ""
     for row in rows.itertuples():
-        both, below = row.reading == "any", 10 * (row.reading == "as_described")
-        squares += _used(row.verdict, x, y + below, tall if both else 10)
-        title += f"{'' if both else f', {LABELS[row.reading]}'}: {claims.label(row.verdict)}"
-    return f'<a href="#{block_id}" tabindex="-1">{squares}<title>{escape(title, quote=False)}</title></a>'
+        squares += f'<b class="v{list(LOOKS).index(row.verdict)}"></b>'
+        title += f"{'' if row.reading == 'any' else f', {LABELS[row.reading]}'}: {claims.label(row.verdict)}"
+    return f'<a href="#{block_id}" tabindex="-1" title="{escape(title)}">{squares}</a>'
 
 
 def counts_sentence(frames: Mapping[str, pd.DataFrame]) -> str:

@@ -26,7 +26,7 @@ FAMILY = "family"  # claims over several models: not of one run, and no chapter'
 MOST_UNDECIDED = 0.1  # share of the quick profile's verdicts that may be inconclusive: the aim
 READ = {**LABELS, "any": "code and text"}
 RUN = ["claim", "reading", "model", "profile"]
-RULE = ["chapter", "claim", "reading"]
+RULE = ["claim", "reading"]
 
 
 def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str, str]:
@@ -34,14 +34,14 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
     frames = tables(chapters, root)
     if not frames:
         return {"claims": "No chapter of this book has stored verdicts.", "claims_picture": "", "claims_blocks": ""}
-    every = pd.concat([with_error_rates(frame.assign(chapter=name)) for name, frame in frames.items()])
+    every = pd.concat([frame.assign(chapter=name) for name, frame in frames.items()])
     every = every.assign(
         reading=every.reading.replace(READ), statement=every.statement.map(wording.unmarked),
         deciding_case=every.decided_by.map(wording.case),
     )  # fmt: skip
     every.to_csv(folder / "verdicts.csv", index=False, float_format="%.6g")
     claims_sources.write(list(frames), {name: entries(name) for name in frames}, folder / "static" / "claims")
-    titles = {name: title(root / "notebooks" / f"{name}.ipynb") for name in frames} | {FAMILY: "Several models"}
+    titles = {name: title(name, root) for name in frames} | {FAMILY: "Several models"}
     return {
         "claims_picture": filterable.raw(styles() + picture(frames, titles)),
         "claims": runs_sentence(frames) + "\n\n" + listed(frames),
@@ -51,10 +51,10 @@ def write(chapters: Iterable[str], folder: Path, root: Path = ROOT) -> dict[str,
 
 def tables(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
     """The verdicts of each chapter that has stored some, and those over the family of models. Those of the full
-    profile stand beside them."""
+    profile stand beside them, and the error rates of their rules."""
     verdicts = stored(chapters, root)
     verdicts |= {FAMILY: claims.read(family_page.JUDGED)} if verdicts else {}
-    return {name: with_full_profile(frame, name) for name, frame in verdicts.items()}
+    return {name: with_error_rates(with_full_profile(frame, name), name) for name, frame in verdicts.items()}
 
 
 def stored(chapters: Iterable[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
@@ -72,22 +72,19 @@ def with_full_profile(frame: pd.DataFrame, chapter: str, table: Path = FULL) -> 
     return frame.join(full, on=RUN, validate="m:1").fillna({"full_verdict": "", "full_date": ""})
 
 
-def in_both_profiles(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """Of verdicts with those of the full profile beside them, the rows that have both."""
-    both = [frame[frame.full_verdict != ""] for frame in frames]
-    return pd.concat(both) if both else pd.DataFrame()
-
-
-def with_error_rates(frame: pd.DataFrame) -> pd.DataFrame:
+def with_error_rates(frame: pd.DataFrame, chapter: str) -> pd.DataFrame:
     """Verdicts with the error rates of their rules (`WRONGLY`). Those over the family of models have them already."""
-    rates = pd.read_csv(DATA / "error_rates.csv").set_index(RULE)[list(WRONGLY)]
-    return frame if set(WRONGLY) <= set(frame) else frame.join(rates, on=RULE, validate="m:1")
+    if chapter == FAMILY:
+        return frame.assign(**{name: pd.to_numeric(frame[name], errors="coerce") for name in WRONGLY})
+    rates = pd.read_csv(DATA / "error_rates.csv").query("chapter == @chapter").set_index(RULE)[list(WRONGLY)]
+    return frame.join(rates, on=RULE, validate="m:1")
 
 
-def title(notebook: Path) -> str:
-    """A notebook's first heading; its name if there is no such file."""
+def title(chapter: str, root: Path = ROOT) -> str:
+    """The first heading of a chapter's notebook; the chapter's name if there is no such file."""
+    notebook = root / "notebooks" / f"{chapter}.ipynb"
     if not notebook.is_file():
-        return notebook.stem
+        return chapter.replace("_", " ")
     return nbformat.read(notebook, as_version=4).cells[0].source.splitlines()[0].lstrip("# ")
 
 
@@ -137,7 +134,7 @@ def runs_sentence(frames: Mapping[str, pd.DataFrame]) -> str:
     of_chapters = [frame for name, frame in frames.items() if name != FAMILY]
     runs = dict.fromkeys(run for frame in of_chapters for run in claims.runs(frame))
     text = f"Runs: {'; '.join(f'model {model}, profile {profile}' for model, profile in runs)}."
-    both = in_both_profiles(of_chapters)
+    both = pd.concat([frame[frame.full_verdict != ""] for frame in of_chapters])
     if both.empty:
         return text
     undecided = both[["verdict", "full_verdict"]].eq("inconclusive")
@@ -250,7 +247,7 @@ def pill(verdict: str) -> str:
 
 def blocks(chapter: str, frames: Mapping[str, pd.DataFrame], root: Path = ROOT) -> str:
     """A folded block for each claim of a chapter, with all that is known of it. `claims.html#P12` opens that of P12."""
-    entry_of, rates, block_ids, drawn = entries(chapter), _rates(chapter), places(frames), figures_of(chapter, root)
+    entry_of, block_ids, drawn = entries(chapter), places(frames), figures_of(chapter, root)
     elsewhere = language_model_page.by_claim(chapter)
     html = ['<div class="claims">', f'<p>Evidence: <a href="{page_of(chapter)}">the page that judges these</a>.</p>']
     for claim, rows in frames[chapter].groupby("claim", sort=False):
@@ -260,7 +257,7 @@ def blocks(chapter: str, frames: Mapping[str, pd.DataFrame], root: Path = ROOT) 
         html += [
             f'<details id="{block_ids[chapter, str(claim)]}">',
             f"<summary>{_summary(str(claim), rows, entry)}</summary>",
-            f"<dl>{_entries(rows, entry, other, rates.get(str(claim), ''), links)}</dl>\n</details>",
+            f"<dl>{_entries(rows, entry, other, links)}</dl>\n</details>",
         ]
     return filterable.raw("\n".join([*html, "</div>"]))
 
@@ -296,9 +293,7 @@ def _links(chapter: str, entry: Mapping[str, Any], drawn: list[str]) -> dict[str
     return {"Figure": figure} | claims_sources.links(chapter, entry)
 
 
-def _entries(
-    rows: pd.DataFrame, entry: Mapping[str, Any], other: Mapping[str, str], rates: str, links: Mapping[str, str]
-) -> str:
+def _entries(rows: pd.DataFrame, entry: Mapping[str, Any], other: Mapping[str, str], links: Mapping[str, str]) -> str:
     """The text of a claim's block, as terms and descriptions in HTML. other: verdicts on another model, by its name.
     links: further terms, whose text is HTML."""
     first = rows.iloc[0]
@@ -315,7 +310,8 @@ def _entries(
             shown = "" if pd.isna(row.full_estimate) else wording.text_of(full_numbers, row.unit)
             terms[reading] += f" Full profile: {_outcome(claims.label(row.full_verdict), shown, row.full_n)}"
     terms |= other
-    terms |= {"Errors": rates} if rates else {}
+    rates = rows[list(WRONGLY)].max().dropna()  # of its readings the larger rate counts
+    terms["Errors"] = ", ".join(f"{WRONGLY[str(name)]} {share:.0%}" for name, share in rates.items())
     terms |= {head: entry[key] for key, head in NOTES.items() if key in entry}
     if late := history.first_form(first.statement):
         rule, verdicts = late
@@ -336,16 +332,6 @@ NOTES = {
     "exploratory": "Written when results were known",
     "ours": "Not in the source's words",
 }
-
-
-def _rates(chapter: str) -> dict[str, str]:
-    """By claim: how often its rule errs in either direction, as text. Of its readings the larger rate counts."""
-    table = pd.read_csv(DATA / "error_rates.csv")
-    worst = table[table.chapter == chapter].groupby("claim")[list(WRONGLY)].max().dropna(how="all")
-    return {
-        str(claim): ", ".join(f"{WRONGLY[str(name)]} {share:.0%}" for name, share in row.dropna().items())
-        for claim, row in worst.iterrows()
-    }
 
 
 # ---- how far to trust the verdicts

@@ -1,6 +1,6 @@
 """The book's first page: what each chapter found, and all verdicts at a glance."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -28,25 +28,16 @@ def answers(root: Path = ROOT) -> str:
     return "\n".join([*lines, f"- **Does this hold on a language model?** {other}"])
 
 
-def verdicts(chapters: Sequence[str], root: Path = ROOT) -> dict[str, pd.DataFrame]:
-    """The verdicts of the run, by chapter; chapters without any are left out."""
-    return {name: claims.verdicts_of_run(frame) for name, frame in claims_page.stored(chapters, root).items()}
-
-
-def title(chapter: str) -> str:
-    """What a chapter is called: the heading of its notebook."""
-    return claims_page.title(ROOT / "notebooks" / f"{chapter}.ipynb").replace("_", " ")
-
-
 def drawn(frames: Mapping[str, pd.DataFrame]) -> Figure:
-    """The figure: a bar for each chapter, divided by verdict, with the number of each."""
+    """The figure: a bar for each chapter, divided by the verdicts of its first run, with the number of each."""
     drawing, [axes] = figure.panels(1, height=0.5 + 0.42 * max(len(frames), 1))
-    counts = pd.DataFrame({name: frame.verdict.value_counts() for name, frame in frames.items()})
+    verdicts = {name: claims.verdicts_of_run(frame).verdict for name, frame in frames.items()}
+    counts = pd.DataFrame({name: column.value_counts() for name, column in verdicts.items()})
     counts = counts.reindex(claims.VERDICTS).fillna(0).T[::-1]
     left = pd.Series(0.0, counts.index)
     for verdict, colour in zip(claims.VERDICTS, COLOURS, strict=True):
         label = f"{SIGNS[verdict]} {claims.label(verdict)}"
-        names = [title(name) for name in counts.index]
+        names = [claims_page.title(name) for name in counts.index]
         bars = axes.barh(names, counts[verdict], 0.7, left, color=colour, ec="grey", lw=0.5, label=label)
         wide = [f"{SIGNS[verdict]} {n:.0f}" if n >= 3 else "" for n in counts[verdict]]
         axes.bar_label(bars, wide, label_type="center", fontsize=8, color="black")

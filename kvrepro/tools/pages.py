@@ -41,7 +41,7 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
     """The tables, sentences and figures that the pages in book/ include, into book/generated."""
     folder = root / "book" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
-    tables_of, all_verdicts = reliability.tables(), landing.drawn(landing.verdicts(chapters, root))
+    tables_of, all_verdicts = reliability.tables(), landing.drawn(claims_page.stored(chapters, root))
     parts: dict[str, Any] = {  # texts, and tables as rows or frames
         **tables(), "control": controlled(), "artifact": differences.table(), "settings": reference.settings(),
         **{name: reference.page(patterns) for name, patterns in reference.PAGES.items()},

@@ -36,7 +36,7 @@ def settings() -> str:
     parts = [_settings("Of every chapter", run.Settings, set())]
     for name in sorted(path.parent.name for path in ROOT.glob("kvrepro/chapters/*/settings.py")):
         module = importlib.import_module(f"kvrepro.chapters.{name}.settings")
-        parts.append(_settings(claims_page.title(ROOT / "notebooks" / f"{name}.ipynb"), module.Settings, shared))
+        parts.append(_settings(claims_page.title(name), module.Settings, shared))
     return "\n".join(parts)
 
 

@@ -105,6 +105,7 @@ def test_the_full_profiles_verdict_stands_beside_the_quick_ones(page, tmp_path):
     )
     full_row.assign(verdict="partly", profile="full").to_csv(table, index=False)
     beside = claims_page.with_full_profile(frame, "protection", table)
+    beside = claims_page.with_error_rates(beside, "protection")
     first, *others = beside.itertuples()
     assert (first.verdict, first.full_verdict, first.full_n) == (frame.verdict[0], "partly", 162)
     assert {row.full_verdict for row in others} == {""}

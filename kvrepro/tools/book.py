@@ -36,7 +36,6 @@ from kvrepro.engine.policy import find
 from kvrepro.errors import InputError, Stopped, error_line, suggestion
 from kvrepro.experiment import claims, models, run, workers
 from kvrepro.experiment.parameters import read
-from kvrepro.experiment.settings import ensure_options
 from kvrepro.paths import ROOT
 from kvrepro.tools import command, edition, pages, web
 from kvrepro.tools.processes import in_turn, interruptible
@@ -147,23 +146,7 @@ def parse_parameters(texts: Iterable[str], names: Iterable[str], root: Path = RO
         if not equals:
             raise InputError(f"parameter {text!r} is not of the form name=value")
         values[key] = read(value)
-    return by_chapter(flattened(values), names, root)
-
-
-def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same parameters, where those inside `options` or `chapter.options` stand under their own names. InputError
-    for one that is given in both ways."""
-    values_by_name: dict[str, Any] = {}
-    for key, value in values.items():
-        chapter, dot, name = key.rpartition(".")
-        entries = {key: value}
-        if name == "options":
-            ensure_options(value)
-            entries = {f"{chapter}{dot}{option}": setting for option, setting in (value or {}).items()}
-        if twice := sorted(entries.keys() & values_by_name.keys()):
-            raise InputError(f"{twice[0]} is given twice, once among the options: give it once")
-        values_by_name |= entries
-    return values_by_name
+    return by_chapter(values, names, root)
 
 
 def by_chapter(values: Mapping[str, Any], names: Iterable[str], root: Path = ROOT) -> dict[str, dict[str, Any]]:
@@ -175,6 +158,8 @@ def by_chapter(values: Mapping[str, Any], names: Iterable[str], root: Path = ROO
     chosen: dict[str, dict[str, Any]] = {name: {} for name in parameters_of}
     for key in sorted(values, key=lambda key: "." in key):  # a parameter that names a chapter replaces one for all
         prefix, dot, name = key.rpartition(".")
+        if name == "options":
+            raise InputError("options: give each setting by its own name, seed=1 for instance")
         if dot and prefix not in parameters_of:
             raise InputError(
                 f"no chapter {prefix!r}{suggestion(prefix, parameters_of)}; there are: {', '.join(parameters_of)}"

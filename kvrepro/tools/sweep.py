@@ -54,7 +54,6 @@ class Sweep:
             raise InputError(f"parameters {self.parameters!r}: give names with values, such as n_items: 8")
         ensure_once_each(models=self.models, chapters=self.chapters)
         ensure_known("chapter with studies", self.chapters, studied())
-        object.__setattr__(self, "parameters", book.flattened(self.parameters))
         for name in self.parameters:
             if (key := SET_ELSEWHERE.get(name.rpartition(".")[2])) is not None:
                 raise InputError(f"{name} stands among the parameters: set it by {key}")

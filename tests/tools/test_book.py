@@ -132,15 +132,11 @@ def test_parameters_go_to_the_chapters_that_have_them(root):
         book.parse_parameters(["size"], ["first"], root)
 
 
-@pytest.mark.parametrize("texts", [["workers=2", "options={batch_rows: 3}"], ["options={batch_rows: 3}", "workers=2"]])
-def test_settings_among_the_options_and_beside_them_all_count(texts):
-    expected = {"workers": 2, "batch_rows": 3}
-    assert book.parse_parameters(texts, ["own_policy"])["own_policy"]["options"] == expected
-    assert book.parse_parameters(["own_policy." + text for text in texts], ["own_policy"])["own_policy"] == {
-        "options": expected
-    }
-    with pytest.raises(InputError, match="options .3.: give settings by name"):
-        book.parse_parameters(["options=3", "workers=2"], ["own_policy"])
+def test_settings_that_are_no_parameters_go_into_the_options():
+    texts = ["workers=2", "own_policy.batch_rows=3"]
+    assert book.parse_parameters(texts, ["own_policy"]) == {"own_policy": {"options": {"workers": 2, "batch_rows": 3}}}
+    with pytest.raises(InputError, match="options: give each setting by its own name"):
+        book.parse_parameters(["options={workers: 2}"], ["own_policy"])
 
 
 def test_a_listed_chapter_without_notebook_is_one_line(root):

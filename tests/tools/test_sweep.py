@@ -58,13 +58,13 @@ def environment(monkeypatch):
         ({"parameters": {"own_policy.results": "else"}}, "all chapters of a sweep write into one folder"),
         ({"parameters": {"n_items": 0}}, "own_policy: n_items 0: a whole number, at least 1"),
         ({"parameters": {"workers": "many"}}, "workers 'many'"),
-        ({"parameters": {"workers": 2, "options": {"workers": 1}}}, "workers is given twice, once among the options"),
+        ({"parameters": {"options": {"workers": 1}}}, "options: give each setting by its own name"),
         ({"parameters": {"n_items=3": 4}}, "no chapter has a parameter 'n_items=3'"),
         ({"parameters": {".n_items": 4}}, "no chapter ''; there are: own_policy"),
         ({"parameters": {"results": "~/rows"}}, "results '~/rows': write the home folder out"),
         ({"parameters": {"rivals": ["snapkv", *map(str, range(1000))]}}, "rivals has 1,001 values: give at most 1,000"),
-        ({"parameters": {"options": {"dry_run": True}}}, "dry_run stands among .*: set it by --dry-run"),
-        ({"parameters": {"own_policy.options": {"dry_run": True}}}, "dry_run stands among .*: set it by --dry-run"),
+        ({"parameters": {"dry_run": True}}, "dry_run stands among .*: set it by --dry-run"),
+        ({"parameters": {"own_policy.dry_run": True}}, "dry_run stands among .*: set it by --dry-run"),
     ],
 )
 def test_what_no_sweep_can_be_is_refused_in_one_line(tmp_path, keys, why):
@@ -85,7 +85,6 @@ def test_what_no_sweep_can_be_is_refused_in_one_line(tmp_path, keys, why):
         ("models: " + "[" * 3000 + "]" * 3000, "is no YAML .*recursion"),
         (f"{PARAMETERS} {{n_items: 2020-01-01}}", r"n_items datetime.date\(2020, 1, 1\): a whole number"),
         (f"{PARAMETERS} {{n_items: !!set {{a}}}}", r"n_items {'a'}: a whole number"),
-        (f"{PARAMETERS} {{options: {{3: 1}}}}", "no chapter has a parameter '3'"),
         (f"{PARAMETERS} {{n_items: &a [*a]}}", r"is no YAML \(alias \*a: write it out"),
         ("a: &a [1]\nb: &b [*a, *a]\nmodels: [*b]", r"is no YAML \(alias \*a: write it out"),
     ],
@@ -107,8 +106,8 @@ def test_a_pipe_is_no_sweep_file_and_keeps_nobody_waiting(tmp_path, make):
 
 
 def test_values_reach_the_chapters_as_they_are_written(tmp_path):
-    """A small number stays one, a folder's name keeps its letters, and settings among `options` take none away."""
-    parameters = {"share": 0.00001, "results": str(tmp_path / "\U0001f600"), "workers": 2, "options": {"seed": 1}}
+    """A small number stays one, a folder's name keeps its letters, and settings go into the options."""
+    parameters = {"share": 0.00001, "results": str(tmp_path / "\U0001f600"), "workers": 2, "seed": 1}
     given = sweep.read(written(tmp_path, parameters=parameters)).given("small-gqa")["own_policy"]
     assert {name: given[name] for name in ("share", "results")} == {
         name: parameters[name] for name in ("share", "results")

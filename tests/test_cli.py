@@ -96,7 +96,7 @@ def test_programs_get_their_arguments_and_their_exit_code(call):
     assert "'nowhere' is not in data/sources.yml" in err
     code, _, err = call("book", "-p", "nonsense=1")
     assert code == 2
-    assert "no chapter has a parameter 'nonsense'" in err
+    assert "unknown parameter of any chapter 'nonsense'" in err
 
 
 def test_policies_are_listed_and_shown(call, tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 
 from kvrepro.engine.allowed import Size, ensure_all
 from kvrepro.engine.policy import find
-from kvrepro.errors import InputError, Stopped, error_line, suggestion
+from kvrepro.errors import InputError, Stopped, ensure_known, error_line
 from kvrepro.experiment import claims, models, run, workers
 from kvrepro.experiment.parameters import read
 from kvrepro.paths import ROOT
@@ -160,19 +160,13 @@ def by_chapter(values: Mapping[str, Any], names: Iterable[str], root: Path = ROO
         prefix, dot, name = key.rpartition(".")
         if name == "options":
             raise InputError("options: give each setting by its own name, seed=1 for instance")
-        if dot and prefix not in parameters_of:
-            raise InputError(
-                f"no chapter {prefix!r}{suggestion(prefix, parameters_of)}; there are: {', '.join(parameters_of)}"
-            )
+        if dot:
+            ensure_known("chapter", [prefix], parameters_of)
         wanted = [prefix] if dot else list(parameters_of)
         possible = set().union(*(parameters_of[chapter] | options[chapter] for chapter in wanted))
-        if name not in possible:
-            if not dot and name in parameters_of:
-                raise InputError(f"{name!r} is a chapter: give its parameters as {name}.n_items, for instance")
-            who = f"chapter {prefix} has no" if dot else "no chapter has a"
-            raise InputError(
-                f"{who} parameter {name!r}{suggestion(name, possible)}; there are: {', '.join(sorted(possible))}"
-            )
+        if not dot and name in parameters_of:
+            raise InputError(f"{name!r} is a chapter: give its parameters as {name}.n_items, for instance")
+        ensure_known(f"parameter of {prefix or 'any chapter'}", [name], sorted(possible))
         for chapter in wanted:
             if name in parameters_of[chapter]:
                 chosen[chapter][name] = values[key]

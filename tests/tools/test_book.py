@@ -121,9 +121,9 @@ def test_parameters_go_to_the_chapters_that_have_them(root):
     chosen = book.parse_parameters(["second.size=[1, 2]", "size=3"], both, root)
     assert chosen == {"first": {"size": 3}, "second": {"size": [1, 2]}}
     for wrong, message in (
-        ("sise=3", "no chapter has a parameter 'sise', did you mean 'size'?; there are: size"),
-        ("second.colour=3", "chapter second has no parameter 'colour'; there are: size"),
-        ("secnd.size=3", "no chapter 'secnd', did you mean 'second'?; there are: first, second"),
+        ("sise=3", "unknown parameter of any chapter 'sise', did you mean 'size'?; there are: size"),
+        ("second.colour=3", "unknown parameter of second 'colour'; there are: size"),
+        ("secnd.size=3", "unknown chapter 'secnd', did you mean 'second'?; there are: first, second"),
         ("size=[1", "'[1' is no YAML value"),
     ):
         with pytest.raises(InputError, match=re.escape(message)):

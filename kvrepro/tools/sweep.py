@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 from unittest import mock
 
 import pandas as pd
@@ -177,25 +177,12 @@ class Line:
         print(f"{self.model}  {text}", flush=True)
 
 
-@contextlib.contextmanager
-def _log(folder: Path) -> Iterator[TextIO]:
-    """The file for what chapters print. Raises InputError where it cannot be written. If the disk is full when it is
-    closed, only its last lines are lost."""
-    make_folder(folder)
-    with writing(folder / LOG):
-        log = (folder / LOG).open("a", buffering=1, encoding="utf-8")
-    try:
-        yield log
-    finally:
-        with contextlib.suppress(OSError):
-            log.close()
-
-
 def run(sweep: Sweep) -> list[str]:
     """Compute what is missing, and return the chapters that failed, as `model: chapter`. What the chapters print goes
     to `<results>/sweep.log`."""
-    failed, lines = [], {model: Line(model) for model in sweep.models}
-    with _log(sweep.results) as log:
+    failed, lines, log_file = [], {model: Line(model) for model in sweep.models}, sweep.results / LOG
+    make_folder(sweep.results)
+    with writing(log_file), log_file.open("a", buffering=1, encoding="utf-8") as log:
         for model, name, parameters in _parts(sweep):
             began, line = time.monotonic(), lines[model]
             try:

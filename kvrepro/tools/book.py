@@ -14,7 +14,6 @@ import itertools
 import json
 import linecache
 import os
-import re
 import subprocess
 import sys
 import time
@@ -227,18 +226,6 @@ def build(root: Path = ROOT) -> None:
         log = (done.stdout + done.stderr.partition("Traceback (most recent call last)")[0]).splitlines()
         complaints = [line for line in log if "WARNING" in line or "ERROR" in line] or log[-30:]
         raise Failed("\n".join(["jupyter-book failed:", *complaints]))
-    if loaded := outside(first_page(root).parent):
-        raise Failed("the book would load from the network:\n" + "\n".join(loaded))
-
-
-def outside(html: Path) -> list[str]:
-    """The tags that would fetch something from the network as a reader opens a page, with the page's path; plain links
-    do not count."""
-    loads = re.compile(r"""<(?:script|img|iframe|link|source)\b[^>]*?\b(?:src|href)=["'](?:https?:)?//[^"']+""", re.I)
-    return [
-        f"{page.relative_to(html)}: {tag}"
-        for page in sorted(html.rglob("*.html")) for tag in loads.findall(page.read_text(encoding="utf-8"))
-    ]  # fmt: skip
 
 
 @interruptible()

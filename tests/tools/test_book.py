@@ -347,16 +347,6 @@ def test_more_workers_than_a_cluster_has_are_refused_once_for_all_chapters(monke
         book.main(parameter=[], force=False, workers=10**9, dry_run=dry_run)
 
 
-def test_whatever_a_page_would_fetch_is_found(tmp_path):
-    (tmp_path / "page.html").write_text(
-        '<a href="https://arxiv.org/abs/1">a link</a><link rel="stylesheet" href="_static/a.css">'
-        '<script defer src="https://cdn.example/a.js"></script><img alt="x" src="//cdn.example/a.png">'
-    )
-    lines = book.outside(tmp_path)
-    assert len(lines) == 2
-    assert all("cdn.example" in line for line in lines)
-
-
 @pytest.mark.filterwarnings("ignore:constrained_layout")  # a figure of no verdicts
 def test_pages_name_every_policy_and_every_switch(tmp_path):
     pages.write(["first"], tmp_path)

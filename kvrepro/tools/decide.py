@@ -37,7 +37,7 @@ def parts(root: Path = ROOT) -> dict[str, str]:
     best = best[best.kept == middle]
     return {
         "advice": advice(rows, best, table, rows.model.iloc[0]),
-        "short": f"With {middle:.0%} kept:\n\n{filterable.table(short(best, table))}\n\n{_by_luck(best)}".rstrip(),
+        "short": f"With {middle:.0%} kept:\n\n{filterable.table(short(best, table))}",
         "all": _all(table.drop(columns=["name", "value", "of"])),
     }  # fmt: skip
 
@@ -142,18 +142,6 @@ def _uses(table: pd.DataFrame) -> pd.Series:
     guards = table.guards.map(lambda guards: "" if guards == "none" else f"; guards: {guards}")
     parts = (guards + "; heads: " + table.heads).mask(table.guards == "its own", "")
     return (table["scores by"] + parts).set_axis(table.name)
-
-
-def _by_luck(best: pd.DataFrame) -> str:
-    """A remark where a choice among fewer conditions scores higher than one among all of them; otherwise ""."""
-    value = best.pivot_table("value", "regime", "memory")
-    if not {"any", "blocks"} <= set(value) or not (lucky := value.index[value.blocks > value["any"]].tolist()):
-        return ""
-    when = " and ".join(f"*{WHEN[regime]}*" for regime in lucky)
-    return (
-        f"The conditions that give memory back are among those of the row above, so a choice from them should score "
-        f"less. With only {best.n.max()} items it happens to score more {when}."
-    )
 
 
 def advice(rows: pd.DataFrame, best: pd.DataFrame, table: pd.DataFrame, model: str) -> str:

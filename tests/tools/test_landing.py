@@ -63,7 +63,6 @@ def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
     assert "It scores 0.95 on the items on which it was chosen." in parts["advice"]
     assert "a condition chosen in this way scores 0.95." in parts["advice"]
     assert "published" not in parts["advice"]
-    assert "happens to score more" not in parts["short"]  # the one that frees blocks scores less
     assert "returns 80% of the blocks on average over all scorers" in parts["advice"]
     assert "heads that choose for themselves return 10%." in parts["advice"]
     assert "no policy that is known to keep it" in parts["advice"]  # the chapter on leakage has not run
@@ -103,12 +102,6 @@ def test_a_condition_has_the_costs_of_the_method_with_its_scorer_and_its_aggrega
     assert f'<td data-key="0">{decide.NOTHING}</td>' in page  # is sorted before what adds something
     assert "<td>+3.8%</td>" in page
     assert "display: none" not in page  # on a narrow screen the frame scrolls, and no column is left out
-
-
-def test_a_lucky_choice_among_fewer_is_called_lucky():
-    choices = {"regime": ["question seen"] * 2, "memory": ["any", "blocks"], "n": 6}
-    assert "only 6 items" in decide._by_luck(pd.DataFrame(choices | {"value": [0.79, 0.83]}))
-    assert decide._by_luck(pd.DataFrame(choices | {"value": [0.83, 0.79]})) == ""
 
 
 def test_leak_safe_shares_come_from_the_chapter_on_leakage(tmp_path):

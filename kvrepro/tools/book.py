@@ -65,6 +65,12 @@ def judged() -> list[str]:
     return [name for name in chapters() if (ROOT / "data" / "claims" / f"{name}.yml").is_file()]
 
 
+def studied(root: Path = ROOT) -> list[str]:
+    """The chapters that have studies to run."""
+    files = sorted((root / "notebooks").glob("*.ipynb"))
+    return [file.stem for file in files if STUDIES_END in file.read_text(encoding="utf-8")]
+
+
 def fingerprint(name: str, parameters: dict[str, Any], root: Path = ROOT) -> str:
     """Hash of what an executed chapter depends on: its notebook, its parameters and the files that they name, code,
     weights, and pinned versions. The results, which the chapter writes, do not count."""
@@ -249,7 +255,7 @@ def main(
     wanted = any(given.get("options", {}).get("dry_run") for given in parameters.values())
     usual = run.Settings()  # refuses what the environment says of workers, once for all chapters
     if dry_run or wanted or usual.dry_run:
-        rehearse_all(names, parameters)
+        rehearse(names, parameters)
         return
     for name in names:
         check(name, parameters[name])
@@ -304,34 +310,26 @@ def _until(name: str, parameters: dict[str, Any], root: Path, loads: str) -> dic
     return space
 
 
-def rehearse_all(names: Sequence[str], parameters: dict[str, dict[str, Any]]) -> None:
-    """`rehearse` of every chapter. One that refuses its parameters says why, and the exit status is 2 in the end."""
+def rehearse(names: Sequence[str], parameters: dict[str, dict[str, Any]], root: Path = ROOT) -> None:
+    """Print what chapters would compute: their cells run, in dry run, up to the one that ends it. One that refuses its
+    parameters says why, and the exit status is 2 in the end."""
+    os.environ["KVREPRO_DRY_RUN"] = "1"
     refused = False
     for name in names:
+        if name not in studied(root):
+            print(f"{name}: has no studies to run")
+            continue
         try:
-            rehearse(name, parameters[name])
+            collections.deque(cells(name, parameters[name], root=root), 0)
+        except SystemExit:  # the end of a dry run
+            continue
         except InputError as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             refused = True
+        except Exception as error:
+            print(f"{name}: what follows needs their rows ({error_line(error)})")
     if refused:
         raise typer.Exit(2)
-
-
-def rehearse(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
-    """Print what a chapter would compute: its cells, in dry run, up to the one that ends it."""
-    if not any(STUDIES_END in cell.source for cell in nbformat.read(_source(name, root), as_version=4).cells):
-        print(f"{name}: has no studies to run")
-        return
-    os.environ["KVREPRO_DRY_RUN"] = "1"
-    try:
-        for _ in cells(name, parameters, root=root):
-            pass
-    except SystemExit:
-        return
-    except InputError:
-        raise
-    except Exception as error:
-        print(f"{name}: what follows needs their rows ({error_line(error)})")
 
 
 def cells(

@@ -33,7 +33,7 @@ from kvrepro.experiment import cluster, models, progress
 from kvrepro.experiment.parameters import Yaml
 from kvrepro.experiment.run import Settings
 from kvrepro.experiment.sharing import LOG, make_folder, writing
-from kvrepro.paths import ROOT, WORK
+from kvrepro.paths import WORK
 from kvrepro.tools import book, edition
 
 SET_ELSEWHERE = {"model": "the key models", "profile": "the key profile", "dry_run": "--dry-run"}  # no `parameters`
@@ -53,7 +53,7 @@ class Sweep:
         if not isinstance(self.parameters, dict) or not all(isinstance(name, str) for name in self.parameters):
             raise InputError(f"parameters {self.parameters!r}: give names with values, such as n_items: 8")
         ensure_once_each(models=self.models, chapters=self.chapters)
-        ensure_known("chapter with studies", self.chapters, studied())
+        ensure_known("chapter with studies", self.chapters, book.studied())
         for name in self.parameters:
             if (key := SET_ELSEWHERE.get(name.rpartition(".")[2])) is not None:
                 raise InputError(f"{name} stands among the parameters: set it by {key}")
@@ -68,12 +68,6 @@ class Sweep:
     def given(self, model: str) -> dict[str, dict[str, Any]]:
         """Each chapter's parameters for a model. Raises InputError for a name that no chapter has."""
         return book.by_chapter(self.parameters | {"model": model, "profile": self.profile}, self.chapters)
-
-
-def studied() -> list[str]:
-    """The chapters that have studies to run."""
-    files = sorted((ROOT / "notebooks").glob("*.ipynb"))
-    return [file.stem for file in files if book.STUDIES_END in file.read_text(encoding="utf-8")]
 
 
 def read(file: Path) -> Sweep:

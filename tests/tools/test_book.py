@@ -226,15 +226,15 @@ def test_a_rehearsal_runs_nothing_after_the_studies(root, capsys, monkeypatch):
     notebook.cells.append(nbformat.v4.new_code_cell("1 / 0"))
     nbformat.write(notebook, source)
     monkeypatch.setenv("KVREPRO_DRY_RUN", "")  # and unset again afterwards
-    book.rehearse("first", {"size": 9}, root)
+    book.rehearse(["first"], {"first": {"size": 9}}, root)
     assert capsys.readouterr().out.startswith("dry run: nothing was computed")
     notebook.cells[1].source = "1 / 0\nprint('.end_studies()')"
     nbformat.write(notebook, source)
-    book.rehearse("first", {}, root)
+    book.rehearse(["first"], {"first": {}}, root)
     assert capsys.readouterr().out == "first: what follows needs their rows (ZeroDivisionError: division by zero)\n"
     notebook.cells[1].source = "1 / 0"
     nbformat.write(notebook, source)
-    book.rehearse("first", {}, root)
+    book.rehearse(["first"], {"first": {}}, root)
     assert capsys.readouterr().out == "first: has no studies to run\n"
 
 
@@ -248,7 +248,7 @@ def test_the_next_notebook_in_a_process_may_get_its_workers_ready_again(root):
 def test_the_book_rehearses_when_it_is_asked_to(monkeypatch, flag):
     rehearsed = []
     monkeypatch.setattr(book, "chapters", lambda: ["protection", "reanalysis"])
-    monkeypatch.setattr(book, "rehearse", lambda name, parameters: rehearsed.append(name))
+    monkeypatch.setattr(book, "rehearse", lambda names, parameters: rehearsed.extend(names))
     book.main(parameter=[] if flag else ["dry_run=true"], force=False, workers=None, dry_run=flag)
     assert rehearsed == ["protection", "reanalysis"]
 
@@ -326,18 +326,20 @@ def test_what_a_chapters_own_code_raises_is_left_to_the_chapter(root, monkeypatc
 def test_a_rehearsal_goes_on_after_a_chapter_that_refuses(monkeypatch, capsys):
     rehearsed = []
 
-    def rehearse(name, parameters):
+    def cells(name, parameters, root):
         rehearsed.append(name)
         if name != "leakage":
             raise InputError(f"{name} cannot")
+        yield ""
 
-    monkeypatch.setattr(book, "rehearse", rehearse)
+    monkeypatch.setattr(book, "cells", cells)
+    monkeypatch.setenv("KVREPRO_DRY_RUN", "")  # and unset again afterwards
     names = ["protection", "leakage", "reclamation"]
     with pytest.raises(typer.Exit) as end:
-        book.rehearse_all(names, dict.fromkeys(names, {}))
+        book.rehearse(names, dict.fromkeys(names, {}))
     assert (end.value.exit_code, rehearsed) == (2, names)
     assert capsys.readouterr().err == "protection: protection cannot\nreclamation: reclamation cannot\n"
-    book.rehearse_all(["leakage"], {"leakage": {}})
+    book.rehearse(["leakage"], {"leakage": {}})
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

@@ -222,12 +222,11 @@ def built(root: Path = ROOT, force: bool = False) -> bool:
     return True
 
 
-def build(root: Path = ROOT) -> None:
-    """jupyter-book over the whole folder, warnings as errors. Raises Failed with the complaints."""
+def build(root: Path = ROOT, options: Sequence[str] = ("--all", "-W", "--keep-going")) -> None:
+    """jupyter-book over the whole folder, with warnings as errors if nothing else is asked for: then all pages each
+    time, since an incremental build says nothing of earlier warnings. Raises Failed with the complaints."""
     tool = Path(sys.executable).with_name("jupyter-book")
-    # All pages each time: an incremental build says nothing of the warnings that an earlier one gave.
-    command = [str(tool), "build", ".", "--all", "-W", "--keep-going"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    done = subprocess.run([str(tool), "build", ".", *options], cwd=root, capture_output=True, text=True)
     if done.returncode:
         log = (done.stdout + done.stderr.partition("Traceback (most recent call last)")[0]).splitlines()
         complaints = [line for line in log if "WARNING" in line or "ERROR" in line] or log[-30:]

@@ -54,14 +54,8 @@ def results_of(chapter: str, root: Path = ROOT) -> Path:
     executed = root / "book" / "executed" / f"{chapter}.ipynb"
     if not executed.is_file():
         return root / RESULTS
-    return root / _results(executed, executed.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=64)
-def _results(executed: Path, changed: int) -> str:
-    """The results folder in the copy's metadata. changed: when the copy was written, so that each copy is read once."""
     metadata = json.loads(executed.read_text(encoding="utf-8"))["metadata"]
-    return str(metadata.get("papermill", {}).get("parameters", {}).get("results", RESULTS))
+    return root / str(metadata.get("papermill", {}).get("parameters", {}).get("results", RESULTS))
 
 
 def edit(notebook: Any, chapter: str, folder: Path) -> None:

@@ -4,14 +4,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from kvrepro.errors import InputError
 from kvrepro.paths import ROOT, replaced
 from kvrepro.tools import command
-from kvrepro.tools.book import Failed, chapters
+from kvrepro.tools.book import Failed, build, chapters
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PAPER = """<style>@page { size: A4; margin: 16mm 14mm }
@@ -31,14 +30,9 @@ def browser() -> str:
 
 def one_page(folder: Path, root: Path = ROOT) -> Path:
     """The book as one HTML page in `folder`. Raises Failed."""
-    tool = [str(Path(sys.executable).with_name("jupyter-book")), "build", ".", "--path-output", str(folder)]
-    done = subprocess.run([*tool, "--builder", "custom", "--custom-builder", "singlehtml"], cwd=root,
-                          capture_output=True, text=True)  # fmt: skip
+    build(root, ["--path-output", str(folder), "--builder", "custom", "--custom-builder", "singlehtml"])
     built = folder / "_build" / "singlehtml"
-    page = built / "book" / "intro.html"
-    if done.returncode or not page.is_file():
-        raise Failed("\n".join(["jupyter-book failed:", *(done.stdout + done.stderr).splitlines()[-30:]]))
-    text = page.read_text(encoding="utf-8").replace("</head>", f"{PAPER}</head>", 1)
+    text = (built / "book" / "intro.html").read_text(encoding="utf-8").replace("</head>", f"{PAPER}</head>", 1)
     whole = built / "whole.html"  # the page's styles start at this folder, wherever its first file lies
     whole.write_text(linked(text), encoding="utf-8")
     return whole

@@ -2,7 +2,7 @@
 
 Formulas become MathML, so that no script draws them. Icons come from a font cut down to those that the pages show, and
 the theme's style sheets lose what no page needs. What nobody here uses is left out: Thebe, and Font Awesome's scripts.
-Markup that readers' tools stumble over is mended.
+Markup that readers' tools stumble over is mended. A book that knows its repository has buttons that open a chapter.
 """
 
 import functools
@@ -19,6 +19,8 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from fontTools import subset
 from sphinx.application import Sphinx
+
+from kvrepro.errors import InputError
 
 SITE_URL = "KVREPRO_SITE_URL"  # the environment variable with the address under which the book is published
 # What a page must hold to need a style sheet or a script; None: nothing does.
@@ -51,6 +53,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
     app.connect("config-inited", _configure, priority=900)
     app.connect("env-check-consistency", _number)
+    app.connect("html-page-context", add_buttons, priority=502)  # the theme fills its list at 501
     app.connect("html-page-context", _page, priority=900)
     app.connect("build-finished", _finish, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
@@ -92,6 +95,28 @@ def _page(app: Sphinx, name: str, template: str, context: dict[str, Any], doctre
     for pattern, text in MENDED:
         context["body"] = pattern.sub(text, context.get("body", ""))
     context["theme_extra_footer"] = FOOTER.format(about=context["pathto"]("book/about"))
+
+
+def add_buttons(_app: Any, page: str, _template: str, context: dict[str, Any], _doctree: Any) -> None:
+    """Put buttons for Binder and Colab above a chapter, where a workflow that builds the book names its repository in
+    $GITHUB_REPOSITORY. Colab opens the branch `colab`, whose notebooks install the package first (publish.yml)."""
+    folder, _, chapter = page.rpartition("/")
+    repository = os.environ.get("GITHUB_REPOSITORY", "")
+    if folder != "book/executed" or not repository:
+        return
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise InputError(f"GITHUB_REPOSITORY is {repository!r}: it has the form owner/name")
+    addresses = {
+        "Binder": f"https://mybinder.org/v2/gh/{repository}/HEAD?urlpath=lab/tree/notebooks/{chapter}.ipynb",
+        "Colab": f"https://colab.research.google.com/github/{repository}/blob/colab/{chapter}.ipynb",
+    }
+    rocket = {"icon": "fas fa-rocket"}
+    buttons = [
+        rocket | {"type": "link", "text": name, "tooltip": f"Open on {name}, to run and to edit", "url": address}
+        for name, address in addresses.items()
+    ]
+    group = rocket | {"type": "group", "tooltip": "Run this chapter", "label": "launch-buttons", "buttons": buttons}
+    context["header_buttons"].insert(0, group)
 
 
 def _finish(app: Sphinx, error: Exception | None) -> None:

@@ -5,7 +5,6 @@ From `data/language_model*.csv` (`kvrepro.tools.language_model`) and `data/full_
 
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +20,10 @@ from kvrepro.tools.family_claims import FULL
 from kvrepro.tools.rows import words
 
 VERDICTS, RUNS, SCORES = (DATA / f"language_model{part}.csv" for part in ("", "_runs", "_scores"))
-DETERMINISM = DATA / "reliability" / "determinism.csv"
 NO_PASSAGE = "no_passage"  # in place of a policy's name: the model's answers to the questions alone
 NAME = "SmolLM2-135M-Instruct"
 WORDS = words("language_model")
 ITEMS: dict[str, str] = WORDS["items"]
-EVERY = "all"  # in place of a chapter, in that table
 KEY = ["chapter", "claim", "reading"]
 GUARDS = {"0% + 0%": "no guards", "10% + 10%": "guards"}  # shares at both ends -> rows of the figure
 WINDOWED = ("streaming_llm", "snapkv", "cake", "ada_kv", "critical_ada_kv", "defensive_kv", "layer_defensive_kv")
@@ -225,16 +222,6 @@ def by_claim(chapter: str) -> dict[str, str]:
     return {claim: f"{'; '.join(parts)}." for claim, parts in texts.items()}
 
 
-def again(table: Path = DETERMINISM) -> str:
-    """How far other devices give the same answers, a sentence for each comparison and chapter; "" without one."""
-    rows = pd.read_csv(table)
-    return " ".join(
-        f"{WORDS['again'][row.varied].format(rows=row.rows, chapter=wording.chapter_name(row.chapter))}: "
-        f"the text differs in {row.text} of them, the set that is kept in {row.kept}, the score in {row.score}."
-        for row in rows[rows.varied.isin(WORDS["again"]) & (rows.chapter != EVERY)].itertuples()
-    )
-
-
 def page() -> dict[str, Any]:
     """The page's parts by name: sentences, and tables as rows."""
     verdicts, runs, scores = read()
@@ -244,5 +231,5 @@ def page() -> dict[str, Any]:
     return {
         "found": found(verdicts, runs, wide, scores), "runs": run_rows(runs), "agreement": agreement(wide),
         "also": "\n".join(said(verdicts)[BOX:]), "advice": advice(scores), "turned": turned(verdicts, wide),
-        "facts": f"Run on {date}: {gpu}, {dtype}, torch {version}. {again()}".rstrip(),
+        "facts": f"Run on {date}: {gpu}, {dtype}, torch {version}.",
     }  # fmt: skip

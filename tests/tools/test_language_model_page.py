@@ -80,20 +80,6 @@ def test_figures_have_a_panel_for_each_kind_of_items():
     assert {"CriticalKV", "DefensiveKV", "Layer-DefensiveKV"} <= named  # the text sets one against the others
 
 
-@pytest.mark.parametrize(("varied", "who"), [
-    ("SmolLM2: GPU or CPU", "Plain PyTorch on a CPU computed 1,000 answers of the chapter DropKV bound again"),
-    ("SmolLM2: H200 or H100", "An H200 and an H100 both computed 1,000 answers of the chapter DropKV bound"),
-])  # fmt: skip
-def test_comparisons_of_devices_are_told_where_they_were_made(tmp_path, varied, who):
-    row = {"varied": varied, "chapter": "dropkv_bound", "rows": 1000, "text": 3, "kept": 20, "score": 0}
-    pd.DataFrame([row, row | {"chapter": "all"}]).to_csv(tmp_path / "table.csv", index=False)
-    text = page.again(tmp_path / "table.csv")
-    assert text.startswith(f"{who}: the text differs in 3 of them, the set that is")
-    assert text.count("computed") == 1
-    pd.DataFrame([row | {"varied": "other"}]).to_csv(tmp_path / "table.csv", index=False)
-    assert page.again(tmp_path / "table.csv") == ""
-
-
 @pytest.mark.parametrize("kept", [128, 512])
 def test_what_guards_bring_back_stands_beside_the_questions_alone(kept):
     text = page.without_passage(page.read()[2], kept)

@@ -167,26 +167,15 @@ def advice(rows: pd.DataFrame, best: pd.DataFrame, table: pd.DataFrame, model: s
             f"choice and quotas; heads that choose for themselves return "
             f"{returned}{', depending on how they share the budget' * (' to ' in returned)}."
         )
-    lines.append(f"- **When a system prompt must stay secret**, {_secret(table)}")
+    lines.append(
+        "- **When a system prompt must stay secret**, do not compress below the share in the column *leak-safe from*, "
+        "or keep it on a whitelist ({doc}`executed/leakage`)."
+    )
     lines.append(
         f"\nThis is what {items} items on {model} say; intervals are wide, and a larger model may decide otherwise. "
         "The same notebook on your model gives your table: {doc}`your-model`."
     )
     return "\n".join(lines)
-
-
-def _secret(table: pd.DataFrame) -> str:
-    """How to keep a system prompt secret: the end of a sentence."""
-    safe = table[~table["leak-safe from"].isin([MISSING, "never", DEAF])].drop_duplicates("of")
-    if safe.empty:
-        return "this run has no policy that is known to keep it; see {doc}`executed/leakage`."
-    shares = safe["leak-safe from"].str.extract(r"(\d+)")[0].astype(int)
-    policies = safe.of.map(lambda name: figure.look(name).name).groupby(shares).agg(", ".join)
-    listed = "; ".join(f"{share}% for {names}" for share, names in policies.items())
-    return (
-        f"do not compress below the leak-safe share of your policy ({listed}; wherever the prohibition stands), or "
-        "keep it on a whitelist ({doc}`executed/leakage`)."
-    )
 
 
 def _all(table: pd.DataFrame) -> str:

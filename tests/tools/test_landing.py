@@ -65,7 +65,6 @@ def test_advice_names_the_best_and_where_the_others_fail(tmp_path, monkeypatch):
     assert "published" not in parts["advice"]
     assert "returns 80% of the blocks on average over all scorers" in parts["advice"]
     assert "heads that choose for themselves return 10%." in parts["advice"]
-    assert "no policy that is known to keep it" in parts["advice"]  # the chapter on leakage has not run
     conditions = decide.conditions(rows(), tmp_path).set_index("scores by")
     assert conditions.loc["attention of all", "loses most at"] == "a long answer (-0.80)"
     assert conditions.loc["attention of all", "heads"] == "shared by all heads"

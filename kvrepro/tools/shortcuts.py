@@ -201,15 +201,11 @@ def lost_in_words(file: Path = DATA / "shortcuts_lost.csv") -> list[dict[str, st
 
 def main(
     model: Annotated[str, typer.Option(help="small-gqa, or the folder of a checkpoint")] = models.DEFAULT,
-    items: str = "tinyworld:long,story,ledger,needle_multikey",
-    n: int = 22,
-    tokens: int = 1900,
-    seed: int = 2028,
     folder: Annotated[Path, typer.Option(help="for the tables and the figure")] = DATA,
 ) -> None:
     """Measure on the CPU in float32: shortcuts.csv, shortcuts_lost.csv, and the figure of the model's page."""
     loaded = models.load(model)
-    drawn_items = data.load_items(items, n, seed, tokens)
+    drawn_items = data.load_items("tinyworld:long,story,ledger,needle_multikey", 22, seed=2028, tokens=1900)
     aucs = table(loaded, drawn_items)
     write_table(folder / "shortcuts.csv", aucs, "%.4f")
     losses = lost(loaded, drawn_items, folder / "results")

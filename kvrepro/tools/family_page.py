@@ -178,13 +178,11 @@ def rates(judged: pd.DataFrame) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def drawn(verdicts: pd.DataFrame | None = None, every: bool = True) -> Figure:
-    """The figure: a panel per chapter, with a row per model and a column per claim and reading; those with equal
-    verdicts come first. verdicts: as of `wide`; None: those of the family. every: also draw a model where it has no
-    verdict in a chapter."""
-    verdicts = wide(pd.read_csv(TABLE)) if verdicts is None else verdicts
-    panels = [(str(name), part) for name, part in verdicts.groupby(level=0, sort=False)]
-    panels = panels if every else [(name, part.dropna(axis=1, how="all")) for name, part in panels]
+def drawn(verdicts: pd.DataFrame) -> Figure:
+    """The figure: a panel per chapter, with a row per model that has verdicts there and a column per claim and reading;
+    those with equal verdicts come first. verdicts: as of `wide`."""
+    by_chapter = verdicts.groupby(level=0, sort=False)
+    panels = [(str(name), part.dropna(axis=1, how="all")) for name, part in by_chapter]
     heights = [part.shape[1] + 2 for _, part in panels]
     with plt.rc_context(figure.STYLE | {"axes.grid": False}):
         size = (figure.WIDTH, 0.9 + 0.17 * sum(heights))

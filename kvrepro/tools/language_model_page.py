@@ -191,7 +191,7 @@ def drawn() -> dict[str, Figure]:
         "fragility": _drawn(fragility, "share of the context kept", WINDOWED, panel="items",
                             reference=_floors(fragility), height=2.6, sharey=False),
         "synthesis": _drawn(synthesis, "share of the prompt kept", list(published), reference=floors, height=2.8),
-        "verdicts": family_page.drawn(side_by_side(verdicts), every=False),
+        "verdicts": family_page.drawn(side_by_side(verdicts)),
     }  # fmt: skip
 
 

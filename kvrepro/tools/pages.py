@@ -59,8 +59,9 @@ def write(chapters: Sequence[str], root: Path = ROOT) -> None:
         **{f"language_model_{name}": part for name, part in language_model_page.page().items()},
     }  # fmt: skip
     figures = {
-        "verdicts": all_verdicts, "family": family_page.drawn(), "targets": cost.bars(), "floors": cost.floors(),
-        "shortcuts": shortcuts.drawn(), "determinism": reliability.drawn(tables_of),
+        "verdicts": all_verdicts, "family": family_page.drawn(family_page.wide(pd.read_csv(family_page.TABLE))),
+        "targets": cost.bars(), "floors": cost.floors(), "shortcuts": shortcuts.drawn(),
+        "determinism": reliability.drawn(tables_of),
         **{f"language_model_{name}": figure for name, figure in language_model_page.drawn().items()},
     }  # fmt: skip
     for name, figure in figures.items():

@@ -74,7 +74,7 @@ def test_the_page_says_who_cannot_answer_and_what_was_found(table, tmp_path):
     [axes] = family_page.drawn(wide).axes
     assert axes.collections[0].get_array().size == 6 * 8
     wide["small-mqa"] = None
-    [axes] = family_page.drawn(wide, every=False).axes
+    [axes] = family_page.drawn(wide).axes
     assert axes.collections[0].get_array().size == 5 * 8
 
 

@@ -247,15 +247,6 @@ def test_a_box_of_findings_is_short(tab, address):
         assert all(sentence.endswith(".") for sentence in sentences), name
 
 
-def test_the_first_page_gives_the_share_of_blocks_that_its_chapter_found():
-    """The page reads it from a figure's data, which may come to hold another share."""
-    shares = re.search(r"(\d+%) to (\d+%) of the blocks are freed", text_of(FIRST))
-    if shares is None:
-        pytest.skip("the chapter on freed blocks has no figure of them")
-    sentence = f"between {shares[1]} and {shares[2]} of the memory"
-    assert sentence in re.sub(r"<[^>]+>", "", text_of("book/executed/reclamation.html"))
-
-
 def test_rows_are_filtered(tab, address):
     tab.goto(address + ADVICE)
     rows = tab.locator("div.filterable tbody tr")

@@ -7,6 +7,7 @@ size of a chapter, the seconds in its studies count as the items'; compiling ker
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
@@ -124,19 +125,14 @@ OURS, THEIRS = "this project's kernels", "plain torch, or separate passes"
 def floors(path: Path = GPU / "kernels.csv") -> Figure:
     """The figure of how near each kernel comes to its floor: a dot per variant and shape, at the longest input of each
     in the largest batch; our kernels beside what torch offers for the same work."""
-    last = _longest(path)
-    with figure.style():
-        picture = Figure(figsize=(7, 3.2), layout="constrained")
-        axes = picture.subplots()
-        look = {"dodge": True, "jitter": False, "size": 7, "alpha": 0.8}
-        sns.stripplot(last, x="fraction_of_floor", y="kernel", hue="by", hue_order=[OURS, THEIRS], ax=axes, **look)
-        axes.axvline(1, color="0.3", linewidth=1)
-        axes.set(xlim=(0, 1.1), xlabel="share of the floor that is reached", ylabel="")
-        axes.legend(title="", frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    last = longest(path).rename(columns={"fraction_of_floor": "value"}).assign(low=np.nan, high=np.nan)
+    labels = {"value": "share of the floor that is reached", "kernel": ""}
+    picture = figure.estimates(last, "value", "kernel", colour="by", percent=True, labels=labels)
+    picture.axes[0].axvline(1, color="0.3", linewidth=1)
     return picture
 
 
-def _longest(path: Path) -> pd.DataFrame:
+def longest(path: Path) -> pd.DataFrame:
     """The row of each variant and shape at its longest input, in the largest batch of that length. Column `by` says
     whose variant it is."""
     frame = pd.read_csv(path)

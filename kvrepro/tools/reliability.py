@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.figure import Figure
 
 from kvrepro.experiment import claims, figure
@@ -165,14 +165,7 @@ def drawn(tables_of: dict[str, pd.DataFrame]) -> Figure:
     whole = tables_of["determinism"].query("chapter == 'all'")
     rows = whole[["text", "kept", "score"]].div(whole.rows, axis=0)
     rows = rows.set_axis(["answers", "kept tokens", "scores"], axis=1)
-    shares = rows.assign(verdicts=whole.changed / whole.verdicts, varied=whole.varied).melt(
-        "varied", value_name="share"
-    )
-    shares["share"] *= 100
-    with figure.style():
-        picture = Figure(figsize=(7, 0.45 * len(whole) + 1.2), layout="constrained")
-        axes = picture.subplots()
-        sns.stripplot(shares, x="share", y="varied", hue="variable", dodge=True, jitter=False, size=6, ax=axes)
-        axes.set(xlabel="% that differ from the usual run", ylabel="", xlim=(-0.02 * max(1, shares.share.max()), None))
-        axes.legend(title="", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    return picture
+    shares = rows.assign(verdicts=whole.changed / whole.verdicts, varied=whole.varied).melt("varied").dropna()
+    labels = {"value": "share that differs from the usual run", "varied": ""}
+    return figure.estimates(shares.assign(low=np.nan, high=np.nan), "value", "varied", colour="variable", percent=True,
+                            labels=labels, height=0.4 * len(whole) + 0.8)  # fmt: skip

@@ -42,6 +42,7 @@ from kvrepro.tools.processes import in_turn, interruptible
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
 data/artifact/* constraints.txt""".split()
 PAGES = """_config.yml _toc.yml *.md constraints.txt book/**/* data/*.csv data/*/*.csv kvrepro/tools/*.py""".split()
+FIRST_PAGE = "_build/html/index.html"
 SHOWS = "kvrepro.experiment.figure.display"  # what figures are shown by
 STUDIES_END = ".end_studies()"  # in the cell that runs a notebook's studies, as its last line
 PARAMETER = "name=value for all chapters that have it, or chapter.name=value; relative paths start in the clone"
@@ -203,17 +204,12 @@ def failed_page(name: str, error: str, root: Path = ROOT) -> None:
     nbformat.write(page, done)
 
 
-def first_page(root: Path = ROOT) -> Path:
-    """The page with which the built book begins."""
-    return root / "_build" / "html" / "index.html"
-
-
 def built(root: Path = ROOT, force: bool = False) -> bool:
     """Build the HTML, unless what lies there was built from the same files. Returns whether it was built."""
     stamp = root / "_build" / "inputs.sha256"
     names = (web.SITE_URL, "GITHUB_REPOSITORY")
     inputs = _hash_of([os.environ.get(name) for name in names], _found(PAGES, root), root)
-    same = stamp.is_file() and first_page(root).is_file() and stamp.read_text() == inputs
+    same = stamp.is_file() and (root / FIRST_PAGE).is_file() and stamp.read_text() == inputs
     if same and not force:
         return False
     stamp.unlink(missing_ok=True)
@@ -271,7 +267,7 @@ def main(
     pages.write(judged())
     note = "warnings are errors" if built(force=force) else "unchanged"
     _report("build", time.perf_counter() - start, note)
-    print(f"the book: {first_page()}")
+    print(f"the book: {ROOT / FIRST_PAGE}")
     if failed:
         print(f"{', '.join(failed)} failed: the book says so in their place", file=sys.stderr)
         raise typer.Exit(1)

@@ -132,27 +132,24 @@ def floors(path: Path = GPU / "kernels.csv") -> Figure:
     return picture
 
 
-def longest(path: Path) -> pd.DataFrame:
-    """The row of each variant and shape at its longest input, in the largest batch of that length. Column `by` says
-    whose variant it is."""
+def kernels(path: Path) -> pd.DataFrame:
+    """The measured rows of this project's kernels, and of torch in their place. Column `by` says whose a row is."""
     frame = pd.read_csv(path)
     frame = frame[~frame.kernel.isin(["ceiling", "prefill_attention"])]
-    frame = frame.sort_values(["tokens", "batch"], kind="stable")
-    last = frame.groupby(["kernel", "variant", "shape"], sort=False).tail(1)
-    return last.assign(by=_theirs(last).map({True: THEIRS, False: OURS}))
+    theirs = frame.variant.str.contains(r"\btorch\b|three kernels")
+    return frame.assign(by=theirs.map({True: THEIRS, False: OURS}))
 
 
-def _theirs(rows: pd.DataFrame) -> pd.Series:
-    """Is a row of plain torch, or of separate passes?"""
-    return rows.variant.str.contains(r"\btorch\b|three kernels")
+def longest(path: Path) -> pd.DataFrame:
+    """Of `kernels`, the row of each variant and shape at its longest input, in the largest batch of that length."""
+    rows = kernels(path).sort_values(["tokens", "batch"], kind="stable")
+    return rows.groupby(["kernel", "variant", "shape"], sort=False).tail(1)
 
 
 def floors_sentence(path: Path = GPU / "kernels.csv") -> str:
     """The result of the figure of `floors` in a sentence, for inputs of at least 32,768 tokens."""
-    frame = pd.read_csv(path).query("tokens >= 32768 and kernel != 'ceiling'")
-    theirs = _theirs(frame) | (frame.kernel == "prefill_attention")
-    best = frame[~theirs].groupby("kernel").fraction_of_floor.max().sort_values()
-    device = ", ".join(frame.device.unique())
+    ours = kernels(path).query("tokens >= 32768 and by == @OURS")
+    best, device = ours.groupby("kernel").fraction_of_floor.max().sort_values(), ", ".join(ours.device.unique())
     return (
         f"At 32,768 tokens and more the best variant of each kernel reaches from {best.iloc[0]:.0%} "
         f"(`{best.index[0]}`) to {best.iloc[-1]:.0%} (`{best.index[-1]}`) of its floor ({device})."

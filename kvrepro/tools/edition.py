@@ -177,7 +177,9 @@ def _placed(output: Any, chapter: str, folder: Path, names: set[str], undrawn: s
 
 def _findings_first(cells: list[Any]) -> list[Any]:
     """The cells, with the box of findings below the title, and the code before it as one folded cell at the end."""
-    at = next((i for i, cell in enumerate(cells) if _finds(cell)), None)
+    outputs_of = [cell.outputs if cell.cell_type == "code" else [] for cell in cells]
+    texts = ["".join(text_of(output, "text/markdown") for output in outputs) for outputs in outputs_of]
+    at = next((i for i, text in enumerate(texts) if FOUND in text), None)
     if at is None:
         return cells
     box = cells[at]
@@ -195,11 +197,6 @@ def _findings_first(cells: list[Any]) -> list[Any]:
     if end is None:
         return [*rest, nbformat.v4.new_markdown_cell(LAST), setup]
     return [*rest[: end + 1], setup, *rest[end + 1 :]]
-
-
-def _finds(cell: Any) -> bool:
-    """Does a cell show the box of findings?"""
-    return cell.cell_type == "code" and any(FOUND in text_of(output, "text/markdown") for output in cell.outputs)
 
 
 def _joined(cells: list[Any]) -> list[Any]:

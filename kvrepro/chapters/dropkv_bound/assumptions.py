@@ -1,11 +1,13 @@
 """How well the two assumptions hold on the pools of a prompt's triples, many triples at once on the model's device."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import bound, cone
@@ -22,51 +24,46 @@ def evenly(count: int, take: int) -> list[int]:
     return sorted(fraction.argsort(kind="stable")[:take].tolist())
 
 
-class Triples:
-    """The triples of one query position, gathered layer by layer during a pass and studied together after it."""
+class Query(NamedTuple):
+    """What the assumptions ask of one triple, on the model's device."""
 
-    def __init__(self, position: int, s: Sampling, of_triples: int):
-        self.position, self.s, self.of_triples = position, s, of_triples  # of_triples: how many the prompt has
-        # of each layer: its number, head numbers, p, a, values, and the KV head of each head
-        self.held: list[tuple[int, list[int], Tensor, Tensor, Tensor, Tensor]] = []
+    where: dict[str, int]
+    p: Float[Tensor, " tokens"]
+    a: Float[Tensor, " dim"]
+    v: Float[Tensor, "all_tokens dim"]  # of the whole prompt, as a cache holds them
 
-    def add(self, layer: Layer, heads: Sequence[int]) -> None:
-        """Add some heads of the next layer. Its values stay in memory as a cache would hold them, not per head."""
-        if heads:
-            head_numbers = torch.tensor(list(heads), device=layer.value.device)
-            p, a = (
-                tensor[head_numbers, -1] for tensor in (layer.attention(self.position), layer.outputs(self.position))
-            )
-            self.held.append((layer.number, list(heads), p, a, layer.value, head_numbers // layer.group))
 
-    def frame(self) -> pd.DataFrame:
-        """A row for each triple and pool, as in `study.Study.assumptions`."""
-        return pd.concat([self._pool(size, *batch) for size in self.s.pools for batch in self._batches(size)])
+def queries(layer: Layer, position: int, heads: Iterable[int]) -> list[Query]:
+    """The triples of some query heads of a layer at one position."""
+    p, a = layer.attention(position)[:, -1].clone(), layer.outputs(position)[:, -1].clone()
+    where = {"layer": layer.number, "position": position}
+    return [Query(where | {"head": h}, p[h], a[h], layer.value[h // layer.group]) for h in heads]
 
-    def _batches(self, size: float | int) -> Iterator[tuple[list[dict[str, int]], Tensor, Tensor]]:
-        """Batches of at most `cone.BYTES` of r: where the triples lie, p [triples, pool] and r [triples, pool, dim]."""
-        where: list[dict[str, int]] = []
-        parts: list[tuple[Tensor, Tensor]] = []
-        for number, heads, p, a, value, shared in self.held:
-            keys = bound.pool(p, size, self.s.window)
-            home = self.held[0][2].device  # the layers of a large model lie on several
-            r = (a[:, None] - value[shared[:, None], keys].double()).to(home)
-            if parts and (len(where) + len(heads)) * r[0].nbytes > cone.BYTES:
-                yield where, *(torch.cat(part) for part in zip(*parts, strict=True))
-                where, parts = [], []
-            where += [{"layer": number, "head": head, "position": self.position} for head in heads]
-            parts.append((p.gather(1, keys).to(home), r))
-        if parts:
-            yield where, *(torch.cat(part) for part in zip(*parts, strict=True))
 
-    def _pool(self, size: float | int, where: list[dict[str, int]], p: Tensor, r: Tensor) -> pd.DataFrame:
-        cones, count = cone.cone(r, steps=self.s.steps), p.shape[1]
-        evicted = bound.smallest(bound.single_cost(p, r), count // 2)
-        proxy = bound.joint_cost(p, r, evicted)
-        robust = bound.robust(p, r, cones, proxy, count // 2)
-        at = torch.full_like(p[:, :1], MU_AT)
-        mu = torch.stack([bound.outside(p, r, u, at)[:, 0] for u in bound.directions(p, r, cones)]).amin(0)
-        columns = {"eps": p.amax(1), "c_low": cones.low, "c_high": cones.high}
-        columns |= {"mu_share": mu / (p * r.norm(dim=-1)).sum(1), "guarantee": proxy / robust}
-        rows = pd.DataFrame(where).assign(tokens=self.position + 1, of_triples=self.of_triples, pool=pool_name(size))
-        return rows.assign(pool_size=count, **{name: column.cpu().numpy() for name, column in columns.items()})
+def table(of_position: Sequence[Query], s: Sampling) -> pd.DataFrame:
+    """A row for each pool and triple of one query position, as in `study.Study.assumptions`.
+
+    At most `cone.BYTES` of residuals are computed at once.
+    """
+    frames, home = [], of_position[0].p.device  # the layers of a large model lie on several
+    for size in s.pools:
+        keys = [bound.pool(query.p, size, s.window) for query in of_position]
+        together = max(1, cone.BYTES // (8 * len(keys[0]) * len(of_position[0].a)))
+        for i in range(0, len(keys), together):
+            batch = list(zip(of_position[i : i + together], keys[i : i + together], strict=True))
+            p = torch.stack([query.p[pool].to(home) for query, pool in batch])
+            r = torch.stack([(query.a - query.v[pool].double()).to(home) for query, pool in batch])
+            of_batch = pd.DataFrame([query.where for query, _ in batch])
+            frames.append(of_batch.assign(pool=pool_name(size), pool_size=p.shape[1], **_columns(p, r, s.steps)))
+    return pd.concat(frames)
+
+
+def _columns(p: Tensor, r: Tensor, steps: int) -> dict[str, np.ndarray]:
+    """p [triples, pool] and r [triples, pool, dim] of pools."""
+    cones, half = cone.cone(r, steps=steps), p.shape[1] // 2
+    proxy = bound.joint_cost(p, r, bound.smallest(bound.single_cost(p, r), half))
+    at = torch.full_like(p[:, :1], MU_AT)
+    mu = torch.stack([bound.outside(p, r, u, at)[:, 0] for u in bound.directions(p, r, cones)]).amin(0)
+    columns = {"eps": p.amax(1), "c_low": cones.low, "c_high": cones.high, "mu_share": mu / (p * r.norm(dim=-1)).sum(1)}
+    columns["guarantee"] = proxy / bound.robust(p, r, cones, proxy, half)
+    return {name: column.cpu().numpy() for name, column in columns.items()}

@@ -52,15 +52,16 @@ def single_cost(p: Tensor, r: Tensor) -> Tensor:
 
 
 def joint_cost(p: Tensor, r: Tensor, evicted: Tensor) -> Tensor:
-    """F(J) of key numbers `evicted` [..., k], float64 [...]; p and r may be those of a pool."""
-    p = p.double().gather(-1, evicted)
-    r = r.double().gather(-2, evicted[..., None].expand(*evicted.shape, r.shape[-1]))
+    """F(J) of key numbers `evicted` [..., k], float64 [...]; p and r may be those of a pool, for several J at once."""
+    sets = evicted.shape[:-1]
+    p = p.double().expand(*sets, -1).gather(-1, evicted)
+    r = r.double().expand(*sets, -1, -1).gather(-2, evicted[..., None].expand(*evicted.shape, r.shape[-1]))
     return output(p, r).norm(dim=-1) / (1 - p.sum(-1))
 
 
 def window_cost(p: Tensor, r: Tensor, evicted: Tensor) -> Tensor:
     """sqrt(sum_t F_t(J)^2) over queries: p [..., queries, tokens], r [..., queries, tokens, dim]; float64 [...]."""
-    every = evicted[..., None, :].expand(*p.shape[:-1], evicted.shape[-1])
+    every = evicted[..., None, :].expand(*evicted.shape[:-1], p.shape[-2], -1)
     return joint_cost(p, r, every).square().sum(-1).sqrt()
 
 

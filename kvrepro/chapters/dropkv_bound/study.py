@@ -1,9 +1,10 @@
 """The studies of the chapter on DropKV's bound: tidy frames over triples (layer, head, position) of real prompts."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,7 +25,6 @@ from kvrepro.item import Item
 PARTS = ("assumptions", "records", "lemma", "budgets", "alignment", "weights")
 WHERE = ["layer", "head", "position"]
 KS, TWENTY = (10, 18), 20  # 10 or 18 of 20 keys are evicted
-Where = tuple[int, int, int]  # layer, head, position
 Rule = tuple[str, int, int]  # its name, the queries that it observes, the kernel of its pooling
 
 
@@ -133,19 +133,17 @@ def triples_of(loaded: Loaded, items: Sequence[Item], settings: Settings, polici
     shared = _with_shares(items, settings.enumerated)
     plan = run.PerItem("dropkv_bound", "triples", shared, of_item, given | {"parts": PARTS})
     study = Study(**run.run(plan, loaded, settings))
-    where = ["item", *WHERE, "stratum", "k", "objective"]
-    optima = study.records.query("rule == 'dropkv' and queries == 1")
     for name in dict.fromkeys(policies):
         if name not in RULES and not triples.why_no_score(find(name)):
-            other_plan = run.PerItem("dropkv_bound", "others", shared, other_of_item, given | {"policy": name})
+            more = {"parts": ("records",), "policy": name}
             try:
-                rows = run.run(other_plan, loaded, settings).merge(optima[[*where, "best"]], on=where)
+                rows = run.run(run.PerItem("dropkv_bound", "others", shared, of_item, given | more), loaded, settings)
             except run.StudyFailed as error:
                 if not is_own(name):
                     raise
                 print(f"{name} is left out of the records: {error}")
                 continue
-            study.records = pd.concat([study.records, rows.assign(ratio=rows.value / rows.best)], ignore_index=True)
+            study.records = pd.concat([study.records, rows["records"]], ignore_index=True)
     return study
 
 
@@ -177,76 +175,49 @@ def _with_shares(items: Sequence[Item], total: int) -> dict[str, tuple[Item, int
 
 
 def of_item(
-    loaded: Loaded, item: tuple[Item, int], s: Sampling, limit: int, parts: Sequence[str]
+    loaded: Loaded, item: tuple[Item, int], s: Sampling, limit: int, parts: Sequence[str], policy: str = ""
 ) -> dict[str, pd.DataFrame]:
-    """The frames of one item. item: as `_with_shares` has it."""
+    """`prompt` of one item, as `_with_shares` has it."""
     ids = data.build_prompt(item[0], loaded.tokenizer, limit).ids
-    frames = prompt(loaded, ids, s, item[1], parts)
+    frames = prompt(loaded, ids, s, item[1], parts, policy)
     return {name: frame.assign(item=item[0].id, task=item[0].task) for name, frame in frames.items()}
 
 
-def other_of_item(loaded: Loaded, item: tuple[Item, int], policy: str, s: Sampling, limit: int) -> pd.DataFrame:
-    """Records of a policy that is not in table 11, on the same keys as `of_item`'s; without the optimum and bound."""
-    ids, chooser = data.build_prompt(item[0], loaded.tokenizer, limit).ids, find(policy)
-    positions = triples.spread(len(ids), s.positions, s.since)
-    sampled = _sampled(_all_triples(loaded, ids, s), ids, s, item[1])
-    scored_sets: list[dict] = []
-
-    def visit(layer: Layer) -> None:
-        for triple in (layer.triple(head, t) for number, head, t in sampled if number == layer.number):
-            scores = {(policy, s.window, 1): triples.scores_of(chooser, triple)}
-            scored_sets.extend(_scored_sets(triple, s, _keys_by_stratum(triple, s), scores))
-
-    triples.triples(loaded.model, ids, positions, visit, window=s.window)
-    return _records(scored_sets, s, loaded.model.device, compared=False).assign(item=item[0].id, task=item[0].task)
-
-
-def _all_triples(loaded: Loaded, ids: Sequence[int], s: Sampling) -> list[Where]:
-    """All triples of a prompt, in order."""
-    shape = loaded.model.config.get_text_config()
-    layers, heads = range(shape.num_hidden_layers), range(shape.num_attention_heads)
-    positions = triples.spread(len(ids), s.positions, s.since)
-    return [(layer, head, t) for layer in layers for head in heads for t in positions]
-
-
-def _sampled(every: Sequence[Where], ids: Sequence[int], s: Sampling, take: int) -> list[Where]:
-    """`take` of a prompt's triples, drawn at random, or all it has; in order."""
-    rng = np.random.default_rng([s.seed, len(ids), *ids[-8:]])
-    return [every[i] for i in sorted(rng.choice(len(every), min(take, len(every)), replace=False))]
-
-
 def prompt(
-    loaded: Loaded, ids: Sequence[int], s: Sampling, take: int, parts: Sequence[str] = PARTS
+    loaded: Loaded, ids: Sequence[int], s: Sampling, take: int, parts: Sequence[str] = PARTS, policy: str = ""
 ) -> dict[str, pd.DataFrame]:
-    """The frames of one prompt. `take` of its triples, or all it has, enter the enumeration; these, and `s.cones`
-    spread evenly over all, enter the study of the assumptions."""
-    positions, all_triples = triples.spread(len(ids), s.positions, s.since), _all_triples(loaded, ids, s)
-    sampled = _sampled(all_triples, ids, s, take if "records" in parts else 0)
-    spread = {all_triples[i] for i in assumptions.evenly(len(all_triples), s.cones)}
-    with_cone = [where for where in all_triples if where in spread.union(sampled)]
+    """The frames of one prompt. `take` of its triples, drawn at random, or all it has, enter the enumeration; these,
+    and `s.cones` spread evenly over all, enter the study of the assumptions.
+
+    policy: the records are about its choice among the same keys, in place of the rules of table 11.
+    """
+    shape, positions = loaded.model.config.get_text_config(), triples.spread(len(ids), s.positions, s.since)
+    every = list(product(range(shape.num_hidden_layers), range(shape.num_attention_heads), positions))
+    draw = np.random.default_rng([s.seed, len(ids), *ids[-8:]])
+    sampled = [every[i] for i in sorted(draw.choice(len(every), min(take, len(every)), replace=False))]
+    with_cone = {every[i] for i in assumptions.evenly(len(every), s.cones)}.union(sampled)
+    gathered: dict[int, list[assumptions.Query]] = {t: [] for t in positions if "assumptions" in parts}
     rows: dict[str, list[dict]] = {name: [] for name in PARTS}
-    scored_sets: list[dict] = []
-    gathered = [assumptions.Triples(t, s, len(all_triples)) for t in positions if "assumptions" in parts]
 
     def visit(layer: Layer) -> None:
-        for group in gathered:
-            group.add(layer, [head for number, head, t in with_cone if (number, t) == (layer.number, group.position)])
+        for t, queries in gathered.items():
+            queries += assumptions.queries(layer, t, [h for n, h, at in with_cone if (n, at) == (layer.number, t)])
         for triple in (layer.triple(head, t) for number, head, t in sampled if number == layer.number):
-            rows["lemma"].append(triple.where | lemma_error(triple, s.seed))
-            keys_by_stratum = _keys_by_stratum(triple, s)
-            scored_sets.extend(_scored_sets(triple, s, keys_by_stratum))
-            rows["alignment"] += _alignment(triple, keys_by_stratum["aligned"])
-            rows["weights"] += _weights(triple, keys_by_stratum)
+            sets = triples.strata(triple, bound.pool(triple.p, s.pools[0], s.window), TWENTY, s.seed)
+            rows["records"] += _records(triple, sets, s, loaded.model.device, policy)
+            if not policy:
+                rows["lemma"].append(triple.where | lemma_error(triple, s.seed))
+                rows["alignment"] += _alignment(triple, sets["aligned"])
+                rows["weights"] += _weights(triple, sets)
         if "budgets" in parts:
             rows["budgets"] += _budgets(layer, s)
 
     triples.triples(loaded.model, ids, positions, visit, window=s.window)
     frames = {name: pd.DataFrame(rows[name]) for name in parts}
     if gathered:
-        tested = pd.concat([group.frame() for group in gathered if group.held])
-        frames["assumptions"] = tested.sort_values(WHERE, kind="stable", ignore_index=True)
-    if "records" in parts:
-        frames["records"] = _records(scored_sets, s, loaded.model.device)
+        tested = pd.concat([assumptions.table(queries, s) for queries in gathered.values() if queries])
+        tested = tested.sort_values(WHERE, kind="stable", ignore_index=True)
+        frames["assumptions"] = tested.assign(tokens=tested.position + 1, of_triples=len(every))
     return frames
 
 
@@ -269,79 +240,56 @@ def lemma_error(t: Triple, seed: int = 0) -> dict:
 # ---------------------------------------------------------------- realised ratio
 
 
-def _scores(t: Triple, s: Sampling) -> dict[Rule, Tensor]:
-    """Scores of every rule, [tokens], large = keep."""
+def _scores(t: Triple, keys: Tensor, s: Sampling) -> dict[Rule, Tensor]:
+    """Scores of a triple's `keys` [strata, 20] by every rule, [strata, 20], large = keep."""
+    draw = torch.Generator().manual_seed(s.seed * 7919 + t.layer * 997 + t.head * 31 + t.position)
+    random = torch.rand(keys.shape[1], dtype=torch.float64, generator=draw)
     scores = {("attention", 1, 1): t.p} | {(name, 1, 1): RULES[name](t.last(1)) for name in ("critical_kv", "andpro")}
     scores |= {(name, s.window, 1): rule(t) for name, rule in RULES.items()}
     for name in ("snapkv", "dropkv"):
         scores[name, s.window, s.kernel] = pooled(scores[name, s.window, 1], "max", s.kernel)
-    return scores
+    of_query = {("dropkv", 1, 1): bound.single_cost(t.p, t.r)[keys], ("random", 1, 1): random.expand(keys.shape)}
+    return of_query | {rule: score[keys] for rule, score in scores.items()}
 
 
-def _keys_by_stratum(t: Triple, s: Sampling) -> dict[str, Tensor]:
-    """The numbers of a triple's 20 keys in each stratum."""
-    return triples.strata(t, bound.pool(t.p, s.pools[0], s.window), TWENTY, s.seed)
+def _of_window(t: Triple, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """p [strata, window, 20] and r [strata, window, 20, dim] of the window's queries."""
+    r = t.window_a[:, None, None] - t.v[keys]
+    return t.window_p[:, keys].transpose(0, 1), r.transpose(0, 1)
 
 
-def _scored_sets(
-    t: Triple, s: Sampling, keys_by_stratum: Mapping[str, Tensor], other: Mapping[Rule, Tensor] | None = None
-) -> list[dict]:
-    """For each stratum of a triple p, r and the scores of its 20 keys by every rule, or only by those in `other`."""
-    scored_sets, scores = [], _scores(t, s) if other is None else other
-    for stratum, keys in keys_by_stratum.items():
-        p, r = t.p[keys], t.r[keys]
-        of_query = {("dropkv", 1, 1): bound.single_cost(p, r), ("random", 1, 1): _random_scores(t, len(keys), s.seed)}
-        of_keys = (of_query if other is None else {}) | {rule: score[keys] for rule, score in scores.items()}
-        window = {"p_window": t.window_p[:, keys], "r_window": t.window_a[:, None] - t.v[keys]}
-        scored_sets.append({"where": t.where | {"stratum": stratum}, "p": p, "r": r, "scores": of_keys} | window)
-    return scored_sets
-
-
-def _random_scores(t: Triple, count: int, seed: int) -> Tensor:
-    draw = torch.Generator().manual_seed(seed * 7919 + t.layer * 997 + t.head * 31 + t.position)
-    return torch.rand(count, dtype=torch.float64, generator=draw)
-
-
-def _records(scored_sets: list[dict], s: Sampling, device: torch.device, compared: bool = True) -> pd.DataFrame:
-    """A row per triple, stratum, k, objective and rule: F of the query, and on the paper's strata also of the window.
-
-    compared: add the optimum over all subsets, and theorem 1's bound on the ratio to it.
-    """
-    if not scored_sets:
-        return pd.DataFrame()
-    p, r = _stack(scored_sets, "p", device), _stack(scored_sets, "r", device)
-    of_paper = [scored for scored in scored_sets if scored["where"]["stratum"] in triples.STRATA]
-    pw, rw = _stack(of_paper, "p_window", device), _stack(of_paper, "r_window", device)
-    query, window, frames = partial(bound.joint_cost, p, r), partial(bound.window_cost, pw, rw), []
-    cones, eps = cone.cone(r, steps=s.steps) if compared else None, p.amax(-1)
+def _records(t: Triple, sets: Mapping[str, Tensor], s: Sampling, device: torch.device, policy: str = "") -> list[dict]:
+    """A row per stratum, k, objective and rule: F of the query, and on the paper's strata also of the window; its ratio
+    to the optimum over all subsets, and theorem 1's bound on the ratio of DropKV's choice for the query."""
+    keys, paper = torch.stack(list(sets.values())), len(triples.STRATA)
+    p, r, pw, rw = (x.to(device) for x in (t.p[keys], t.r[keys], *_of_window(t, keys[:paper])))
+    scores = {(policy, s.window, 1): triples.scores_of(find(policy), t)[keys]} if policy else _scores(t, keys, s)
+    score, rows = torch.stack(list(scores.values())).to(device), []  # [rules, strata, 20]
+    cones, eps = cone.cone(r, steps=s.steps), p.amax(-1)
     for k in KS:
-        facts, facts_of_window = {}, {}
-        if cones is not None:
-            facts = {"best": bound.optimum(p, r, k).value, "eps": eps, "c_low": cones.low, "c_high": cones.high}
-            facts |= {"bound": bound.factor(cones.low, eps, k)}
-            facts_of_window = {"best": bound.window_optimum(pw, rw, k).value}
-        frames += _by_rule(scored_sets, k, "query", query, facts, device)
-        frames += _by_rule(of_paper, k, "window", window, facts_of_window, device)
-    return pd.concat(frames, ignore_index=True)
-
-
-def _stack(scored_sets: list[dict], name: str, device: torch.device) -> Tensor:
-    return torch.stack([scored[name] for scored in scored_sets]).to(device)
+        evicted = bound.smallest(score, k)
+        facts = {"best": bound.optimum(p, r, k).value, "eps": eps, "c_low": cones.low, "c_high": cones.high}
+        facts |= {"bound": bound.factor(cones.low, eps, k)}
+        best = {"best": bound.window_optimum(pw, rw, k).value}
+        where = t.where | {"k": k}
+        rows += _by_rule(where | {"objective": "query"}, sets, scores, bound.joint_cost(p, r, evicted), facts)
+        of_window = bound.window_cost(pw, rw, evicted[:, :paper])
+        rows += _by_rule(where | {"objective": "window"}, triples.STRATA, scores, of_window, best)
+    return rows
 
 
 def _by_rule(
-    scored_sets: list[dict], k: int, objective: str, cost: Callable[[Tensor], Tensor], facts: Mapping[str, Tensor],
-    device: torch.device,
-) -> list[pd.DataFrame]:  # fmt: skip
-    base = pd.DataFrame([scored["where"] for scored in scored_sets]).assign(k=k, objective=objective)
-    base = base.assign(**{name: values.cpu().numpy() for name, values in facts.items()})
-    frames = []
-    for rule, queries, kernel in scored_sets[0]["scores"]:
-        score = torch.stack([scored["scores"][rule, queries, kernel] for scored in scored_sets])
-        value = cost(bound.smallest(score.to(device), k))
-        frame = base.assign(rule=rule, queries=queries, kernel=kernel, value=value.cpu().numpy())
-        frames.append(frame.assign(ratio=(value / facts["best"]).cpu().numpy()) if facts else frame)
-    return frames
+    where: dict[str, Any], strata: Iterable[str], rules: Iterable[Rule], value: Tensor, facts: Mapping[str, Tensor]
+) -> list[dict]:
+    """A row per rule and stratum. value: [rules, strata]; facts: [strata] each, among them the optimum, `best`."""
+    values, ratios = value.tolist(), (value / facts["best"]).tolist()
+    columns = {name: numbers.tolist() for name, numbers in facts.items()}
+    return [
+        where | {"stratum": stratum, **{name: numbers[j] for name, numbers in columns.items()}, "rule": rule,
+                 "queries": queries, "kernel": kernel, "value": values[i][j], "ratio": ratios[i][j]}
+        for i, (rule, queries, kernel) in enumerate(rules)
+        for j, stratum in enumerate(strata)
+    ]  # fmt: skip
 
 
 def _alignment(t: Triple, keys: Tensor) -> list[dict]:
@@ -358,18 +306,18 @@ def _alignment(t: Triple, keys: Tensor) -> list[dict]:
 def _weights(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
     """A row per stratum of the paper, k and way to weigh a key: how far the set that it chooses moves the outputs, and
     whether it chooses DropKV's set when it observes the last query alone."""
-    rows = []
-    costs = {name: (cost(t), cost(t.last(1))) for name, cost in triples.WEIGHTS.items()}
-    for stratum, keys in ((name, sets[name]) for name in triples.STRATA):
-        p, r, after = t.p[keys], t.r[keys], t.projected(t.r[keys])
-        pw, rw = t.window_p[:, keys], t.window_a[:, None] - t.v[keys]
-        for k in KS:
-            gone = {name: [bound.smallest(x[keys], k) for x in of_way] for name, of_way in costs.items()}
-            for name, (chosen, alone) in gone.items():
-                moved = {"query": bound.joint_cost(p, r, chosen), "window": bound.window_cost(pw, rw, chosen)}
-                moved["projected"] = bound.joint_cost(p, after, chosen)
-                row = t.where | {"stratum": stratum, "k": k, "way": name, **{n: x.item() for n, x in moved.items()}}
-                rows.append(row | {"same_alone": torch.equal(alone, gone["squared"][1])})
+    keys, rows = torch.stack([sets[name] for name in triples.STRATA]), []
+    p, r, after, (pw, rw) = t.p[keys], t.r[keys], t.projected(t.r[keys]), _of_window(t, keys)
+    costs = {way: (cost(t)[keys], cost(t.last(1))[keys]) for way, cost in triples.WEIGHTS.items()}
+    for k in KS:
+        alone = {way: bound.smallest(cost, k) for way, (_, cost) in costs.items()}
+        for way, (cost, _) in costs.items():
+            chosen = bound.smallest(cost, k)
+            moved = {"query": bound.joint_cost(p, r, chosen), "window": bound.window_cost(pw, rw, chosen)}
+            moved |= {"projected": bound.joint_cost(p, after, chosen)}
+            moved |= {"same_alone": (alone[way] == alone["squared"]).all(-1)}
+            table = pd.DataFrame({name: x.numpy() for name, x in moved.items()}).assign(stratum=triples.STRATA)
+            rows += table.assign(k=k, way=way, **t.where).to_dict("records")
     return rows
 
 

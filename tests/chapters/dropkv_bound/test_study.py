@@ -479,7 +479,8 @@ def test_a_policy_of_one_s_own_chooses_from_the_same_keys(own_policy, monkeypatc
     monkeypatch.setattr(data, "build_prompt", lambda *_: data.Prompt(ids, {}))
     loaded = Loaded()
     loaded.tokenizer = None
-    rows = runs.other_of_item(loaded, (data.Item("a", "task", (), "answer"), 3), own_policy, SMALL, 60)
+    item = (data.Item("a", "task", (), "answer"), 3)
+    rows = runs.of_item(loaded, item, SMALL, 60, ("records",), own_policy)["records"]
     keys = ["layer", "head", "position", "stratum", "k", "objective"]
     rule = frames["records"].query("rule == 'dropkv' and queries == 4 and kernel == 1")
     both = rows.merge(rule, on=keys, suffixes=("", "_rule"))

@@ -74,3 +74,8 @@ def config_slides(name: str) -> bool:
 def evictable(name: str) -> list[int]:
     """Layers that lose tokens: all that attend, but in a mixed model only those that do not slide."""
     return {"gemma3": [1], "qwen3_next": [1, 2], "qwen3_5": [1, 2]}.get(name, [0, 1, 2])
+
+
+def triples_of(layer) -> list:
+    """All triples of a layer that the chapter on DropKV's bound has seen: by query head, then position."""
+    return [layer.triple(head, position) for head in range(len(layer.query)) for position in layer.positions]

@@ -1,10 +1,9 @@
 """Settings of the chapter on DropKV's bound, beside its notebook's parameters."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kvrepro.chapters.dropkv_bound.triples import check_softmax
+from kvrepro.chapters.dropkv_bound.triples import check_softmax, spread
 from kvrepro.engine.allowed import Count, Odd, ProperShare, Size, ensure, ensure_once_each
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import check_shared
@@ -19,33 +18,30 @@ PROFILES = {"quick": (16, 2, 150), "full": (300, 4, 600)}  # prompts, query posi
 class Sampling:
     """The settings that decide the rows of a prompt."""
 
-    pools: Sequence[float | int]
-    shares: Sequence[float]
-    positions: int = 2
-    since: float = 0.5
-    window: int = 8
-    kernel: int = 11
-    steps: int = 6
-    cones: int = 2048
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Settings(run.Settings):
-    """Settings of the chapter on DropKV's bound. The sets of twenty keys come from the first pool."""
-
     pools: tuple[Size | ProperShare, ...] = (0.95, 0.5, 256)  #: of lowest attention: share of the keys, or their number
     shares: tuple[ProperShare, ...] = (0.05, 0.10, 0.30)  #: of the prompt kept
-    tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
-    lengths: tuple[Size, ...] = (500, 1900, 3000)  #: for the study of lengths; what cannot be had is left out
-    k: Size = 200  #: in 1 - k eps, of figures and tables
-    triples: Size | None = None  #: for the enumeration, over all prompts; None: the profile's
-    cones: Size = 2048  #: of a prompt's triples so many, spread evenly, are asked for their cone; fewer: all it has
     positions: Size | None = None  #: query positions per prompt, layer and head; None: the profile's
     since: ProperShare = 0.5  #: they lie in the prompt after this share of it
     window: Size = 8  #: final keys outside the pool, and queries that a rule observes
     kernel: Odd = 11  #: tokens that are pooled
     steps: Count = 6  #: ascents where the cone condition fails
+    cones: Size = 2048  #: of a prompt's triples so many, spread evenly, are asked for their cone; fewer: all it has
+    seed: int = 0  #: of the items, and of what is drawn from them
+
+    def queries(self, tokens: int) -> list[int]:
+        """The positions of the queries of a prompt."""
+        assert self.positions is not None  # `Settings.sampling` fills in the profile's number
+        return spread(tokens, self.positions, self.since)
+
+
+@dataclass(frozen=True)
+class Settings(run.Settings, Sampling):
+    """Settings of the chapter on DropKV's bound. The sets of twenty keys come from the first pool."""
+
+    tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
+    lengths: tuple[Size, ...] = (500, 1900, 3000)  #: for the study of lengths; what cannot be had is left out
+    k: Size = 200  #: in 1 - k eps, of figures and tables
+    triples: Size | None = None  #: for the enumeration, over all prompts; None: the profile's
     max_new_tokens: Size = 48  #: of an answer
 
     def __post_init__(self) -> None:

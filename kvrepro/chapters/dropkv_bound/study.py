@@ -87,7 +87,7 @@ def _prompt_tokens(loaded: Loaded, items: Sequence[Item], tokens: int) -> list[i
 
 def _check_pools(s: Sampling, tokens: int) -> None:
     """Raise InputError if a pool has too few keys before the window of the earliest query of `tokens`."""
-    keys = triples.spread(tokens, s.positions, s.since)[0] + 1 - s.window
+    keys = s.queries(tokens)[0] + 1 - s.window
     largest = max([size for size in s.pools if isinstance(size, int)], default=1)
     if keys < largest:
         raise InputError(f"{keys} keys before a query's window < pool of {largest}: longer prompts, or smaller pools")
@@ -191,7 +191,7 @@ def prompt(
 
     policy: the records are about its choice among the same keys, in place of the rules of table 11.
     """
-    shape, positions = loaded.model.config.get_text_config(), triples.spread(len(ids), s.positions, s.since)
+    shape, positions = loaded.model.config.get_text_config(), s.queries(len(ids))
     every = list(product(range(shape.num_hidden_layers), range(shape.num_attention_heads), positions))
     draw = np.random.default_rng([s.seed, len(ids), *ids[-8:]])
     sampled = [every[i] for i in sorted(draw.choice(len(every), min(take, len(every)), replace=False))]

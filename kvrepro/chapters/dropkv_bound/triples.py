@@ -5,7 +5,7 @@ passes, for all its heads at once, so that no attention matrix is ever held. Sco
 appendices B and C.3.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -80,7 +80,7 @@ class Triple:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a prompt on the model's device: all its heads at once, or triple by triple as an iterable."""
+    """One layer of a prompt on the model's device: all its heads at once, or triple by triple."""
 
     number: int
     layers: int  # of the model
@@ -125,22 +125,17 @@ class Layer:
         norm = (self.value[shared, : t + 1].float() @ w.T).abs().sum(-1)
         q, key, value = (x[None, None, : t + 1] for x in (self.query[head], self.key[shared], self.value[shared]))
         p, v, k, norm = (x.double().cpu() for x in (self.attention(t)[head], value[0, 0], key[0, 0], norm))
-        return Triple(self.number, head, t, p, v, k, norm, self._observation(q, key, value, w.T[None]))
-
-    def __iter__(self) -> Iterator[Triple]:
-        return (self.triple(head, t) for head in range(len(self.query)) for t in self.positions)
+        # what a policy sees at the last token if this query head and its KV head were the whole layer
+        at = torch.arange(t + 1, device=key.device)[None]
+        seen = Observation(
+            self.number, self.layers, key, value, at[None], q[:, :, -self.window :], at[:, -self.window :],
+            torch.tensor([t + 1], device=key.device), self.scaling, w.T[None],
+        )  # fmt: skip
+        return Triple(self.number, head, t, p, v, k, norm, seen)
 
     def _by_kv_head(self, rows: Tensor) -> Tensor:
         """[heads, window, ...] as [kv_heads, group * window, ...]."""
         return rows.reshape(len(self.key), self.group * self.window, -1)
-
-    def _observation(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> Observation:
-        """What a policy sees at the last token if one query head and its KV head were the whole layer."""
-        at = torch.arange(key.shape[2], device=key.device)[None]
-        return Observation(
-            self.number, self.layers, key, value, at[None], query[:, :, -self.window :], at[:, -self.window :],
-            torch.tensor([key.shape[2]], device=key.device), self.scaling, output,
-        )  # fmt: skip
 
 
 def triples(
@@ -157,10 +152,18 @@ def triples(
     positions: true positions of the queries, each at least `window`. What `visit` does not keep is freed before the
     next layer. cache: if given, it is filled with the prompt's keys and values.
     """
-    visitor = _LayerVisitor(model, positions, visit, window)
+    modules = attention_modules(model)
+
+    class Visiting:
+        def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0):
+            projection = output_projection(modules[layer]).flatten(0, 1).T
+            visit(Layer(layer, len(modules), positions, window, query[0], key[0], value[0], scaling, projection))
+            return attend_prompt(query, key, value, scaling)
+
     with torch.inference_mode(), installed(model):
         tokens = torch.tensor([list(ids)], device=model.device)
-        model(input_ids=tokens, use_cache=cache is not None, past_key_values=cache, logits_to_keep=1, kvrepro=visitor)
+        kept = {"use_cache": cache is not None, "past_key_values": cache}
+        model(input_ids=tokens, logits_to_keep=1, kvrepro=Visiting(), **kept)
 
 
 def check_softmax(model: Any) -> None:
@@ -170,20 +173,6 @@ def check_softmax(model: Any) -> None:
             raise InputError("the bound takes logits as they are, and this model caps them or has sinks: take another")
 
 
-class _LayerVisitor:
-    """Attends as usual and hands each layer to `visit`."""
-
-    def __init__(self, model: Any, positions: Sequence[int], visit: Callable[[Layer], None], window: int):
-        self.positions, self.visit, self.window = positions, visit, window
-        modules = attention_modules(model)
-        self.projections = {layer: output_projection(module).flatten(0, 1).T for layer, module in modules.items()}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
-        count, projection = len(self.projections), self.projections[layer]
-        self.visit(Layer(layer, count, self.positions, self.window, query[0], key[0], value[0], scaling, projection))
-        return attend_prompt(query, key, value, scaling)
-
-
 def spread(tokens: int, count: int, since: float = 0.5) -> list[int]:
     """`count` query positions, evenly spaced over the prompt after its share `since`, the last token included."""
     step = (1 - since) * tokens / count
@@ -191,10 +180,6 @@ def spread(tokens: int, count: int, since: float = 0.5) -> list[int]:
 
 
 # ---------------------------------------------------------------- table 11
-
-
-def _newest(p: Tensor) -> Tensor:
-    return torch.arange(len(p), dtype=torch.float64) / len(p)
 
 
 def _cosine(x: Tensor, y: Tensor) -> Tensor:
@@ -219,7 +204,7 @@ def _square_distance(a: Tensor, v: Tensor) -> Tensor:
 # By the catalogue's names: scores [tokens], large = keep, over the triple's window of queries, as in the table but
 # without pooling. PyramidKV differs from SnapKV only by its budgets. Among equal scores StreamingLLM keeps the newest.
 RULES: dict[str, Callable[[Triple], Tensor]] = {
-    "streaming_llm": lambda t: _newest(t.p) + 2.0 * (_newest(t.p) * len(t.p) < SINKS),
+    "streaming_llm": lambda t: torch.arange(len(t.p)).double() / len(t.p) + 2.0 * (torch.arange(len(t.p)) < SINKS),
     "key_diff": lambda t: -_cosine(t.keys, t.keys.mean(0)),
     "snapkv": lambda t: t.window_p.sum(0),
     "pyramid_kv": lambda t: t.window_p.sum(0),
@@ -254,13 +239,16 @@ def scores_of(policy: Policy, t: Triple) -> Tensor:
 
 def why_no_score(policy: Policy) -> str:
     """Why the score of a policy cannot tell its choice among a triple's keys; "" if it can."""
-    stages = {"refine": policy.refine, "across": policy.across}
-    named = [name for name, stage in stages.items() if stage is not None]
-    if policy.shared or not policy.frees:
-        return "it chooses one set of tokens for all layers" if policy.shared else "it evicts nothing"
+    if policy.shared:
+        return "it chooses one set of tokens for all layers"
+    if not policy.frees:
+        return "it evicts nothing"
     if policy.needs:
         return f"its score needs what a whole forward pass sums up ({', '.join(policy.needs)})"
-    return f"its score is final only after its stage {named[0]!r}, which sees whole layers" if named else ""
+    if policy.refine or policy.across:
+        stage = "refine" if policy.refine else "across"
+        return f"its score is final only after its stage {stage!r}, which sees whole layers"
+    return ""
 
 
 # ---------------------------------------------------------------- which 20 keys

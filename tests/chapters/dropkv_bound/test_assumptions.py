@@ -29,7 +29,7 @@ def test_all_at_once_are_what_each_triple_gives(monkeypatch, backend, room):
     rows = []
 
     def visit(layer):
-        for t in layer:
+        for t in tiny.triples_of(layer):
             for size in S.pools:
                 keys = bound.pool(t.p, size, S.window)
                 p, r, k = t.p[keys], t.r[keys], len(keys) // 2

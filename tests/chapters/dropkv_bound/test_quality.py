@@ -96,7 +96,7 @@ def test_the_loss_of_a_layer_or_a_head_is_that_of_a_model_with_its_keys_masked(m
     answer, masks = [5, 9, 7], {}
 
     def visit(layer):
-        for t in layer:
+        for t in tiny.triples_of(layer):
             score = pooled(triples.dropkv(t), "max", 3)[:-4]
             masks.setdefault(t.layer, []).append(score.argsort(stable=True)[:30].tolist())
 

@@ -379,7 +379,7 @@ def test_ways_to_weigh_a_key(study):
     model, ids, lengths = tiny.model("llama"), tiny.prompts(60)[0], []
 
     def visit(layer):
-        for t in layer:
+        for t in tiny.triples_of(layer):
             w = layer.projection[:, t.head * t.v.shape[1] : (t.head + 1) * t.v.shape[1]].double()
             lengths.append((t.projected(t.r).norm(dim=-1), (t.r @ w.T).norm(dim=-1)))
 
@@ -450,7 +450,7 @@ def test_the_shift_without_residuals_is_lemma_1_s():
 
     def visit(layer):
         p, a, v = layer.attention(29)[:, -1], layer.outputs(29)[:, -1], layer.value.double()
-        moved = torch.stack([bound.shift(t.p, t.v, evicted) for t in layer])
+        moved = torch.stack([bound.shift(t.p, t.v, evicted) for t in tiny.triples_of(layer)])
         shift = runs._output_shift(p, a, v, evicted.expand(len(v), -1))
         assert shift.item() == pytest.approx((moved.norm() / a.norm()).item())
 

@@ -15,7 +15,7 @@ from kvrepro.errors import InputError
 
 def collect(model, ids, positions, **given) -> list[Triple]:
     collected = []
-    triples.triples(model, ids, positions, lambda layer: collected.extend(layer), **given)
+    triples.triples(model, ids, positions, lambda layer: collected.extend(tiny.triples_of(layer)), **given)
     return collected
 
 

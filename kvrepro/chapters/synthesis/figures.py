@@ -1,22 +1,17 @@
 """The chapter's own drawings: score against cost with its frontier, and score against evidence kept."""
 
-import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.path import Path
-from matplotlib.transforms import BboxBase
 
 from kvrepro.chapters.synthesis import frontier, grid
 from kvrepro.experiment import figure
 
-PUBLISHED = "published"
-
 
 def frontiers(table: pd.DataFrame) -> Figure:
     """Score against each of `frontier.COSTS`, a row each, a panel per model: cells of the grid by scorer, published
-    methods as open diamonds. The line is the frontier; published methods on it are named where there is room.
+    methods as open diamonds. The line is the frontier.
 
     table: rows of `frontier.conditions`.
     """
@@ -26,34 +21,10 @@ def frontiers(table: pd.DataFrame) -> Figure:
     for cost, row in zip(facets.row_names, facets.axes, strict=True):
         for axes in row:
             axes.set(xlabel=frontier.COSTS[cost])
-    facets.figure.draw_without_rendering()  # gives panels their sizes, so that names can be placed
     for (i, j, _), part in facets.facet_data():
-        axes = facets.facet_axis(i, j)
         best = frontier.frontier(part, facets.row_names[i])
-        steps = np.repeat(best[["at", "value"]].to_numpy(float), 2, axis=0)
-        steps = np.stack([steps[1:, 0], steps[:-1, 1]], 1)  # to the right, then up
-        axes.step(best["at"], best.value, where="post", color="black", lw=1, zorder=1)
-        covered = np.concatenate([part[["at", "value"]], Path(steps).interpolated(20).vertices])
-        _named(axes, best[best.kind == PUBLISHED], covered)
+        facets.facet_axis(i, j).step(best["at"], best.value, where="post", color="black", lw=1, zorder=1)
     return figure.done(facets.figure)
-
-
-def _named(axes: Axes, rows: pd.DataFrame, covered: np.ndarray) -> None:
-    """Write the name of each row above its point, the best first, if there is room. covered: places [n, 2], in data
-    coordinates, that no name may cover."""
-    covered_pixels, names = axes.transData.transform(covered), list[BboxBase]()
-    for row in rows.iloc[::-1].itertuples():
-        for ha, across in (("right", -4), ("left", 4), ("center", 0)):
-            text = axes.annotate(
-                str(row.name), (row.at, row.value), xytext=(across, 4), textcoords="offset points", ha=ha, fontsize=6.5
-            )
-            text.set_in_layout(False)
-            box = text.get_window_extent().padded(3)
-            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1
-            if inside and not box.count_contains(covered_pixels) and not any(box.overlaps(name) for name in names):
-                names.append(box)
-                break
-            text.remove()
 
 
 def evidence(table: pd.DataFrame) -> Figure:
@@ -92,7 +63,7 @@ def _points(axes: Axes, part: pd.DataFrame, x: str) -> None:
     for scorer, look in figure.looks(grid.FACTORS["scorer"]).items():
         cells = part[(part.kind == "grid") & (part.scorer == scorer)]
         axes.plot(cells[x], cells.value, look.marker, color=look.colour, ms=3.5, ls="none", alpha=0.7, label=look.name)
-    methods = part[part.kind == PUBLISHED]
+    methods = part[part.kind == "published"]
     if len(methods):
         axes.plot(methods[x], methods.value, "D", mfc="none", mec="black", ms=4.5, ls="none", label="published method")
     axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")

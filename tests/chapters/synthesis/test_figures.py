@@ -1,4 +1,4 @@
-"""The frontier's staircase and its names; which points a panel holds."""
+"""The frontier's staircase; which points a panel holds."""
 
 import pandas as pd
 
@@ -21,32 +21,18 @@ def points(axes) -> int:
     return sum(len(line.get_xdata()) for line in axes.lines if line.get_linestyle() == "None")
 
 
-def test_each_model_has_a_panel_per_cost_and_the_frontier_names_published_methods_on_it():
+def test_each_model_has_a_panel_per_cost_and_a_frontier():
     drawn = figures.frontiers(TABLE)
     bytes_a, bytes_b, blocks_a, blocks_b = drawn.axes
     assert [points(axes) for axes in drawn.axes] == [3, 1, 3, 1]  # no full cache
     assert HOVER_TEXTS[bytes_a] == [(0.1, 0.2, "cheap: 0.20, at 10%"), (0.2, 0.1, "beaten: 0.10, at 20%"),
                              (0.2, 0.8, "SnapKV, 20%: 0.80, at 20%")]  # fmt: skip
-    assert [text.get_text() for text in bytes_a.texts] == ["SnapKV, 20%"]
     [stairs] = [line for line in bytes_a.lines if line.get_linestyle() == "-"]
     assert stairs.get_ydata().tolist() == [0.2, 0.8]
     [stairs] = [line for line in blocks_a.lines if line.get_linestyle() == "-"]
     assert stairs.get_ydata().tolist() == [0.8]  # it costs fewest blocks and scores most
     assert (bytes_a.get_title("left"), bytes_b.get_title("left"), blocks_a.get_title("left")) == ("a", "b", "")
     assert (bytes_b.get_xlabel(), blocks_b.get_xlabel()) == ("keys and values held", "blocks not freed")
-
-
-def test_a_name_covers_neither_a_point_nor_a_step_nor_another_name():
-    rows = [("a", "published", None, f"method {i}", i / 10, i / 10, value, 0.5)
-            for i, value in enumerate((0.2, 0.25, 0.9, 0.95), 1)]  # fmt: skip
-    [axes, _] = figures.frontiers(pd.DataFrame(rows, columns=TABLE.columns)).axes
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert 2 <= len(boxes) <= 4
-    assert axes.texts[0].get_text() == "method 4"
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-    there = axes.transData.transform([(row[4], row[6]) for row in rows])
-    steps = axes.transData.transform([(0.3, y / 100) for y in range(25, 90)])
-    assert not any(box.count_contains(there) or box.count_contains(steps) for box in boxes)
 
 
 def test_evidence_is_drawn_of_cells_of_the_grid_alone():

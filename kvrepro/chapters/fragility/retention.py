@@ -186,8 +186,7 @@ def retained(
     more: further settings at layer `more_layer` only and without curves, by mean and defensive aggregation, or by the
     single query (`singles`). Raises InputError.
     """
-    sums = _Sums(prompt, len(answer), settings, more or {}, more_layer)
-    sums.facts = ModelFacts.of(model)
+    sums = _Sums(model, prompt, len(answer), settings, more or {}, more_layer)
     read_once(model, [*prompt.ids, *answer[:-1]], sums)
     return sums.tables()
 
@@ -195,9 +194,9 @@ def retained(
 class _Sums:
     """Computes each layer's attention during one pass, and sums up what each rule keeps at each step and setting."""
 
-    facts: ModelFacts
-
-    def __init__(self, prompt: Prompt, answer: int, settings: Mapping, more: Mapping, more_layer: int | None):
+    def __init__(
+        self, model: Any, prompt: Prompt, answer: int, settings: Mapping, more: Mapping, more_layer: int | None
+    ):
         self.steps = range(len(prompt.ids) - 1, len(prompt.ids) + answer - 1)
         self.settings, self.every, self.more_layer = settings, {**settings, **more}, more_layer
         self.ends = {s.until: end_of(prompt, s) for s in self.every.values()}
@@ -206,6 +205,7 @@ class _Sums:
         self.row = {position: i for i, position in enumerate(self.queries)}
         self.rows: list[dict] = []
         self.curves: dict[tuple[str, str, int], Tensor] = {}
+        self.facts = ModelFacts.of(model)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int | None = None):
         """The layer's attention. If the layer may evict, what its rules keep is summed up."""
@@ -327,11 +327,6 @@ class Mixture:
         return (self.spike + self.risk) / 2
 
 
-def miss(eps: float, window: int) -> float:
-    """(1 - eps)^m: chance that no past query shows the spike. Source: proof 2."""
-    return (1 - eps) ** window
-
-
 def bias_of_mean(x: Mixture) -> float:
     """R - E[mean] = R - (1 - eps) mu_low - eps mu_high, whatever the window; it tends to R - mu_low as eps to 0.
 
@@ -342,14 +337,14 @@ def bias_of_mean(x: Mixture) -> float:
 
 def bias_of_max(x: Mixture, window: int) -> float:
     """R - E[max], exactly: the integral of F^m over [0, R], with F the mixture's distribution function."""
-    stay = miss(x.eps, window)
+    stay = (1 - x.eps) ** window  # chance that no past query shows the spike (proof 2)
     rise = (x.risk - x.spike) * (1 - stay * (1 - x.eps)) / (x.eps * (window + 1))
     return stay * (x.low / (window + 1) + x.spike - x.low) + rise
 
 
 def bound_of_max(x: Mixture, window: int) -> float:
     """Upper bound on R - E[max]: R - (1 - eps)^m mu_low - (1 - (1 - eps)^m) mu_high. Source: theorem 2."""
-    stay = miss(x.eps, window)
+    stay = (1 - x.eps) ** window
     return x.risk - stay * x.mean_low - (1 - stay) * x.mean_high
 
 
@@ -385,7 +380,7 @@ def theory(x: Mixture, windows: Sequence[int], draws: int = 20_000, seed: int = 
         for quantity, rule, values, exact, bound in (
             ("bias", "mean", x.risk - observed[:, :m].mean(1), bias_of_mean(x), np.nan),
             ("bias", "max", x.risk - largest, bias_of_max(x, m), bound_of_max(x, m)),
-            ("missed", "max", (largest <= x.low).astype(float), miss(x.eps, m), np.nan),
+            ("missed", "max", (largest <= x.low).astype(float), (1 - x.eps) ** m, np.nan),
         ):
             ends = stats.UNIT if quantity == "missed" else None
             rows.append((m, quantity, rule, *stats.interval(values, bounds=ends).triple, exact, bound))

@@ -12,8 +12,6 @@ import pandas as pd
 from kvrepro.chapters.fragility import retention
 from kvrepro.chapters.fragility.retention import DEFAULT, Setting
 from kvrepro.chapters.fragility.settings import STEPS_OF_LONG, Settings
-from kvrepro.engine import allowed
-from kvrepro.engine.allowed import ProperShare, ensure, ensure_all
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import check as policy_check
@@ -74,23 +72,11 @@ SIZES = {  # a claim on two cases needs seven items (`stats.fewest`)
 
 
 def declare(
-    loaded: Loaded,
-    items: str,
-    n_items: int | None,
-    settings: Settings,
-    *,
-    shares: list[float],
-    policies: list[str],
-    reading: str,
-) -> tuple[Answers, list[Answers]]:
+    loaded: Loaded, items: str, n_items: int | None, settings: Settings, *,
+    shares: list[float], policies: list[str], reading: str,
+) -> tuple[Answers, list[Answers]]:  # fmt: skip
     """The chapter's studies: answers whose steps are looked at, and the parts of the grid. Computes nothing; raises
     InputError for what cannot be run. n_items: size of the main comparison; caps the other sizes."""
-    ensure_all(allowed.Size | None, n_items=n_items)
-    ensure_all(list[str], policies=policies)
-    ensure_all(list[ProperShare], shares=shares)
-    ensure(("both", *READINGS), reading=reading)
-    if not policies or not shares:
-        raise InputError(f"shares {shares!r} of policies {policies!r}: give one of each at least")
     sizes = SIZES[settings.profile]
     sizes = sizes if n_items is None else Size(n_items, *(min(n_items, count) for count in sizes[1:]))
     answered = observed(loaded, items, sizes, settings)
@@ -422,20 +408,20 @@ def parts_of(
 
 def met(study: Answers, loaded: Loaded) -> Answers:
     """The study without the conditions that single items cannot meet, such as small shares of short prompts; prints how
-    many are left out. Raises InputError where no policy is left, or an item cannot even have the full cache."""
+    many are left out. Raises InputError where no policy is left."""
     conditions: list[Condition] = list(study.conditions)  # type: ignore[arg-type]
     prompts = check(replace(study, gaps=True), loaded)
     missing = unmet(loaded, prompts, conditions, [range(len(conditions))] * len(prompts))
-    count = len(prompts) * sum(c.policy != "full" for c in conditions)
-    without_full = [(i, j) for i, j in missing if conditions[j].policy == "full"]
-    for i, j in without_full or list(missing)[:1]:
-        with data.named(study.items[i]):
-            if without_full or len(missing) == count:
-                raise missing[i, j]
+    if missing:
+        (i, j), why = next(iter(missing.items()))
+        count = len(prompts) * (len(conditions) - 1)  # every item can have the full cache
+        if len(missing) == count:
+            with data.named(study.items[i]):
+                raise why
         what = f"{len(missing)} of {count} answers are left out, the first {study.items[i].id}, {conditions[j].label}"
-        print(f"fragility/{study.name}: {what}: {missing[i, j]}")
-    by_item = [[c for j, c in enumerate(conditions) if (i, j) not in missing] for i in range(len(prompts))]
-    study = replace(study, conditions=by_item) if missing else study
+        print(f"fragility/{study.name}: {what}: {why}")
+        by_item = [[c for j, c in enumerate(conditions) if (i, j) not in missing] for i in range(len(prompts))]
+        study = replace(study, conditions=by_item)
     check(study, loaded)
     return study
 

@@ -322,14 +322,13 @@ def test_limits(x):
     assert retention.bias_of_max(x, 100_000) < 0.02
     tiny_eps = replace(x, eps=1e-9)
     assert retention.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.mean_low, abs=1e-6)
-    assert retention.miss(x.eps, 32) == pytest.approx(np.prod([1 - x.eps] * 32))
 
 
 def test_survival_of_a_fragile_entry():
     x = Mixture(eps=0.02, low=0.1, spike=0.6, risk=1.0)
     table = retention.survival(x, [1, 32], heads=300).set_index(["window", "rule"]).value
     assert table[1, "mean"] == pytest.approx(table[1, "max"], abs=0.02)  # one query: both are that query
-    assert table[32, "max"] == pytest.approx(1 - retention.miss(x.eps, 32), abs=0.02)  # whoever showed a spike
+    assert table[32, "max"] == pytest.approx(1 - (1 - x.eps) ** 32, abs=0.02)  # whoever showed a spike
     assert table[32, "mean"] < table[32, "max"] - 0.1
     [rare, *_] = retention.survival(x, [64], heads=20).itertuples()
     assert rare.low == 0 < rare.value  # a share, so its interval ends at 0
@@ -379,16 +378,10 @@ def test_everything_is_checked_before_anything_runs():
         ({"until": "defense"}, {}, "no span 'defense'"),
         ({"answer_tokens": 100}, {}, "answer_tokens 100 cuts answers of 200 steps"),
         ({}, {"shares": [0.01]}, "budget 5 < "),
-        ({}, {"shares": [20]}, "shares 20: a number, above 0, below 1"),
-        ({}, {"shares": []}, "give one of each at least"),
         ({}, {"policies": ["snap"]}, "unknown policy 'snap'"),
-        ({}, {"policies": "snapkv"}, "policies 'snapkv': give a list"),
-        ({}, {"reading": "run"}, "reading 'run'"),
     ):
         with pytest.raises(InputError, match=message):
             study.declare(loaded, items, 4, Settings(**options), **choices | wrong)
-    with pytest.raises(InputError, match="n_items -1"):
-        study.declare(loaded, items, -1, settings, **choices)
 
 
 def test_claims_about_rivals_behind_guards_rest_on_all_items():

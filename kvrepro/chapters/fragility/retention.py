@@ -115,6 +115,11 @@ def singles(base: Setting = OURS) -> dict[str, Setting]:
     return {f"{TOKEN}{k}": replace(base, single=k) for k in sorted({1, w // 4, 3 * w // 4, w} - {0, base.single})}
 
 
+def _is_further(name: str) -> bool:
+    """Is it one of `specifications` or `singles`?"""
+    return name.startswith(("#", TOKEN))
+
+
 # ---- one layer
 
 
@@ -167,13 +172,7 @@ def keep(scores: Float[Tensor, "rules heads tokens"], s: Setting) -> Bool[Tensor
 
 
 def retained(
-    model: PreTrainedModel,
-    prompt: Prompt,
-    answer: Sequence[int],
-    settings: Mapping[str, Setting],
-    *,
-    more: Mapping[str, Setting] | None = None,
-    more_layer: int | None = None,
+    model: PreTrainedModel, prompt: Prompt, answer: Sequence[int], settings: Mapping[str, Setting], layer: int = 0
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(curves, summary) of one answer: one forward pass for all settings and rules.
 
@@ -183,10 +182,10 @@ def retained(
     summary: of the same curves, and of those of each query head in the default setting: setting, rule, layer, head (-1:
     together), worst, mean, below (share of steps under one half), at (the worst step), steps, tied (share of the kept
     tokens whose score is the prior), counted (share of all importance that the measure looks at).
-    more: further settings at layer `more_layer` only and without curves, by mean and defensive aggregation, or by the
-    single query (`singles`). Raises InputError.
+    settings: by name; those of `specifications` and `singles` are looked at in `layer` only and without curves, by mean
+    and defensive aggregation, or by the single query. Raises InputError.
     """
-    sums = _Sums(model, prompt, len(answer), settings, more or {}, more_layer)
+    sums = _Sums(model, prompt, len(answer), settings, layer)
     read_once(model, [*prompt.ids, *answer[:-1]], sums)
     return sums.tables()
 
@@ -194,13 +193,11 @@ def retained(
 class _Sums:
     """Computes each layer's attention during one pass, and sums up what each rule keeps at each step and setting."""
 
-    def __init__(
-        self, model: Any, prompt: Prompt, answer: int, settings: Mapping, more: Mapping, more_layer: int | None
-    ):
+    def __init__(self, model: Any, prompt: Prompt, answer: int, settings: Mapping[str, Setting], layer: int):
         self.steps = range(len(prompt.ids) - 1, len(prompt.ids) + answer - 1)
-        self.settings, self.every, self.more_layer = settings, {**settings, **more}, more_layer
-        self.ends = {s.until: end_of(prompt, s) for s in self.every.values()}
-        self.past = {s: range(self.ends[s.until] - s.window, self.ends[s.until]) for s in self.every.values()}
+        self.settings, self.layer = settings, layer
+        self.ends = {s.until: end_of(prompt, s) for s in settings.values()}
+        self.past = {s: range(self.ends[s.until] - s.window, self.ends[s.until]) for s in settings.values()}
         self.queries = sorted({*self.steps, *itertools.chain(*self.past.values())})
         self.row = {position: i for i, position in enumerate(self.queries)}
         self.rows: list[dict] = []
@@ -225,12 +222,14 @@ class _Sums:
         now = p[:, :, [self.row[t] for t in self.steps]]
         pooled_by_look: dict[tuple, Tensor] = {}
         parts = {}
-        for name, s in (self.every if layer == self.more_layer else self.settings).items():
+        for name, s in self.settings.items():
+            if _is_further(name) and layer != self.layer:
+                continue
             end, look = self.ends[s.until], (s.until, s.window, s.pool, s.kernel)
             if look not in pooled_by_look:
                 pooled_by_look[look] = pooled(p[:, :, [self.row[t] for t in self.past[s]]][..., :end], s.pool, s.kernel)
             few = ["single"] if name.startswith(TOKEN) else ["mean", "defensive"]
-            rules = list(RULES) if name in self.settings else few
+            rules = few if _is_further(name) else list(RULES)
             parts[name] = (rules, *_weights(pooled_by_look[look], now, norms[s.norm], rules, end, s))
         sums = (now @ torch.cat([weights for _, weights, _ in parts.values()], -1)).permute(3, 0, 1, 2)
         columns = sums.flatten(1, 2).cpu().split([len(rules) + 2 for rules, *_ in parts.values()])  # [, heads, steps]
@@ -239,11 +238,11 @@ class _Sums:
                 self._add(name, rule, layer, of_setting[[i, -2, -1]], tied.get(rule))
 
     def _add(self, name: str, rule: str, layer: int, heads: Float[Tensor, "three heads steps"], tied: float | None):
-        head = self.every[name].head
+        head = self.settings[name].head
         looked = heads.sum(1) if head is None else heads[:, head]
         where = {"setting": name, "rule": rule, "layer": layer}
         self.rows.append(where | {"head": -1, "tied": tied} | _summary(looked))
-        if name in self.settings:
+        if not _is_further(name):
             self.curves[name, rule, layer] = looked
         if name == DEFAULT:
             self.rows.extend(where | {"head": h} | _summary(part) for h, part in enumerate(heads.unbind(1)))

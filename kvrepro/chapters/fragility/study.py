@@ -220,8 +220,9 @@ def _observed_elsewhere(items: Sequence[Item], sizes: Size, seed: int) -> list[I
 
 def _settings_for(item: Item, base: Setting) -> dict[str, Setting]:
     """All settings for long answers and for the reader's own items; the base for others."""
-    wide = _is_long(item) or item.task not in (*TABLE_1.values(), *DATASETS.values())
-    return retention.variants(base) if wide else {DEFAULT: base}
+    if not _is_long(item) and item.task in (*TABLE_1.values(), *DATASETS.values()):
+        return {DEFAULT: base}
+    return retention.variants(base) | retention.specifications(base) | retention.singles(base)
 
 
 @dataclass(frozen=True)
@@ -256,10 +257,8 @@ def retained_by(answered: Answers, loaded: Loaded, settings: Settings) -> Retain
 
 def retained_by_item(loaded: Loaded, item: Answered, base: Setting, layer: int) -> dict[str, pd.DataFrame]:
     """Curves (base setting) and summary of one item, as `retention.retained` has them."""
-    settings = _settings_for(item.item, base)
-    more = {**retention.specifications(base), **retention.singles(base)} if len(settings) > 1 else {}
     prompt = data.build_prompt(item.item, loaded.tokenizer, item.limit)
-    curves, summary = retention.retained(loaded.model, prompt, item.tokens, settings, more=more, more_layer=layer)
+    curves, summary = retention.retained(loaded.model, prompt, item.tokens, _settings_for(item.item, base), layer)
     return {"curves": curves[curves.setting == DEFAULT], "summary": summary}
 
 

@@ -122,7 +122,7 @@ def test_keeping_everything_retains_everything_and_later_tokens_count_where_aske
 def test_one_pass_of_many_settings_equals_a_pass_each(eager):
     many = {name: replace(s, window=8, single=3) for name, s in retention.variants().items()}
     more = {f"#{name}": s for name, s in many.items()}
-    _, together = retention.retained(eager[0], PROMPT, ANSWER, many, more=more, more_layer=1)
+    _, together = retention.retained(eager[0], PROMPT, ANSWER, many | more, 1)
     for name, s in many.items():
         _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"x": s})
         columns = ["rule", "layer", "worst", "mean", "below", "tied"]
@@ -243,7 +243,7 @@ def test_other_past_queries_stand_alone_as_the_single_one_does(eager):
     assert [s.single for s in others.values()] == [1, 2, 6, 8]
     assert 16 not in [s.single for s in retention.singles(OURS).values()]
     given = {"default": SHORT}
-    _, summary = retention.retained(eager[0], PROMPT, ANSWER, given, more=others, more_layer=1)
+    _, summary = retention.retained(eager[0], PROMPT, ANSWER, given | others, 1)
     summary = summary[summary.setting.str.startswith(retention.TOKEN)]
     assert set(summary.rule) == {"single"}
     _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"x": replace(SHORT, single=6)})
@@ -624,7 +624,7 @@ def chapter(eager):
     """What the notebook hands to its figures: twelve copies of an answer, jittered, and the synthetic grid."""
     many = retention.variants(SHORT)
     more = retention.specifications(SHORT)
-    curves, summary = retention.retained(eager[0], PROMPT, ANSWER, many, more=more, more_layer=1)
+    curves, summary = retention.retained(eager[0], PROMPT, ANSWER, many | more, 1)
     frames = {"curves": [], "summary": []}
     for i in range(12):
         item = {"item": f"i{i}", "task": "list_all" if i % 2 else "summary"}

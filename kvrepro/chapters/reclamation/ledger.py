@@ -8,7 +8,7 @@ when every head of every layer has evicted it. After Kwon et al. 2023, section 4
 compaction, "Architecture".
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,20 +32,6 @@ class Entry:
     seen: int = 0  # tokens so far, evicted ones included = the next token's true position
 
 
-@dataclass
-class Counters:
-    """What an engine should export. All but the last three only grow."""
-
-    passes: int = 0  # compactions
-    blocks_freed: int = 0  # by eviction or compaction, not by the end of a sequence
-    slot_copies: int = 0  # by compaction
-    cow_copies: int = 0  # by writing into a shared block
-    evicted_tokens: int = 0  # slots that died
-    blocks_free: int = 0
-    blocks_held: int = 0
-    tokens_alive: int = 0  # a token that two sequences share counts twice
-
-
 class Ledger:
     """The ledger of `blocks` blocks. Methods that move tokens return copies, which the caller must make at once."""
 
@@ -56,8 +42,14 @@ class Ledger:
         self.references = np.zeros(blocks, np.int64)
         self.free_list = list(range(blocks))[::-1]  # the lowest block goes first
         self.sequences: dict[int, Entry] = {}
-        self.counters = Counters()
+        self.freed = 0  # blocks so far, by eviction or compaction, not by the end of a sequence
+        self.copied = 0  # slots so far, by compaction
         self._next = 0
+
+    @property
+    def held(self) -> int:
+        """Blocks that some sequence holds."""
+        return len(self.references) - len(self.free_list)
 
     # ---- sequences
 
@@ -106,7 +98,6 @@ class Ledger:
             copies = (s.blocks[-1] * size + inside, block * size + inside)
             self._release(s.blocks[-1:])
             s = replace(s, blocks=np.append(s.blocks[:-1], block))
-            self.counters.cow_copies += len(inside)
         s = replace(
             s,
             blocks=np.append(s.blocks, self._take(fresh)),
@@ -133,7 +124,6 @@ class Ledger:
             raise InputError(f"keep has {keep.shape[-1]} positions, the sequence has seen {s.seen}: give one each")
         alive = s.alive & keep[..., s.positions.clip(min=0)] & (s.positions >= 0)
         dead = (s.positions >= 0) & ~alive.any((0, 1))
-        self.counters.evicted_tokens += int(dead.sum())
         self.sequences[number] = replace(s, positions=np.where(dead, -1, s.positions), alive=alive)
         return self._drop(number)
 
@@ -183,20 +173,6 @@ class Ledger:
         slots = np.flatnonzero(s.positions >= 0)
         return self._flat(s, slots), s.positions[slots], s.alive[..., slots]
 
-    def metrics(self, number: int | None = None, budget: int | None = None) -> dict[str, float]:
-        """The counters by name, blocks freed and slots copied per pass (nan before the first); with a sequence and its
-        budget in tokens also `budget_occupancy`, living tokens / budget."""
-        c = self.counters
-        c.blocks_free = len(self.free_list)
-        c.blocks_held = len(self.references) - c.blocks_free
-        c.tokens_alive = sum(int((s.positions >= 0).sum()) for s in self.sequences.values())
-        metrics: dict[str, float] = asdict(c)
-        metrics["freed_per_pass"] = c.blocks_freed / c.passes if c.passes else np.nan
-        metrics["copies_per_pass"] = c.slot_copies / c.passes if c.passes else np.nan
-        if number is not None and budget is not None:
-            metrics["budget_occupancy"] = int((self.sequences[number].positions >= 0).sum()) / budget
-        return metrics
-
     # ---- inside
 
     def _add(self, s: Entry) -> int:
@@ -227,7 +203,7 @@ class Ledger:
         tail = len(kept.positions) if not living[-1:].any() else s.tail - int((~living).sum()) * size
         self.sequences[number] = replace(kept, tail=tail)
         freed = self._release(s.blocks[~living])
-        self.counters.blocks_freed += freed
+        self.freed += freed
         return freed
 
     def _compact(self, number: int, s: Entry, source: np.ndarray, target: np.ndarray) -> tuple[int, Copies]:
@@ -240,8 +216,7 @@ class Ledger:
         freed, kept = self._drop(number), self.sequences[number]
         last = np.flatnonzero(kept.positions >= 0)[-1:]
         self.sequences[number] = replace(kept, tail=int(last[0]) + 1 if len(last) else 0)
-        self.counters.passes += 1
-        self.counters.slot_copies += len(source)
+        self.copied += len(source)
         return freed, (self._flat(s, source), self._flat(s, target))
 
 

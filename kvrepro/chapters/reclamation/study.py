@@ -108,8 +108,8 @@ def reclaim(keep: np.ndarray, block_size: int = 16) -> dict[str, float]:
         ledger, number = dense(tokens, block_size)
         row["freed_plain"] = ledger.evict(number, keep)
         ledger.compact(number, layout)
-        row[f"freed_{layout}"] = ledger.counters.blocks_freed
-        row[f"copies_{layout}"] = ledger.counters.slot_copies
+        row[f"freed_{layout}"] = ledger.freed
+        row[f"copies_{layout}"] = ledger.copied
     row["share_plain"], row["share_repack"] = row["freed_plain"] / blocks, row["freed_repack"] / blocks
     row["evicted"] = 1 - float(keep.mean())
     row["shortfall"] = row["evicted"] - row["share_repack"]
@@ -439,25 +439,21 @@ def rounds(
 
     The cache starts dense at its budget. Every `every` tokens random tokens leave (without a seed the oldest behind
     four sinks), so that it is at its budget again, and it is compacted by `layout` ("none": not at all).
-    attrs["metrics"]: what an engine should export (`Ledger.metrics`).
     """
     random = None if seed is None else np.random.default_rng(seed)
     ledger, number = dense(budget, block_size, tokens + block_size)
-    counters, alive, rows = ledger.counters, budget, []
+    alive, rows = budget, []
     for t in range(1, tokens + 1):
         ledger.append(number)
         alive += 1
-        freed, copies = counters.blocks_freed, counters.slot_copies
+        freed, copied = ledger.freed, ledger.copied
         if t % every == 0:
             _evict_to(ledger, number, budget, random)
             ledger.compact(number, layout)
             alive = budget
-        held = len(ledger.references) - len(ledger.free_list)
-        rows.append((t, held, alive, counters.slot_copies - copies, counters.blocks_freed - freed))
+        rows.append((t, ledger.held, alive, ledger.copied - copied, ledger.freed - freed))
     names = ["token", "blocks_held", "tokens_alive", "copies", "freed"]
-    frame = pd.DataFrame(rows, columns=names).assign(layout=layout)
-    frame.attrs["metrics"] = ledger.metrics(number, budget)
-    return frame
+    return pd.DataFrame(rows, columns=names).assign(layout=layout)
 
 
 def _evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Generator | None) -> None:

@@ -214,7 +214,7 @@ def test_blocks_that_all_sliding_layers_have_passed_are_free():
     model, [ids] = tiny.model("mistral", sliding_window=12), tiny.prompts(60)
     rows = sequence(model)
     logits(model, rows, ids)
-    assert rows.ledger.metrics()["blocks_held"] == 2  # of eight: the next query sees positions 49 to 59
+    assert rows.ledger.held == 2  # of eight: the next query sees positions 49 to 59
     assert np.flatnonzero(rows.survivors().any((0, 1, 2))).tolist() == list(range(49, 60))
 
 
@@ -255,7 +255,7 @@ def test_two_questions_share_a_prefix_and_neither_sees_the_other(compact):
     assert parent.entries[0].blocks.tolist() == held.tolist()
     for sequences in (parent, *children):
         sequences.free()
-    assert pages.ledger.metrics()["blocks_free"] == 32
+    assert len(pages.ledger.free_list) == 32
 
 
 def test_sums_are_the_column_sums_of_eager_attention_and_each_fork_has_its_own():

@@ -135,12 +135,9 @@ def test_rounds_hold_what_arithmetic_says():
         assert (due.blocks_held == 16).all()
         assert rows.blocks_held.max() == 18
         assert (due.freed >= 2).all()
+        assert rows.freed.sum() == 2 * 4
         assert rows.copies.sum() == due.copies.sum()
     assert due.copies.max() <= 32  # hole filling moves no more than the round's tokens
-    metrics = {layout: r.rounds(32, layout, budget=256, tokens=128).attrs["metrics"] for layout in r.COMPARED_LAYOUTS}
-    assert metrics["repack"]["freed_per_pass"] == metrics["repack"]["blocks_freed"] / 4 == 2
-    assert metrics["fill"]["copies_per_pass"] == metrics["fill"]["slot_copies"] / 4
-    assert np.isnan(metrics["none"]["copies_per_pass"])
 
 
 def test_a_repack_moves_what_lies_behind_the_first_victim():

@@ -10,10 +10,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvrepro.chapters.reclamation.paged import PagedCache, PagedRows, call_for, extend
 from kvrepro.engine import generate as engine
-from kvrepro.engine.attention import Softmax, installed, scaled, softmax
+from kvrepro.engine.attention import watch_prompt
 from kvrepro.engine.condition import Condition
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.regime import Prefill
 from kvrepro.experiment.models import Loaded
 
@@ -21,11 +21,9 @@ WINDOWS = (1, 4, 8, 16, 25, 50, 100)  # queries; the guide says about 25
 AHEAD = 16  # queries that come next
 
 
-@torch.inference_mode()
 def sparsity(
-    loaded: Loaded, ids: list[int], windows: Sequence[int] = WINDOWS, ahead: int = AHEAD, share: float = 0.2,
-    block_size: int = 16,
-) -> pd.DataFrame:  # fmt: skip
+    loaded: Loaded, ids: list[int], windows: Sequence[int] = WINDOWS, ahead: int = AHEAD, share: float = 0.2
+) -> pd.DataFrame:
     """Rows (what, layer, window, value), each a mean over KV heads; layers that slide are left out.
 
     what "heavy hitters": share of all attention on the `share` of tokens that get the most of it. "window": of the
@@ -36,36 +34,28 @@ def sparsity(
     """
     windows = [w for w in windows if 2 * (w + ahead) <= len(ids)]
     most = max(windows, default=0)
-    blocks = -(-len(ids) // block_size) + 1
-    pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
-    call, row = call_for(loaded.model, ids), PagedRows(pages, ("mass",))
-    with installed(loaded.model):
-        extend(call, row, ids, most + ahead)
-    rows = []
-    for number, layer in row.ragged.items():
-        keys = layer.shown().keys[0]
-        if keys.shape[1] < len(ids):
+    mass: dict[int, Tensor] = {}  # [kv_heads, tokens], by layer
+    newest: dict[int, Tensor] = {}  # of the last queries [kv_heads, most + ahead, tokens], by layer
+
+    def see(layer: int, p: Tensor, queries: slice) -> None:
+        p = p[0].sum(1)  # [kv_heads, queries, tokens]
+        mass[layer] = mass.get(layer, 0) + p.sum(1)
+        newest[layer] = torch.cat([newest.get(layer, p[:, :0]), p], 1)[:, -most - ahead :]
+
+    watch_prompt(loaded.model, ids, see)
+    sliding, rows = ModelFacts.of(loaded.model).sliding, []
+    for layer, received in mass.items():
+        if sliding.get(layer, len(ids) + 1) <= len(ids):
             continue
-        rows.append(("heavy hitters", number, 0, _held(layer.sums["mass"][0], layer.sums["mass"][0], share)))
+        rows.append(("heavy hitters", layer, 0, _held(received, received, share)))
         if windows:
-            p = probabilities(layer.queries[0], keys, call.scalings[number])[..., : len(ids) - most - ahead]
-            p = p.unflatten(0, (keys.shape[0], -1)).sum(1)  # [kv_heads, queries, history]
+            p = newest[layer][..., : len(ids) - most - ahead]  # [kv_heads, queries, history]
             wanted = p[:, -ahead:].sum(1)
-            rows.append(("best", number, 0, _held(wanted, wanted, share)))
-            rows += [("window", number, w, _held(p[:, -ahead - w : -ahead].sum(1), wanted, share)) for w in windows]
+            rows.append(("best", layer, 0, _held(wanted, wanted, share)))
+            rows += [("window", layer, w, _held(p[:, -ahead - w : -ahead].sum(1), wanted, share)) for w in windows]
     table = pd.DataFrame(rows, columns=["what", "layer", "window", "value"])
     of_25 = table[table.window == 25].set_index("layer").value
     return table.assign(gain=table.value.where(table.what == "window") - table.layer.map(of_25))
-
-
-def probabilities(queries: Tensor, keys: Tensor, how: float | Softmax) -> Tensor:
-    """Causal attention of the last queries [heads, queries, dim] to all tokens [kv_heads, tokens, dim], float32
-    [heads, queries, tokens]. how: the layer's scaling or softmax, as in `engine.attention`."""
-    group = len(queries) // len(keys)
-    logits = scaled(queries.float() @ keys.float().repeat_interleave(group, 0).transpose(1, 2), how)
-    later = torch.ones(logits.shape[1:], dtype=torch.bool, device=logits.device)
-    logits = logits.masked_fill(later.triu(logits.shape[2] - logits.shape[1] + 1), -torch.inf)
-    return softmax(logits.unflatten(0, (1, -1, group)), how).flatten(0, 2)
 
 
 def _held(scores: Tensor, mass: Tensor, share: float) -> float:

@@ -605,7 +605,8 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         tables[name] = runner.run(job, None, settings).drop(columns="item")
     for name, (study, arguments) in with_model.items():
         most = None if name == "arising" else SIZES[settings.profile][name]
-        items, arguments = dict(islice(prompts.items(), most)), arguments | {"block_size": block_size}
+        items = dict(islice(prompts.items(), most))
+        arguments = arguments if name == "sparsity" else arguments | {"block_size": block_size}
         job = PerItem("reclamation", name, items, study, arguments, alone=name == "latency")
         tables[name] = _without_failed(name, runner.run(job, loaded, settings))
     if settings.quoted:

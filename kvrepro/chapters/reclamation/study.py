@@ -52,7 +52,7 @@ def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings)
 
     Messages without a passage to cut may be as long as the model's context allows. If all layers have a sliding window,
     no prompt is longer than the window, since budgets are shares of what the layers hold. Prompts too short for the
-    settings are left out (`data.usable`).
+    settings, or too long, are left out (`data.usable`).
     """
     ensure((Size, None), n_items=n_items)
     held, count = ModelFacts.of(loaded.model).held, n_items or data.AtMost(SIZES[settings.profile]["arising"])
@@ -65,19 +65,24 @@ def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings)
         item.id: data.build_prompt(item, loaded.tokenizer, room if item.context is None else tokens).ids
         for item in fitting
     }
-    fitting = data.usable(fitting, "reclamation", lambda item: _check_length(item.id, len(ids[item.id]), settings))
+    fitting = data.usable(
+        fitting, "reclamation", lambda item: _check_length(item.id, len(ids[item.id]), settings, loaded.context)
+    )
     return {item.id: ids[item.id] for item in fitting}
 
 
-def _check_length(name: str, tokens: int, settings: Settings) -> None:
-    """Raise InputError if a prompt of so many tokens is too short for the settings."""
-    least, shared = min(settings.kept), _shared(tokens)
+def _check_length(name: str, tokens: int, settings: Settings, context: int) -> None:
+    """Raise InputError for a prompt that is too short for the settings, or too long for the model's context."""
+    least, shared, needed = min(settings.kept), _shared(tokens), _needed(settings)
     if settings.capacity >= tokens:
         why = f"capacity {settings.capacity} >= {tokens} tokens of a prompt: nothing leaves; lower it"
     elif round(least * tokens) < 16:
         why = f"kept {least:g} of {tokens} tokens are {least * tokens:.0f}, fewer than 16: raise it"
     elif settings.block_size > shared:
         why = f"block_size {settings.block_size} > {shared} tokens that prompts share: lower it"
+    elif tokens + needed > context:
+        exceeding = f"{tokens} tokens of a prompt and {needed} after it exceed the model's {context}"
+        why = f"{exceeding}: lower prompt_tokens, timed_cadences or max_new_tokens"
     else:
         return
     raise InputError(f"item {name}: {why}")
@@ -569,26 +574,15 @@ def _rounds(
 # ---- all studies
 
 
-def check(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) -> None:
-    """Raise InputError for settings that do not suit these prompts, this model or these policies."""
+def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) -> dict[str, pd.DataFrame]:
+    """Every study's table, by the name that the claims use. Raises InputError for settings that do not suit these
+    prompts, this model or these policies."""
     check_shared(loaded.model)
-    lengths = {name: len(ids) for name, ids in prompts.items()}
-    shortest, longest = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
-    needed = _needed(settings)
     labels = [label(name) for name in settings.policies]
     if repeated := {name for name in labels if labels.count(name) > 1}:
         raise InputError(f"two of the policies are called {min(repeated)}: give each a title of its own")
-    _check_length(shortest, lengths[shortest], settings)
-    if lengths[longest] + needed > loaded.context:
-        raise InputError(
-            f"item {longest}: {lengths[longest]} tokens of a prompt and {needed} after it exceed the model's "
-            f"{loaded.context}: lower prompt_tokens, timed_cadences or max_new_tokens"
-        )
-
-
-def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) -> dict[str, pd.DataFrame]:
-    """Every study's table, by the name that the claims use. Raises InputError as `check` does."""
-    check(loaded, prompts, settings)
+    for name, ids in prompts.items():
+        _check_length(name, len(ids), settings, loaded.context)
     tables, block_size = {}, settings.block_size
     without_model: dict[str, Callable[[], pd.DataFrame]] = {
         "synthetic": partial(synthetic, seed=settings.seed, block_size=block_size),

@@ -186,7 +186,7 @@ SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences":
         ({"block_size": 0}, "block_size 0: a whole number, at least 1"),
         ({"block_size": 64}, "item a: block_size 64 > 60 tokens that prompts share"),
         ({"cadences": [0]}, "cadences 0: a whole number, at least 1"),
-        ({"timed_cadences": [256]}, "item b: 120 tokens of a prompt and 513 after it exceed the model's 512"),
+        ({"timed_cadences": [256]}, "item a: 100 tokens of a prompt and 513 after it exceed the model's 512"),
         ({"cadences": []}, "cadences []: give a list"),
         ({"policies": "window"}, "policies 'window': give a list"),
         ({"policies": []}, "policies []: give a list"),

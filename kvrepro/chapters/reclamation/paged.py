@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvrepro.chapters.reclamation.ledger import Copies, Entry, Ledger
-from kvrepro.chapters.reclamation.survivors import GIVEN
+from kvrepro.chapters.reclamation.survivors import GIVEN, WINDOW
 from kvrepro.engine.attention import Part, installed
-from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown
+from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown, bytes_of
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.decode import decode
 from kvrepro.engine.evict import EvictionJob, Prompts
@@ -31,7 +31,7 @@ from kvrepro.engine.shapes import KeyValue, Mask, RowInts, TokenInts
 from kvrepro.errors import InputError
 
 if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
 class PagedCache:
@@ -40,23 +40,14 @@ class PagedCache:
     The engine sees sequences as `PagedRows`. Unwritten slots are zero and never gathered.
     """
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        blocks: int,
-        block_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-    ):
-        text = config.get_text_config()
-        if other := set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
-            raise InputError(f"{config.model_type} has layers of kind {min(other)}, which hold no keys to page: "
-                             "take a model with attention in every layer")  # fmt: skip
+    def __init__(self, model: PreTrainedModel, blocks: int, block_size: int):
+        text = model.config.get_text_config()
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         shape = (blocks, block_size, kv_heads, dim)
-        self.config, self.ledger = config, Ledger(blocks, block_size)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(text.num_hidden_layers)]
+        self.config, self.ledger = model.config, Ledger(blocks, block_size)
+        empty = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.keys = [empty.clone() for _ in range(text.num_hidden_layers)]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
 
     @property
@@ -119,18 +110,12 @@ class PagedRows(EngineCache):
 
     def fork(self, *shares: int | None, layouts: Sequence[str] = ("none",)) -> PagedRows:
         """`Ledger.fork` of a single row, with its copies: rows with the same tokens, sums and last queries, one for
-        each of `layouts`. shares: how many of the first blocks each shares (none given: all). Raises InputError, and
-        makes no row, where there is no room for all of them."""
+        each of `layouts`. shares: how many of the first blocks each shares (none given: all)."""
         numbers: list[int] = []
-        try:
-            for share, _ in zip(shares or (None,) * len(layouts), layouts, strict=True):
-                number, copies = self.ledger.fork(self.numbers[0], share)
-                self.pages.copy(copies)
-                numbers.append(number)
-        except InputError:
-            for number in numbers:
-                self.ledger.free(number)
-            raise
+        for share, _ in zip(shares or (None,) * len(layouts), layouts, strict=True):
+            number, copies = self.ledger.fork(self.numbers[0], share)
+            self.pages.copy(copies)
+            numbers.append(number)
         child = PagedRows(self.pages, (), layouts, numbers)
         for layer, copy in zip(self.ragged.values(), child.ragged.values(), strict=True):
             copy.sums.update({name: s.repeat(len(numbers), 1, 1) for name, s in layer.sums.items()})
@@ -294,8 +279,7 @@ class PagedLayer:
     @property
     def state_bytes(self) -> int:
         """Bytes of what the next eviction needs: sums per token, the last queries."""
-        kept = (*self.sums.values(), self.queries, self.query_positions)
-        return sum(t.nbytes for t in kept if t is not None)
+        return bytes_of(*self.sums.values(), self.queries, self.query_positions)
 
 
 # ---- the engine on paged rows
@@ -332,6 +316,18 @@ def extend(call: Call, rows: PagedRows, ids: list[int], window: int = 0) -> Tens
     device = rows.pages.keys[0].device
     positions = torch.arange(rows.seen, rows.seen + len(ids), device=device)[None]
     return call.forward(torch.tensor([ids], device=device), positions, rows, Extend(rows, positions, window))
+
+
+def read(
+    model: PreTrainedModel, ids: list[int], more: int, copies: int, block_size: int, sums: Collection[str] = ()
+) -> tuple[Call, PagedRows, Tensor]:
+    """Prefill `ids` into a cache with room for `more` tokens and for `copies` of the sequence: a call, a single row,
+    logits [1, vocabulary]. sums: those that the policies need which evict from it."""
+    blocks = copies * (-(-(len(ids) + more) // block_size) + 1)
+    call, row = call_for(model, ids), PagedRows(PagedCache(model, blocks, block_size), sums)
+    with installed(model):
+        logits = extend(call, row, ids, WINDOW if sums else 0)
+    return call, row, logits
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pandas as pd
 import torch
 
-from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedCache, PagedRows, call_for, extend, generate
+from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedCache, PagedRows, call_for, extend, generate, read
 from kvrepro.chapters.reclamation.survivors import POLICIES, WINDOW, condition
 from kvrepro.engine.attention import installed
 from kvrepro.engine.regime import DecodeCap
@@ -31,17 +31,14 @@ def sharing(
     the second one's compactions. Layout "references ignored" is hole filling that treats no block as shared.
     """
     cut = int(0.6 * len(ids)) // block_size * block_size
-    blocks = 4 * (-(-(len(ids) + new_tokens) // block_size) + 1)
-    pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
-    call, prefix = call_for(loaded.model, ids[:cut]), PagedRows(pages, ("mass",))
+    call, prefix, _ = read(loaded.model, ids[:cut], len(ids) - cut + new_tokens, 4, block_size, ("mass",))
+    pages = prefix.pages
 
     def read_on() -> tuple[PagedRows, torch.Tensor]:
         child = prefix.fork()
         with installed(loaded.model):
             return child, extend(call, child, ids[cut:], WINDOW)
 
-    with installed(loaded.model):
-        extend(call, prefix, ids[:cut], WINDOW)
     first, logits_before = read_on()
     first.free()
     held = _blocks(pages, prefix)

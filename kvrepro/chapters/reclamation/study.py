@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrepro.chapters.reclamation import arithmetic, quoted, sharing, sparsity, streaming, survivors
 from kvrepro.chapters.reclamation.ledger import Ledger
-from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedCache, PagedRows, Pass, call_for, extend, generate
+from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedRows, Pass, call_for, extend, generate, read
 from kvrepro.chapters.reclamation.settings import Settings
 from kvrepro.chapters.reclamation.survivors import GRANULARITIES, JOINT, POLICIES, WINDOW, condition, label
 from kvrepro.engine import generate as engine
@@ -293,19 +293,6 @@ def occupancy(
 # ---- generation from a compacted cache
 
 
-def read(
-    loaded: Loaded, ids: list[int], more: int = 0, copies: int = 1, block_size: int = 16, sums: Collection[str] = ()
-) -> tuple[Call, PagedRows, Tensor]:
-    """Prefill `ids` into a cache with room for `more` tokens and for `copies` of the sequence: a call, a single row,
-    logits [1, vocabulary]. sums: those that the policies need which evict from it."""
-    blocks = copies * (-(-(len(ids) + more) // block_size) + 1)
-    pages = PagedCache(loaded.model.config, blocks, block_size, loaded.model.dtype, loaded.model.device)
-    call, row = call_for(loaded.model, ids), PagedRows(pages, sums)
-    with installed(loaded.model):
-        logits = extend(call, row, ids, WINDOW if sums else 0)
-    return call, row, logits
-
-
 @dataclass(frozen=True)
 class Choice:
     """Which policy chooses the survivors of a generation, and how long the generation is."""
@@ -360,7 +347,7 @@ def identity(
     cut, table = _shared(len(ids)), []
     together = _together(loaded, len(ids) + new_tokens)
     copies = together * (len(COMPACTED) + 1) + 2
-    call, prefix, _ = read(loaded, ids[:cut], len(ids) - cut + new_tokens, copies, block_size, ("mass",))
+    call, prefix, _ = read(loaded.model, ids[:cut], len(ids) - cut + new_tokens, copies, block_size, ("mass",))
     whole, evictable = prefix.fork(), list(call.facts.evictable)
     with installed(loaded.model):
         logits = extend(call, whole, ids[cut:], WINDOW)
@@ -511,7 +498,7 @@ def latency(
     shorter than two budgets has half of its tokens as budget.
     """
     parts, held = [], min(budget, len(ids) // 2)
-    call, row, logits = read(loaded, ids, timed(cadences), len(COMPARED_LAYOUTS) + 1, block_size)
+    call, row, logits = read(loaded.model, ids, timed(cadences), len(COMPARED_LAYOUTS) + 1, block_size)
     for every in cadences:
         frame = pd.DataFrame(_rounds(call, row, int(logits.argmax()), ids, every, held, seed))
         frame["token_ms"] = frame.step_ms + frame.pass_ms / every

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -18,16 +17,12 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import watch_prompt
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.guard import protected_count
-from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
-from kvrepro.experiment.answers import able, prompt_limit
+from kvrepro.experiment.answers import able, prompt_limit, unmet
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
 
 PAPER_TOKENS = 2048  # prompt and answer together, in the paper's harness
 WORLD_TOKENS = 1900  # of a prompt of the embedded world
@@ -168,39 +163,33 @@ def spread(items: Sequence[Item], n: int) -> list[Item]:
 
 
 def attention(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
-    """`boundary_attention` of `n_items` of the items, spread evenly, with a column `item`.
+    """`attention_by_region` of `n_items` of the items, spread evenly, with a column `item`.
 
     The prefix and the suffix are as long as the guards at that capacity: do guarded tokens get more attention?
     """
-    positions, limit = int(settings.protect_frac * capacity), paper_limit(loaded, items, settings.max_new_tokens)
-    arguments = {"positions": positions, "limit": limit}
-    job = PerItem("protection", "attention", spread(items, n_items), boundary_attention, arguments)
+    side = protected_count(settings.protect_frac, capacity)
+    arguments = {"side": side, "limit": paper_limit(loaded, items, settings.max_new_tokens)}
+    job = PerItem("protection", "attention", spread(items, n_items), attention_by_region, arguments)
     return run(job, loaded, settings)
 
 
-def boundary_attention(loaded: Loaded, item: Item, positions: int, limit: int) -> pd.DataFrame:
-    """`attention_by_region` of one item's prompt, whose prefix and suffix have so many positions."""
-    prompt = data.build_prompt(item, loaded.tokenizer, limit)
-    return attention_by_region(loaded.model, prompt.ids, fraction=positions / len(prompt.ids))
-
-
-def attention_by_region(model: PreTrainedModel, prompt: Sequence[int], fraction: float = 0.1) -> pd.DataFrame:
-    """Where the last token of a prompt attends: a row per layer, query head and region.
+def attention_by_region(loaded: Loaded, item: Item, side: int, limit: int) -> pd.DataFrame:
+    """Where the last token of an item's prompt attends: a row per layer, query head and region.
 
     `mass` is its attention to the region, `uniform` the region's share of the tokens. Regions: sink (position 0),
-    prefix and suffix (`fraction` of the prompt at either end, rounded up; the sink taken out), middle. Raises
-    InputError for a fraction that leaves no middle.
+    prefix and suffix (`side` tokens at either end; the sink taken out), middle. Raises InputError for a prompt without
+    a middle.
     """
-    n = len(prompt)
-    side = protected_count(fraction, n, "ceil")
-    if not 0 < fraction < 0.5 or 2 * side >= n:
-        raise InputError(f"fraction {fraction} of {n} tokens guards {side} per side: take less than half the prompt")
+    ids = data.build_prompt(item, loaded.tokenizer, limit).ids
+    n = len(ids)
+    if 2 * side >= n:
+        raise InputError(f"{side} tokens at either end leave no middle of {n}: lower the capacity or protect_frac")
     seen: dict[int, Tensor] = {}
 
     def see(layer: int, p: Tensor, queries: slice) -> None:
         seen[layer] = p[0, :, :, -1].flatten(0, 1).cpu()  # of the prompt's last query, which comes last
 
-    watch_prompt(model, prompt, see)
+    watch_prompt(loaded.model, ids, see)
     last = torch.stack([seen[layer] for layer in sorted(seen)])  # [layers, heads, tokens]
     parts = []
     regions = {"sink": (0, 1), "prefix": (1, side), "middle": (side, n - side), "suffix": (n - side, n)}
@@ -224,7 +213,8 @@ def retention(
     """
     prompt = data.build_prompt(item, loaded.tokenizer, paper_limit(loaded, [item], settings.max_new_tokens))
     conditions = grid.main(capacities, policies, settings.protect_frac, reading)[1:]
-    conditions = [condition for condition in conditions if _is_possible(condition, len(prompt.ids))]
+    gaps = unmet(loaded, [prompt], conditions, [range(len(conditions))])
+    conditions = [condition for j, condition in enumerate(conditions) if (0, j) not in gaps]
     [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
     columns = ["policy", "reading", "capacity", "protected", "position"]
     rows = [
@@ -237,12 +227,3 @@ def retention(
     frame.attrs["tokens"] = len(prompt.ids)
     frame.attrs["spans"] = {name: (min(at), max(at)) for name, at in prompt.spans.items() if at}
     return frame
-
-
-def _is_possible(condition: Condition, tokens: int) -> bool:
-    """Can a prompt of so many tokens be answered under this condition?"""
-    try:
-        check(condition, tokens)
-    except InputError:
-        return False
-    return True

@@ -1,13 +1,12 @@
 """Studies beside the main run, on a small random checkpoint."""
 
+import copy
 import json
 from dataclasses import replace
 
 import checkpoint
 import pytest
 import torch
-from tiny import model as tiny_model
-from tiny import prompts as tiny_prompts
 
 from kvrepro.chapters.protection import player, study
 from kvrepro.chapters.protection.settings import Settings
@@ -133,16 +132,20 @@ def test_prompts_with_a_passage_stop_at_the_papers_length():
     assert study.paper_limit(Long, [message], 128) == 32_640
 
 
-def test_attention_by_region_sums_to_one_and_matches_eager():
-    model, [prompt] = tiny_model(), tiny_prompts(50)
-    table = study.attention_by_region(model, prompt)
+def test_attention_by_region_sums_to_one_and_matches_eager(loaded):
+    ids = data.build_prompt(ITEM, loaded.tokenizer, 200).ids
+    table = study.attention_by_region(loaded, ITEM, 5, 200)
     assert set(table.region) == {"sink", "prefix", "middle", "suffix"}
     total = table.groupby(["layer", "head"])[["mass", "uniform"]].sum()
     assert total.sub(1).abs().max().max() < 1e-5
-    p = torch.stack(model(torch.tensor([prompt]), output_attentions=True).attentions)[:, 0].detach()
-    row = table[(table["layer"] == 2) & (table["head"] == 4)].set_index("region")
-    assert row.mass["prefix"] == pytest.approx(p[2, 4, -1, 1:5].sum().item(), abs=1e-6)
-    assert row.mass["suffix"] == pytest.approx(p[2, 4, -1, 45:].sum().item(), abs=1e-6)
+    eager = copy.deepcopy(loaded.model)
+    eager.set_attn_implementation("eager")
+    p = torch.stack(eager(torch.tensor([ids]), output_attentions=True).attentions)[:, 0].detach()
+    row = table[(table["layer"] == 1) & (table["head"] == 3)].set_index("region")
+    assert row.mass["prefix"] == pytest.approx(p[1, 3, -1, 1:5].sum().item(), abs=1e-6)
+    assert row.mass["suffix"] == pytest.approx(p[1, 3, -1, -5:].sum().item(), abs=1e-6)
+    with pytest.raises(InputError, match="100 tokens at either end leave no middle of"):
+        study.attention_by_region(loaded, ITEM, 100, 200)
 
 
 def chats(path, *words):

@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 import synthetic
 
-from kvrepro.chapters.protection import members
 from kvrepro.experiment import claims
 from kvrepro.tools import family_claims
 from kvrepro.tools.family_claims import Kind
@@ -28,7 +27,7 @@ def protection(f1=lambda name, cell: synthetic.paper_like(cell), same=lambda nam
         alike = number % 10 < 10 * same(name)
         output = table.item.where(alike | table.policy.ne("snapkv_simple"), "other")
         table = table.assign(output=output.map(hash), evicted=100).drop(columns="prediction", errors="ignore")
-        rows[name] = members.with_cell_names(table)
+        rows[name] = table
     return rows
 
 

@@ -19,6 +19,7 @@ from kvrepro.experiment.stats import CONTRASTS
 
 # Contrasts that hold of any weights; random ones write on, and attend to all alike.
 NO_CEILING = {"same_output", "evicted"}
+CONDITION = ["policy", "capacity", "prefix", "suffix", "suffix_mode"]  # columns of a row that tell conditions apart
 MIN_CONDITIONS = 4  # of one cluster, for a correlation over its conditions
 MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a model is said to have a sink
 
@@ -26,43 +27,24 @@ MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a 
 # ---------------------------------------------------------------- cells
 
 
-def _cell_name(policy: str, capacity: float, prefix: float, suffix: float, mode: str) -> str:
-    if policy == "full":
-        return "full"
-    return f"{policy}|{capacity:.0f}|{prefix:.4f}|{suffix:.4f}|{mode}"
-
-
-def with_cell_names(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with a column `cell`, the name of a row's condition: one comparison then finds a condition's rows."""
-    if "cell" in rows:
-        return rows
-    parts = rows[["policy", "capacity", "prefix", "suffix", "suffix_mode"]].astype({"capacity": float})
-    conditions = parts.drop_duplicates()  # dozens, of tens of thousands of rows
-    number = parts.groupby([*parts], sort=False, dropna=False).ngroup()
-    names = np.array([_cell_name(*condition) for condition in conditions.itertuples(index=False)], dtype=object)
-    return rows.assign(cell=names[number.to_numpy()])
-
-
 def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
     """One column of one condition, indexed by item; failed items are nan. Raises NotTestable where the condition was
     not run or failed on every item, InputError where an item has several rows."""
-    description = _described(cell)
-    columns = ["item", *rows.columns.intersection(["error", "regime"]), column]  # few of dozens: faster to select
     if cell["policy"] == "full":
-        selected = rows.loc[rows.policy == "full", columns].drop_duplicates("item")
+        selected = rows[rows.policy == "full"].drop_duplicates("item")
     else:
-        wanted = (cell["policy"], cell["capacity"], cell["prefix"], cell["suffix"], cell.get("suffix_mode", "dynamic"))
-        rows = with_cell_names(rows)
-        selected = rows.loc[rows.cell == _cell_name(*wanted), columns]
-        if "regime" in cell:
-            selected = selected[selected.regime == cell["regime"]]
+        wanted = {"suffix_mode": "dynamic"} | {name: cell[name] for name in ("policy", "capacity")}
+        wanted |= {name: cell[name] for name in ("suffix_mode", "regime") if name in cell}
+        same = [rows[name] == value for name, value in wanted.items()]
+        same += [np.isclose(rows[side], cell[side]) for side in ("prefix", "suffix")]
+        selected = rows[np.logical_and.reduce(same)]
     if selected.empty:
-        raise NotTestable(f"not run: {description}")
+        raise NotTestable(f"not run: {_described(cell)}")
     if selected["item"].duplicated().any():
         counts = f"{len(selected)} rows of {dict(cell)} for {selected['item'].nunique()} items"
         raise InputError(f"results hold {counts}: one per item is needed")
     if "error" in selected and selected.error.notna().all():
-        raise NotTestable(f"all {len(selected)} items failed ({selected.error.iloc[0]}): {description}")
+        raise NotTestable(f"all {len(selected)} items failed ({selected.error.iloc[0]}): {_described(cell)}")
     return selected.set_index("item")[column]
 
 
@@ -95,7 +77,7 @@ def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, Any]:
 def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: float) -> list[dict]:
     """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with numbers for capacity and protection, and the
     rows that hold them. Raises NotTestable where the run lacks the capacities or domains that the claim needs."""
-    rows, over = with_cell_names(rows), claim.get("over", {})
+    over = claim.get("over", {})
     sizes = capacities(rows, protect_frac)
     given_cells = list(claim.get("cells", {}).values())
     given_cells += [m.get(side, {}) for m in claim.get("members", []) for side in "ab"]
@@ -153,7 +135,7 @@ def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
     if rows[both].dropna().empty:
         raise NotTestable(f"no row has {both[0]} and {both[1]}")
     evicting = rows[(rows.policy != "full") & ~rows.policy.map(is_own)]
-    wide = evicting.pivot_table(index="item", columns="cell", values=both, dropna=True)
+    wide = evicting.pivot_table(index="item", columns=CONDITION, values=both)
     shared = wide[both[0]].columns.intersection(wide[both[1]].columns)
     if len(shared) < MIN_CONDITIONS:
         few = counted(len(shared), "condition")
@@ -331,9 +313,7 @@ def evaluate(
     readings = [reading for reading in claims.READINGS if (evicting.reading == reading).any()]
     if not readings:
         raise InputError("results hold no condition but the full cache: nothing to evaluate")
-    tables = {"main": results, "scaling": scaling, **(more or {})}
-    tables = {name: None if rows is None else with_cell_names(rows) for name, rows in tables.items()}
-    tables["attention"] = attention
+    tables = {"main": results, "scaling": scaling, "attention": attention, **(more or {})}
     own_policies = [policy for policy in dict.fromkeys(evicting.policy) if is_own(policy)]
 
     def readings_of(claim: Mapping) -> list[str]:

@@ -51,7 +51,6 @@ def changed(**where):
 # ------------------------------------------------------------------ each way, on data made for it
 
 PAPER = one_reading(synthetic.paper_like, n_items=400)
-NAMED = members.with_cell_names(PAPER)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +87,8 @@ NAMED = members.with_cell_names(PAPER)
     ],
 )
 def test_reproduced_in_the_papers_world_and_not_in_another(claim_id, against):
-    assert outcome(claim_id, NAMED) == "reproduced"
-    outcomes = states(claim_id, members.with_cell_names(one_reading(against, n_items=400))).state.tolist()
+    assert outcome(claim_id, PAPER) == "reproduced"
+    outcomes = states(claim_id, one_reading(against, n_items=400)).state.tolist()
     assert judge.verdict(outcomes) in ("not reproduced", "partly")
     assert "fails" in outcomes
 
@@ -123,14 +122,6 @@ def test_other_measures_each_way(claim_id, columns, verdict):
     assert outcome(claim_id, one_reading(synthetic.paper_like, n_items=80, **columns)) == verdict
 
 
-def test_each_row_has_the_name_of_its_condition():
-    rows = synthetic.results(n_items=3).sample(frac=1, random_state=0)
-    guards = [f"{row.prefix:.4f}|{row.suffix:.4f}|{row.suffix_mode}" for row in rows.itertuples()]
-    parts = zip(rows.policy, rows.capacity, guards, strict=True)
-    expected = ["full" if policy == "full" else f"{policy}|{size:.0f}|{guard}" for policy, size, guard in parts]
-    assert members.with_cell_names(rows).cell.tolist() == expected
-
-
 def test_equal_outputs_are_counted_where_anything_was_evicted_again():
     once = one_reading(synthetic.paper_like, n_items=20, policy_calls=lambda row: 1 + (row["item"] < "item-008"))
     split = once.assign(prediction=once.policy.where(once["item"] < "item-008", "same"))
@@ -148,20 +139,22 @@ def test_per_head_policies_are_judged_on_what_they_reduced():
 def test_two_heights_alone_make_no_correlation():
     """Protected conditions high, unprotected low, the measures unrelated within each: r of all together is near 1."""
     rng = np.random.default_rng(1)
-    noise = {cell: rng.normal(0, 0.05) for cell in NAMED.cell.unique()}
-    rows = members.with_cell_names(one_reading(synthetic.paper_like, n_items=80))
-    unrelated = rows.assign(rouge_l=(rows.token_f1 + rows.cell.map(noise)).clip(0, 1))
-    means = unrelated[unrelated.policy != "full"].groupby("cell")[["token_f1", "rouge_l"]].mean()
+    rows = one_reading(synthetic.paper_like, n_items=80)
+    condition = rows.groupby(members.CONDITION, dropna=False).ngroup()
+    noise = rng.normal(0, 0.05, condition.nunique())
+    unrelated = rows.assign(rouge_l=(rows.token_f1 + noise[condition]).clip(0, 1))
+    means = unrelated[unrelated.policy != "full"].groupby(members.CONDITION)[["token_f1", "rouge_l"]].mean()
     assert means.corr().iloc[0, 1] > 0.95
     assert outcome("P37", unrelated) != "reproduced"
 
 
 @pytest.mark.parametrize(("few", "counted"), [(1, "1 condition"), (2, "2 conditions")])
 def test_too_few_conditions_for_a_correlation_are_counted_in_words(few, counted):
-    rows = members.with_cell_names(one_reading(synthetic.paper_like, n_items=8))
-    evicting = rows[rows.policy != "full"].drop_duplicates("cell")
-    cells = ["full", *evicting.groupby(evicting.prefix > 0).head(few).cell]
-    untested = members.members(BY_ID["P37"], BOOK["sets"], rows[rows.cell.isin(cells)])
+    rows = one_reading(synthetic.paper_like, n_items=8)
+    evicting = rows[rows.policy != "full"].drop_duplicates(members.CONDITION)
+    chosen = evicting.groupby(evicting.prefix > 0).head(few)[members.CONDITION]
+    rows = pd.concat([rows[rows.policy == "full"], rows.merge(chosen, on=members.CONDITION)])
+    untested = members.members(BY_ID["P37"], BOOK["sets"], rows)
     assert {str(why) for why in untested} == {f"{counted}: a correlation over conditions needs 4"}
 
 

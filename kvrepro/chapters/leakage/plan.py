@@ -15,15 +15,15 @@ from kvrepro.errors import InputError
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the studies; for examples to repeats see `Settings`."""
+    """The sizes of the studies."""
 
     systems: int  # system prompts of the main study, in both orders
     singles: int  # system prompts without a defense, with one rule, for the curves by class
     several: int  # the same with two to five rules
-    examples: int
-    marks: int
-    timed: int
-    repeats: int
+    examples: int  # system prompts of labelled examples
+    marks: int  # system prompts whose spans are marked in other ways, or that lack the preamble
+    timed: int  # requests whose time is taken
+    repeats: int  # of each time that is taken
     tokens: int  # of an answer, at most
     ratios: tuple[float, ...]  # at which the default is run
     varied: tuple[float, ...]  # at which the variants of the paper's policies and of the reader's own are run
@@ -77,13 +77,11 @@ class ChapterPlan:
     def sizes(self) -> Sizes:
         """The profile's sizes, changed by the parameters and settings."""
         sizes = PROFILES[self.settings.profile]
-        names = ("singles", "several", "examples", "marks", "timed")
         if self.ratios is not None:
             ratios = tuple(sorted(self.ratios))
             sizes = replace(sizes, ratios=ratios, varied=ratios, rest=ratios[len(ratios) // 2 :][:1], dial=ratios)
         if self.n_items is not None:
-            capped = {name: min(self.n_items, getattr(sizes, name)) for name in names}
+            others = ("singles", "several", "examples", "marks", "timed")
+            capped = {name: min(self.n_items, getattr(sizes, name)) for name in others}
             sizes = replace(sizes, systems=self.n_items, **capped)
-        chosen = {name: getattr(self.settings, name) for name in (*names, "repeats")}
-        chosen["tokens"] = self.settings.max_new_tokens
-        return replace(sizes, **{name: value for name, value in chosen.items() if value is not None})
+        return replace(sizes, tokens=self.settings.max_new_tokens or sizes.tokens)

@@ -229,7 +229,7 @@ def test_a_chapter_on_a_file_of_ones_own_with_labelled_questions(tmp_path, monke
     texts = [m["content"] for item in english.english(str(file)) + english.trec(3) for m in item.messages]
     folder = checkpoint.save(tmp_path / "small", texts, context=1900)
     loaded = models.load(str(folder))
-    few = {"max_new_tokens": 4, "timed": 1, "repeats": 1, "wording": "ours"}
+    few = {"max_new_tokens": 4, "wording": "ours"}
     plan = ChapterPlan(
         Settings.of(few, results=tmp_path, progress=False), str(file), policies=("snapkv",), ratios=(0.5,)
     )

@@ -111,8 +111,7 @@ def test_the_chapters_runs_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkey
     monkeypatch.setattr(data, "fetch", fetch)
     texts = [m["content"] for item in english.english("ifeval") for m in item.messages]
     loaded = models.load(str(checkpoint.save(tmp_path / "small-qwen2", texts)))
-    few = {"singles": 6, "several": 6, "marks": 1, "timed": 1, "repeats": 1, "max_new_tokens": 4}
-    settings = Settings.of(few, results=tmp_path, progress=False)
+    settings = Settings.of({"max_new_tokens": 4}, results=tmp_path, progress=False)
     chapter = runs.chapter(loaded, ChapterPlan(settings, items="ifeval", n_items=6, ratios=[0.5]))
     assert chapter.examples.empty
     assert set(chapter.main.wording) == {"ours"}

@@ -27,7 +27,7 @@ def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(t
     folders = [str(checkpoint.save(tmp_path / name, texts)) for name in ("small-qwen2", "another")]
     given = {"model": folders[0], "results": str(tmp_path / "results")}
     given |= {"n_items": 1, "policies": [policy], "ratios": [0.5]}
-    given |= {"options": {"max_new_tokens": 4, "repeats": 1, "progress": False, "compare": folders[1]}}
+    given |= {"options": {"max_new_tokens": 4, "progress": False, "compare": folders[1]}}
     outputs = [data for _, shown in notebook.run("leakage", given) for data in shown]
     assert sum("image/svg+xml" in data for data in outputs) >= 10
     assert sum("Earliest" in data.get("text/markdown", "") for data in outputs) >= 3

@@ -11,12 +11,9 @@ from kvrepro.engine.policy import Policy, own
 from kvrepro.errors import InputError
 from kvrepro.tools import book
 
-GENERATED = ("singles", "several", "examples", "marks")  # settings that count prompts which are made
-
 
 def test_sizes():
     assert ChapterPlan(n_items=3).sizes.singles == 3
-    assert ChapterPlan(Settings(singles=5), n_items=3).sizes.singles == 5
     assert ChapterPlan(Settings(profile="full"), ratios=(0.5,)).sizes.varied == (0.5,)
     assert [ChapterPlan(Settings(profile=name)).sizes.tokens for name in ("quick", "full")] == [128, 1280]
     assert ChapterPlan(Settings(profile="full", max_new_tokens=7)).sizes.tokens == 7
@@ -66,10 +63,9 @@ def test_what_is_wrong_is_refused_in_one_line(wrong, message):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("given", [{"n_items": 10**9}, *({"options": {name: 10**9}} for name in GENERATED)])
-def test_more_prompts_than_are_ever_made_are_refused_before_any_is_made(given):
+def test_more_prompts_than_are_ever_made_are_refused_before_any_is_made():
     with pytest.raises(InputError, match="at most 100,?000"):
-        book.check("leakage", given)
+        book.check("leakage", {"n_items": 10**9})
 
 
 def test_an_option_that_is_not_there_is_named():

@@ -7,24 +7,28 @@ output `[batch, queries, heads, dim]`. A layer with a sliding window also passes
 is registered, so Hugging Face builds none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from kvrepro.engine.shapes import HeadFloats, KeyValue, Positions, Probabilities, Query, RowInts, WindowPositions
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
+from kvrepro.engine.shapes import (
+    HeadFloats,
+    KeyValue,
+    Positions,
+    PreTrainedModel,
+    Probabilities,
+    Query,
+    RowInts,
+    WindowPositions,
+)
 
 LOW_QUERIES = 400  # Scissorhands' history window
 _turns: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # a lock for threads that share a model

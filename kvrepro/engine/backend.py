@@ -11,12 +11,10 @@ beginning of a prompt, they agree with plain PyTorch on this model: attention by
 that they would keep. Otherwise plain PyTorch computes the condition, and the reason is reported.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,11 +28,8 @@ from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import REPEATED, call, find
 from kvrepro.engine.prefill import SUMS_BY_KERNELS, attend_by_kernels, mass_by_kernels
 from kvrepro.engine.select import select
-from kvrepro.engine.shapes import KeyValue, Mask, Query, Scores
+from kvrepro.engine.shapes import KeyValue, Mask, PreTrainedModel, Query, Scores
 from kvrepro.errors import error_line
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
 
 BACKENDS = ("torch", "triton", "auto")
 PROBE = 512  # tokens of a prompt on which "auto" compares the two backends

@@ -4,14 +4,12 @@ Hugging Face's loop picks tokens, streams and stops; the engine runs each forwar
 `kvrepro.engine.passes` does, and each generated token as `kvrepro.engine.decode` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from operator import index
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +27,8 @@ from kvrepro.engine.passes import Call, boundary, read
 from kvrepro.engine.policy import check
 from kvrepro.engine.prefix import Prefix, ensure_same, recurrent
 from kvrepro.engine.rows import Rows, joined
+from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import InputError
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
 
 Spans = Callable[[list[int]], Mapping[str, Iterable[int]]]
 SERVED = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}  # model arguments allowed beside input_ids

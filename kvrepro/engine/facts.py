@@ -1,10 +1,8 @@
 """What the engine must know about a model: its layers with tokens to evict, windows, outputs and rotations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from kvrepro.engine.attention import Softmax
 from kvrepro.engine.observe import Observation
+from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import InputError
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
 
 OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense")  # families' names for the projection of an attention's output
 ATTENDING = {"full_attention", "sliding_attention", "attention"}  # types of layers with keys and values alone
@@ -51,7 +47,7 @@ class ModelFacts:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, model: PreTrainedModel, one_set: bool = False) -> ModelFacts:
+    def of(cls, model: PreTrainedModel, one_set: bool = False) -> "ModelFacts":
         """The facts of a model. Sliding layers drop tokens by themselves, so policies evict from them only if the model
         has no other attention layers.
 
@@ -70,7 +66,7 @@ class ModelFacts:
         own_softmax = any(getattr(m, "attn_logit_softcapping", None) or hasattr(m, "sinks") for m in modules.values())
         return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, rotations(model, evictable), own_softmax)
 
-    def by(self, backend: str) -> ModelFacts:
+    def by(self, backend: str) -> "ModelFacts":
         """These facts with another backend for scorers."""
         return replace(self, backend=backend)
 

@@ -4,8 +4,6 @@ A kernel replaces only a norm or rotation that computes exactly the same numbers
 fifth of its time on them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,13 +12,12 @@ from contextvars import ContextVar
 from functools import cache, partial
 from threading import Lock
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
+from kvrepro.engine.shapes import PreTrainedModel
 
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it in each family's module
 _by_kernel: ContextVar[bool] = ContextVar("by_kernel", default=False)  # does this thread's pass use kernels?

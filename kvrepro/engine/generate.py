@@ -4,13 +4,11 @@ One forward pass of a prompt serves all its conditions. Afterwards each conditio
 rows decode together.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,10 +23,8 @@ from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups,
 from kvrepro.engine.policy import Reading, check_on, checked, find
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
+from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import InputError
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
 
 ERRORS = ("raise", "return")
 USUAL_ROWS, MOST_ROWS = 128, 2048  # rows that decode together, on a CPU and on a GPU

@@ -1,14 +1,12 @@
 """From prompts to rows: one pass of a prompt serves all conditions that compress the same part of it."""
 
-from __future__ import annotations
-
 import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +25,8 @@ from kvrepro.engine.prefill import ExtendByKernels, PrefillState
 from kvrepro.engine.regime import Chunked, Offline, SharedCap
 from kvrepro.engine.repeat import reconstruct
 from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
-from kvrepro.engine.shapes import KeyValue, Query
+from kvrepro.engine.shapes import KeyValue, PreTrainedModel, Query
 from kvrepro.errors import InputError
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
 
 Prefixes = tuple[dict[tuple[Any, ...], int], list[Rows]]  # prefix -> number of the prompt it was read with; their rows
 

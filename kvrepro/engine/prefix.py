@@ -8,14 +8,11 @@
 A file belongs to one model: it names the model's `identity`, the condition and the tokens, and holds a checksum.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,11 +29,9 @@ from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import budget_of, find
 from kvrepro.engine.regime import Offline
 from kvrepro.engine.rows import Rows
+from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import InputError, first_line
 from kvrepro.paths import replaced
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
 
 KIND = "kvrepro prefix 2"
 SUM = "sha256"  # of the rest of the file

@@ -1,11 +1,9 @@
 """KVzip's repetition: the model repeats the context, and the attention that it then pays to each token is noted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +14,7 @@ from kvrepro.engine.evict import EvictionJob
 from kvrepro.engine.facts import attention_modules
 from kvrepro.engine.policy import REPEATED
 from kvrepro.engine.prefill import PrefillState
-from kvrepro.engine.shapes import KeyValue, Query
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
+from kvrepro.engine.shapes import KeyValue, PreTrainedModel, Query
 
 REPEAT_CHUNK = 2048
 

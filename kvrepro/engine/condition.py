@@ -167,7 +167,6 @@ class Generation:
     prefill_seconds: float  # shared costs are divided among the rows that share them
     decode_seconds: float
     backend: str
-    peak_bytes: int | None = None  # of the prefill, above the weights: measured where the engine was asked to
     pages: int | None = None  # that each query head reads at a step, where pages are selected and no token leaves
     bytes_state: int = 0  # of those held, what the policy's next eviction would ask for: sums, last queries
     kept_sets: list[Any] | None = None  # per layer, bool [kv_heads, compressed tokens], where the engine was asked to

@@ -45,7 +45,6 @@ def generate(
     prompt_rows: int | None = None,
     backend: str | Mapping[Condition, str] = "torch",
     repeat: Sequence[int] = (),
-    measure_peak: bool = False,
     kept_sets: bool = False,
     seed: int = 0,
     errors: str = "raise",
@@ -60,16 +59,16 @@ def generate(
     backend: "torch"; "triton" on a GPU, which refuses what kernels cannot do (`kvrepro.engine.backend`); "auto":
     "triton" where it can compute a condition and agrees with "torch", else "torch"; or one of these by condition. Each
     generation names its backend.
-    repeat: token ids of KVzip's request to repeat the context. measure_peak: measure what the prefill allocates, one
-    condition at a time. kept_sets: return which tokens stayed. seed: for policies that draw; draws differ between
-    prompts. errors: "return" gives, in place of a generation, the exception that a policy raised or that NaN logits
-    caused; the other rows go on. Raises InputError for wrong input before anything is computed.
+    repeat: token ids of KVzip's request to repeat the context. kept_sets: return which tokens stayed. seed: for
+    policies that draw; draws differ between prompts. errors: "return" gives, in place of a generation, the exception
+    that a policy raised or that NaN logits caused; the other rows go on. Raises InputError for wrong input before
+    anything is computed.
     """
     new = new_tokens(max_new_tokens, len(prompts))
     _check_call(prompts, batch_rows, prompt_rows, errors)
     texts = [p if isinstance(p, Prompt) else Prompt(list(p), {}) for p in prompts]
     _, wanted = _columns(conditions, len(texts))
-    options = {"measure_peak": measure_peak, "kept_sets": kept_sets, "isolate": errors == "return"}
+    options = {"kept_sets": kept_sets, "isolate": errors == "return"}
     answers: dict[Tag, Generation | Exception] = {}
     for call, columns in calls(model, texts, conditions, new, repeat, backend, seed=seed, **options):
         place = {j: column for column, j in enumerate(columns)}
@@ -223,7 +222,7 @@ def _rows(
 ) -> Iterator[Rows]:
     """Rows of every prompt and condition after its prefill. Neighbouring prompts pass through the model together under
     the conditions that they share; what does not fit half of the room is spread over several passes."""
-    together = prompt_rows or (1 if call.device.type == "cpu" or call.measure_peak else MOST_PROMPTS)
+    together = prompt_rows or (1 if call.device.type == "cpu" else MOST_PROMPTS)
     lengths = [len(text.ids) for text in call.texts]
     for block in blocks(range(len(wanted)), lengths, together, PASS_TOKENS):
         for sharing, shared_columns in groups_sharing_conditions(block, wanted):

@@ -1,5 +1,4 @@
-"""Measures the peak memory of a block of code, by CUDA's allocator or on the CPU by following each tensor's storage;
-and frees the memory that an error holds."""
+"""Measures the peak memory of a block of code on the CPU, and frees the memory that an error holds."""
 
 import gc
 import traceback
@@ -12,37 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class Peak:
-    """`with Peak(device) as peak: ...`, then `peak.bytes`: the most that was allocated above the start, None if off."""
+class Peak(TorchDispatchMode):
+    """`with Peak() as peak: ...`, then `peak.bytes`: the most bytes that the block had allocated at once on the CPU.
 
-    def __init__(self, device: torch.device, on: bool = True):
-        self.device, self.on = torch.device(device), on
-        self.bytes: int | None = None
-
-    def __enter__(self) -> "Peak":
-        if self.on and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._before = torch.cuda.memory_allocated(self.device)
-        elif self.on:
-            self._meter = _Meter()
-            self._meter.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.on and self.device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before
-        elif self.on:
-            self._meter.__exit__(*exception)
-            self.bytes = self._meter.peak
-
-
-class _Meter(TorchDispatchMode):
-    """Counts the bytes of storages that operations return for the first time, until they are freed."""
+    It counts the storages that operations return for the first time, until they are freed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.bytes = 0
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +33,7 @@ class _Meter(TorchDispatchMode):
                     self._known[key] = storage.nbytes()
                     self.now += storage.nbytes()
                     weakref.finalize(storage, self._freed, key)
-        self.peak = max(self.peak, self.now)
+        self.bytes = max(self.bytes, self.now)
         return result
 
     def _freed(self, key: int) -> None:

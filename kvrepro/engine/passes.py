@@ -19,7 +19,6 @@ from kvrepro.engine.evict import EvictionJob, Prompts, generator
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ATTENDING, ModelFacts, layer_types
 from kvrepro.engine.fused import in_few_launches
-from kvrepro.engine.memory import Peak
 from kvrepro.engine.policy import Policy, budget_of, find
 from kvrepro.engine.prefill import ExtendByKernels, PrefillState
 from kvrepro.engine.regime import Chunked, Offline, SharedCap
@@ -41,7 +40,6 @@ class Call:
     new_tokens: list[int]  # of the answer to each text, at most
     facts: ModelFacts
     repeat: list[int] = field(default_factory=list)
-    measure_peak: bool = False
     kept_sets: bool = False
     backend: str = "torch"
     seed: int = 0
@@ -140,9 +138,8 @@ def groups(call: Call, members: list[int], columns: Sequence[int]) -> list[list[
         c = call.conditions[j]
         ends = tuple(boundary(call.texts[i], c) for i in members)
         chunk = (c.regime.chunk, c.execution) if isinstance(c.regime, Chunked) else None
-        alone = j if call.measure_peak else None
         watched = call.backend == "triton" and isinstance(c.regime, SharedCap)  # plain PyTorch runs this pass
-        columns_by_pass.setdefault((ends, isinstance(c.regime, Offline), chunk, alone, watched), []).append(j)
+        columns_by_pass.setdefault((ends, isinstance(c.regime, Offline), chunk, watched), []).append(j)
     return list(columns_by_pass.values())
 
 
@@ -261,9 +258,8 @@ def _copied(call: Call, rows: Rows, reader_of: dict[int, int]) -> Rows | None:
 def _pass(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
     """One timed pass, which notes what each row kept."""
     began = time.perf_counter()
-    with Peak(call.device, call.measure_peak) as peak:
-        run = _chunked if isinstance(call.conditions[columns[0]].regime, Chunked) else _prefill
-        rows_read = run(call, members, ends, columns)
+    run = _chunked if isinstance(call.conditions[columns[0]].regime, Chunked) else _prefill
+    rows_read = run(call, members, ends, columns)
     if call.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - began) / (len(members) * len(columns))
@@ -273,7 +269,7 @@ def _pass(call: Call, members: list[int], ends: list[int], columns: list[int]) -
         else:
             kept = kept_sets(call.facts, rows.cache, [ends[members.index(i)] for i, _ in rows.tags], call.kept_sets)
         for tag, note in zip(rows.tags, kept, strict=True):
-            call.notes[tag] = note | {"prefill_seconds": seconds, "peak_bytes": peak.bytes}
+            call.notes[tag] = note | {"prefill_seconds": seconds}
     return rows_read
 
 

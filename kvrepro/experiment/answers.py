@@ -268,7 +268,7 @@ def answer_row(
         row["note"] = json.dumps(more)
     evidence, until = prompt.spans.get("evidence", ()), head["until"]
     end = prompt.turns[until] if until in prompt.turns else min(prompt.spans.get(until, [len(prompt.ids)]))
-    same = """evicted policy_calls pages bytes_held bytes_state bytes_full peak_bytes prefill_seconds decode_seconds
+    same = """evicted policy_calls pages bytes_held bytes_state bytes_full prefill_seconds decode_seconds
         backend""".split()
     return row | {name: getattr(answer, name) for name in same} | {
         "prediction": prediction, **measure.all_measures(prediction, references(item)),

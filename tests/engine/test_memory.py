@@ -12,7 +12,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.memory import Peak
 from kvrepro.engine.policy import SUMS, call
-from kvrepro.engine.regime import Chunked, Prefill
+from kvrepro.engine.regime import Chunked
 
 CPU = torch.device("cpu")
 MB = 2**20
@@ -23,7 +23,7 @@ def block(megabytes: int) -> torch.Tensor:
 
 
 def test_the_most_that_lived_at_once():
-    with Peak(CPU) as peak:
+    with Peak() as peak:
         a = block(3)
         b = block(2)
         del a
@@ -36,7 +36,7 @@ def test_the_most_that_lived_at_once():
 
 def test_what_was_there_before_does_not_count_nor_do_views_and_changes_in_place():
     old = block(8)
-    with Peak(CPU) as peak:
+    with Peak() as peak:
         view = old.view(2, -1)[1]
         view.add_(1).mul_(2)
         old[:100].copy_(view[:100])
@@ -48,33 +48,20 @@ def test_what_was_there_before_does_not_count_nor_do_views_and_changes_in_place(
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_scratch_counts_while_it_lives(mode):
-    with mode(), Peak(CPU) as peak:
+    with mode(), Peak() as peak:
         x = block(2)
         y = (x * 2) + (x * 3)  # three blocks beside x, one of them the result
         del x
-        assert peak._meter.now == 2 * MB
+        assert peak.now == 2 * MB
         del y
     assert peak.bytes == 8 * MB
 
 
-def test_each_block_starts_anew_and_an_error_ends_it():
-    peak = Peak(CPU)
-    for megabytes in (4, 1):
-        with peak:
-            block(megabytes)
-        assert peak.bytes == megabytes * MB
-    with pytest.raises(RuntimeError, match="shape"), peak:
+def test_an_error_ends_the_measurement():
+    with pytest.raises(RuntimeError, match="shape"), Peak() as peak:
         block(2).view(3, 5, 7)
-    assert peak.bytes == 2 * MB
-    before = peak._meter.peak
     block(9)
-    assert peak._meter.peak == before
-
-
-def test_off_measures_nothing():
-    with Peak(CPU, on=False) as peak:
-        block(1)
-    assert peak.bytes is None
+    assert peak.bytes == 2 * MB
 
 
 # ---- scorers
@@ -93,7 +80,7 @@ def test_no_scorer_s_memory_grows_with_the_square_of_the_tokens(name):
             inverse_frequencies=10_000 ** -(torch.arange(0, 64, 2) / 64),
             output=None if policy.files else torch.randn(6, 64, 384),  # by which their files' model is known
         )  # fmt: skip
-        with Peak(CPU) as peak:
+        with Peak() as peak:
             call(policy.score, o, parameters=parameters)
         peaks.append(peak.bytes)
     assert peaks[1] < 2.2 * peaks[0] + 2**10
@@ -107,7 +94,7 @@ LAYER_BYTES = 2 * 2 * 8 * TOKENS * 4  # keys and values of one layer: 2 KV heads
 
 @pytest.fixture(scope="module")
 def peaks() -> dict[str, int]:
-    """Measured peak of the prefill by condition; each measured alone."""
+    """Measured peak of a prompt's pass and one token, by condition."""
     model = tiny_model("llama", num_hidden_layers=LAYERS, max_position_embeddings=1024)
     window = (("window", 8),)
 
@@ -127,11 +114,12 @@ def peaks() -> dict[str, int]:
         "late chunks": cut("streaming_llm", "chunked", chunk=100),
         "chunks": cut("streaming_llm", "chunked", chunk=100, when="every_chunk"),
     }
-    [row] = engine.generate(
-        model, tiny_prompts(TOKENS), list(conditions.values()), max_new_tokens=1, stop_ids=(), measure_peak=True
-    )
-    assert len({g.tokens[0] for g in row}) > 1
-    return {name: g.peak_bytes for name, g in zip(conditions, row, strict=True)}
+    measured = {}
+    for name, condition in conditions.items():
+        with Peak() as peak:
+            engine.generate(model, tiny_prompts(TOKENS), [condition], max_new_tokens=1, stop_ids=())
+        measured[name] = peak.bytes
+    return measured
 
 
 @pytest.mark.parametrize("policy", ["position", "window", "heads", "offline"])
@@ -148,17 +136,3 @@ def test_layers_that_wait_for_each_other_and_masked_ones_do_not_save_the_peak(pe
 def test_chunks_save_the_peak_where_each_is_evicted(peaks):
     assert peaks["full in chunks"] - peaks["chunks"] > (1 - SHARE) * (LAYERS - 1) * LAYER_BYTES
     assert peaks["late chunks"] > 0.9 * peaks["full in chunks"]
-
-
-def test_peaks_are_not_measured_unasked():
-    [[g]] = engine.generate(tiny_model(), tiny_prompts(20), [Condition()], max_new_tokens=1, stop_ids=())
-    assert g.peak_bytes is None
-
-
-def test_measuring_changes_nothing_but_the_peak():
-    conditions = [Condition(), Condition("streaming_llm", 10, Prefill())]
-    rows = [
-        engine.generate(tiny_model(), tiny_prompts(30, 20), conditions, max_new_tokens=6, stop_ids=(), measure_peak=on)
-        for on in (False, True)
-    ]
-    assert [[g.tokens for g in row] for row in rows[0]] == [[g.tokens for g in row] for row in rows[1]]

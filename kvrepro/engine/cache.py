@@ -82,21 +82,6 @@ class RaggedLayer:
         return cls(keys[where], values[where], positions, offsets, keys.shape[:2], flat_sums)
 
     @classmethod
-    def at(
-        cls, keys: KeyValue, values: KeyValue, positions: Tensor, place: Tensor | None, sums: dict[str, Tensor]
-    ) -> "RaggedLayer":
-        """The tokens at slots `place` [batch, kv_heads, kept], None: all; heads of equal length without dead slots."""
-        tokens = [keys, values, positions, *sums.values()]
-        if place is not None:
-            tokens = [
-                x.gather(2, place if x.dim() == 3 else place[..., None].expand(-1, -1, -1, x.shape[3])) for x in tokens
-            ]
-        keys, values, positions, *flat = tokens
-        if place is None:  # a copy, so that the forward pass can free its tensors
-            keys, values = (x.clone(memory_format=torch.contiguous_format) for x in (keys, values))
-        return cls.even(keys, values, positions, dict(zip(sums, flat, strict=True)))
-
-    @classmethod
     def even(cls, keys: KeyValue, values: KeyValue, positions: Tensor, sums: dict[str, Tensor]) -> "RaggedLayer":
         """Heads of equal length without dead slots; the tensors are not copied."""
         batch, heads, length = keys.shape[:3]

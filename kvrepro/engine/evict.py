@@ -210,14 +210,6 @@ class EvictionJob:
         """Queries that its policy looks at."""
         return int(self.parameters.get("window", 0) or 0)
 
-    def same_count(self, tokens: int) -> int | None:
-        """The number that every head of every row keeps of `tokens`, if it is known before the tokens are scored."""
-        c, p = self.condition, self.policy
-        simple = p.allocate is allocate.uniform and p.refine is None and c.fair is None and c.execution == "physical"
-        if not simple or len(set(self.budgets)) > 1 or self.budgets[0] > tokens:
-            return None
-        return self.budgets[0]
-
     def total(self, heads: int, tokens: Sequence[int]) -> int | None:
         """The number that all rows' `heads` keep together of each row's `tokens`, if it is known before scoring."""
         c, p = self.condition, self.policy

@@ -22,7 +22,6 @@ from kvrepro.engine.evict import (
     evict_shared,
     postpone,
     prepare,
-    score_and_protect,
     select_tokens,
 )
 from kvrepro.engine.extend import Extend
@@ -30,7 +29,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
 from kvrepro.engine.policy import REPEATED
-from kvrepro.engine.select import best, ensured_later, settle
+from kvrepro.engine.select import ensured_later, settle
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
 from kvrepro.engine.signals import PromptSignals, Reduction, Signals
 
@@ -131,11 +130,8 @@ class PrefillState:
         waits: dict[int, Observation] = {}
         for job in self.jobs:
             if job.evictor is None or layer not in self.facts.evictable:
-                if self.padded:
-                    every = key.shape[1] * sum(self._held(key.shape[2]))
-                    job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {}, every)
-                else:
-                    job.layers[layer] = RaggedLayer.at(key, value, where, None, {})
+                every = key.shape[1] * sum(self._held(key.shape[2]))
+                job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {}, every)
                 continue
             if job.error is not None:
                 continue
@@ -273,17 +269,13 @@ class PrefillState:
         self, job: EvictionJob, seen: dict[int, Observation], o: Observation, plain: Observation | None
     ) -> None:
         heads, tokens = o.keys.shape[1:3]
-        if not self.padded and (count := job.same_count(tokens)) is not None:
-            place = best(*score_and_protect(job, o), count)
-            whole = RaggedLayer.at(o.keys, o.values, o.positions, place, _carried(job, o))
-        else:
-            total = job.total(heads, self._held(tokens))
-            stays = select_tokens(job, o, None if plain is None else select_tokens(job, plain))
-            if total is None:
-                for (layer, observation), layer_stays in zip(seen.items(), stays.chunk(o.count), strict=True):
-                    self._store(job, layer, observation, layer_stays)
-                return
-            whole = RaggedLayer.of(o.keys, o.values, o.positions, stays, _carried(job, o), total * o.count)
+        total = job.total(heads, self._held(tokens))
+        stays = select_tokens(job, o, None if plain is None else select_tokens(job, plain))
+        if total is None:
+            for (layer, observation), layer_stays in zip(seen.items(), stays.chunk(o.count), strict=True):
+                self._store(job, layer, observation, layer_stays)
+            return
+        whole = RaggedLayer.of(o.keys, o.values, o.positions, stays, _carried(job, o), total * o.count)
         for (layer, observation), stored in zip(seen.items(), whole.layers(o.count), strict=True):
             self._hold(job, layer, observation, stored)
 

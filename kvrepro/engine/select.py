@@ -151,18 +151,6 @@ def lexsort(*keys: Tensor) -> Tensor:
     return order
 
 
-def best(scores: Scores, protected: Mask, count: int) -> Tensor:
-    """The places of what `select` keeps if all heads keep `count` living tokens: int64 [batch, kv_heads, count]."""
-    if _by_kernel(scores):
-        counts = scores.new_full(scores.shape[:2], count, dtype=torch.long)
-        places = _selected(scores, protected, counts).nonzero_static(size=counts.numel() * count, fill_value=0)
-        return places[:, -1].view(*scores.shape[:2], count)
-    ensure_room(count, protected.sum(-1))
-    ensure_numbers(scores)
-    order = _ordered(scores.masked_fill(protected, torch.inf))
-    return order.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
-
-
 def _ordered(scores: Scores) -> Tensor:
     """Distinct int64 keys in the order of scores, then places: the float's bits made monotone, then the place."""
     bits = (scores + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0

@@ -149,14 +149,6 @@ def test_rows_that_differ_in_budget_and_guards_at_most_are_decided_together(chan
     assert (first.kind == second.kind) is alike
 
 
-def test_same_count_is_known_only_where_every_head_keeps_the_budget():
-    assert job(NEWEST, {}, 6, 6).same_count(20) == 6
-    assert job(NEWEST, {}, 6, 7).same_count(20) is None
-    assert job(NEWEST, {}, 6).same_count(5) is None
-    assert job(CATALOGUE["ada_kv"], {}, 6).same_count(20) is None
-    assert job(NEWEST, {}, 6, execution="masked").same_count(20) is None
-
-
 def test_only_regimes_of_decoding_evict_again():
     row_job = job(NEWEST, {}, 6)
     again = {type(r): replace(row_job, conditions=[replace(row_job.condition, regime=r)]).again

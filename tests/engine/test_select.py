@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro.engine.select import best, ensured_later, largest, lexsort, select, settle
+from kvrepro.engine.select import ensured_later, largest, lexsort, select, settle
 from kvrepro.errors import InputError
 
 FEW = 4096  # results that a postponed check may hold until `settle`
@@ -80,26 +80,6 @@ def test_ties_decide_among_equals_where_they_are_given(case, random):
         assert kept[b, h].nonzero()[:, 0].tolist() == sorted(order[: int(counts[b, h])])
 
 
-@given(heads(), st.data())
-@settings(max_examples=100, deadline=None)
-def test_the_places_of_the_best_are_those_that_select_keeps(case, data):
-    scores, protected, _ = case
-    scores = scores.masked_fill(scores.isneginf(), -3.0)  # all alive
-    count = data.draw(st.integers(int(protected.sum(-1).max()), scores.shape[2]))
-    place = best(scores, protected, count)
-    kept = torch.zeros_like(protected).scatter(2, place, True)
-    assert torch.equal(kept, select(scores, protected, torch.full(scores.shape[:2], count)))
-    assert (place.diff() > 0).all()
-
-
-def test_the_places_of_the_best_need_room_for_the_fullest_head():
-    protected = torch.zeros(2, 2, 5).bool()
-    protected[1, 0, :3] = True
-    assert best(torch.zeros(2, 2, 5), protected, 3)[1, 0].tolist() == [0, 1, 2]
-    with pytest.raises(InputError, match="budget 2 < 3 protected tokens"):
-        best(torch.zeros(2, 2, 5), protected, 2)
-
-
 def test_lexsort_leaves_equals_in_their_order():
     first, second = torch.arange(300).view(2, 1, 150) % 3, torch.arange(300).view(2, 1, 150) % 2
     for row, order in enumerate(lexsort(first, second)[:, 0].tolist()):
@@ -138,11 +118,11 @@ def test_the_largest_lie_where_the_scores_do():
     scores, counts, none = torch.zeros(1, 2, 5), torch.ones(1, 2, dtype=torch.long), torch.zeros(1, 2, 5).bool()
     with torch.device("meta"):
         assert largest(scores, counts).nonzero()[:, 2].tolist() == [4, 4]
-        assert best(scores, none, 2).tolist() == [[[3, 4], [3, 4]]]
+        assert select(scores, none, 2 * counts).nonzero()[:, 2].tolist() == [3, 4, 3, 4]
         with pytest.raises(InputError, match="budget 2 < 5 protected tokens"):
-            best(scores, ~none, 2)
+            select(scores, ~none, 2 * counts)
         with ensured_later() as doubts:
-            best(scores, ~none, 2)
+            select(scores, ~none, 2 * counts)
         with pytest.raises(InputError, match="budget 2 < 5 protected tokens"):
             settle(doubts)
 
@@ -199,15 +179,6 @@ def test_one_launch_chooses_and_finds_what_is_amiss(case):
     assert _line(settle, doubts) == _line(select, strange, protected, counts)
 
 
-def test_one_launch_finds_the_places_of_as_many_in_every_head():
-    pytest.importorskip("triton", reason="triton is packaged for Linux only")
-    scores, protected = torch.randn(2, 3, 17).round(), torch.arange(17).expand(2, 3, 17) % 8 == 1
-    with ensured_later(kernels=True) as doubts:
-        places = best(scores, protected, 5)
-    settle(doubts)
-    assert torch.equal(places, best(scores, protected, 5))
-
-
 def test_few_answers_are_held_for_a_doubt():
     with ensured_later() as doubts:
         select(torch.zeros(1, 1, FEW + 1), torch.zeros(1, 1, FEW + 1).bool(), torch.tensor([[1]]))
@@ -221,15 +192,6 @@ def test_no_token_that_is_dead_stays_before_all_others():
     for kernels in (False, True):
         with ensured_later(kernels=kernels):
             assert largest(scores[None], torch.tensor([2]), firm[None]).tolist() == [[False, True, True]]
-
-
-def test_a_negative_nan_is_found_where_places_are_asked():
-    scores = torch.tensor([[[0.0, 1, 2, 3]]]) / 0
-    scores[..., 0] = -torch.tensor(torch.nan).abs()
-    with ensured_later(kernels=True) as doubts:
-        assert best(scores, torch.zeros_like(scores).bool(), 4).min() >= 0
-    with pytest.raises(InputError, match="of 4 scores are NaN"):
-        settle(doubts)
 
 
 def _plainly(function, *arguments):

@@ -313,10 +313,10 @@ def test_rows_of_a_batch_without_memory_are_tried_again_and_no_others(loaded, ca
 
 def test_no_layer_of_a_failed_pass_is_held_while_its_halves_are_tried(loaded, tmp_path, monkeypatch):
     """Memory runs out inside the model's own modules, whose frames refer to each other; nobody collects garbage."""
-    layers, forward, at = [], passes.Call.forward, RaggedLayer.at
+    layers, forward, stored = [], passes.Call.forward, RaggedLayer.of
 
     def short(*given):
-        kept = at(*given)
+        kept = stored(*given)
         layers.append(weakref.ref(kept))
         if len(layers) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -327,7 +327,7 @@ def test_no_layer_of_a_failed_pass_is_held_while_its_halves_are_tried(loaded, tm
             assert not [reference for reference in layers if reference() is not None]
         return forward(*given)
 
-    monkeypatch.setattr(RaggedLayer, "at", short)
+    monkeypatch.setattr(RaggedLayer, "of", short)
     monkeypatch.setattr(passes.Call, "forward", counted)
     conditions = [Condition(), *(Condition("k_norm", share, Prefill()) for share in (0.2, 0.5, 0.8))]
     gc.disable()

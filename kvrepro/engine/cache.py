@@ -399,6 +399,7 @@ class EngineCache(DynamicCache):
     def __init__(self, config: Any):
         super().__init__(config=config)
         self.ragged: dict[int, Any] = {}  # RaggedLayer, or FixedLayer while a step is captured
+        self.scalings: dict[int, Any] = {}  # float or `Softmax`, of each layer that has read on
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -37,6 +37,7 @@ class CapturedStep:
         self.call, self.window, self.batch = call, window, len(rows)
         self.slot = Slot.first(call.device)
         self.cache = EngineCache(call.model.config)
+        self.cache.scalings = rows.cache.scalings
         budget = max(job.budgets[0] for job in rows.jobs if job.evictor is not None) if again else 0
         rows.slide(call.facts)
         for n, layer in rows.cache.ragged.items():

@@ -124,7 +124,7 @@ class Steps:
         """Run the model on the picked tokens; in other regimes evict if it is due. Returns whether any row goes on."""
         self.forward(step, self.due(step))
         if self.due(step) and self.rows.signals is None:
-            evict = partial(evict_rows, self.call.facts, budgets=self.rows.budgets, scalings=self.call.scalings)
+            evict = partial(evict_rows, self.call.facts, budgets=self.rows.budgets)
             if not self.evict(evict):
                 return False
         if (bits := self.rows.conditions[0].bits) is not None:

@@ -30,6 +30,7 @@ class Extend:
     ) -> Tensor:
         stored, step = self.cache.ragged[layer], self.step
         at = self.positions.to(query.device)
+        self.cache.scalings[layer] = scaling
         stored.append(key, value, at)
         if self.window:
             stored.remember(query, at, self.window)

@@ -24,7 +24,7 @@ from kvrepro.engine.prefill import ExtendByKernels, PrefillState
 from kvrepro.engine.regime import Chunked, Offline, SharedCap
 from kvrepro.engine.repeat import reconstruct
 from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
-from kvrepro.engine.shapes import KeyValue, PreTrainedModel, Query
+from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import InputError
 
 Prefixes = tuple[dict[tuple[Any, ...], int], list[Rows]]  # prefix -> number of the prompt it was read with; their rows
@@ -44,7 +44,6 @@ class Call:
     backend: str = "torch"
     seed: int = 0
     isolate: bool = False
-    scalings: dict[int, float] = field(default_factory=dict)
     notes: dict[Tag, dict[str, Any]] = field(default_factory=dict)  # fields of `Generation` that the prefill fills
     failed: dict[Tag, Exception] = field(default_factory=dict)
     prefixes: dict[tuple[Any, ...], Prefixes] = field(default_factory=dict)  # offline, the last of each group
@@ -90,7 +89,7 @@ class Call:
         with in_few_launches(self.model) if kernels else nullcontext():
             return self.model(
                 input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1,
-                kvrepro=Scaled(attention, self.scalings), **padding,
+                kvrepro=attention, **padding,
             ).logits[:, -1]  # fmt: skip
 
     def padded(self, texts: Sequence[Sequence[int]], start: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -98,19 +97,6 @@ class Call:
         ids = [torch.from_numpy(np.array(text, dtype=np.int64)).to(self.device) for text in texts]  # twice as fast
         at = [torch.arange(len(x), device=self.device) + a for x, a in zip(ids, start or [0] * len(ids), strict=True)]
         return pad_sequence(ids, True, 0, "left"), pad_sequence(at, True, -1, "left")
-
-
-class Scaled:
-    """Passes calls of `attend` on to `inner`, and remembers each layer's scaling."""
-
-    def __init__(self, inner: Any, scalings: dict[int, float]):
-        self.inner, self.scalings = inner, scalings
-
-    def attend(
-        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
-    ) -> Tensor:
-        self.scalings[layer] = scaling
-        return self.inner.attend(layer, query, key, value, scaling, sliding)
 
 
 def boundary(text: Prompt, c: Condition) -> int:
@@ -349,7 +335,7 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
         rows.seen = torch.minimum(lengths, rows.seen + chunk)
         last = a + chunk >= int(lengths.max())
         budgets = [_chunk_budget(job, call.facts, s, last) for job, s in zip(row_jobs, rows.seen.tolist(), strict=True)]
-        rows.calls += evict_rows(call.facts, rows, budgets, call.scalings, call.isolate)
+        rows.calls += evict_rows(call.facts, rows, budgets, call.isolate)
     for layer in cache.ragged.values():  # no eviction follows that would need these
         layer.sums, layer.queries, layer.query_positions = {}, None, None
     call.failed |= {rows.tags[row]: error for row, error in rows.failed.items()}

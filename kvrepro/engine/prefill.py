@@ -461,6 +461,7 @@ class ExtendByKernels(Extend):
         if sliding is not None:
             return super().attend(layer, query, key, value, scaling, sliding)
         stored, at = self.cache.ragged[layer], self.positions.to(query.device)
+        self.cache.scalings[layer] = scaling
         stored.append(key, value, at)
         if self.window:
             stored.remember(query, at, self.window)

@@ -12,12 +12,11 @@ from torch import Tensor
 from kvrepro.engine import evict
 from kvrepro.engine import signals as table
 from kvrepro.engine.attention import Softmax
-from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown, joined_caches
+from kvrepro.engine.cache import EngineCache, Shown, joined_caches
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, across, attempt, evict_shared, postpone, select_tokens
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.shapes import RowInts
 from kvrepro.engine.signals import Signals
 from kvrepro.errors import InputError
 
@@ -123,9 +122,7 @@ def kept_by_all_layers(signals: Signals) -> list[dict[str, Any]]:
 # ---- evicting again
 
 
-def evict_rows(
-    facts: ModelFacts, rows: Rows, budgets: Sequence[int], scalings: dict[int, float], isolate: bool = False
-) -> Tensor:
+def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int], isolate: bool = False) -> Tensor:
     """Evict from rows, each down to its budget; rows of one kind are decided together.
 
     isolate: an error of a policy is noted in `rows.failed` for its rows; otherwise it is raised. Returns which rows
@@ -138,7 +135,7 @@ def evict_rows(
     evicts = [b not in rows.failed and job.evictor is not None and job.evictor.frees for b, job in enumerate(rows.jobs)]
     parts = _kinds(rows, [b for b in range(len(rows)) if over[b] and evicts[b]], budgets)
     held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: places in its flat tensors, and which of them stay
-    for shown in _shown(facts, rows, scalings):
+    for shown in _shown(facts, rows):
         held |= {layer: (s.index, s.positions >= 0) for layer, s in shown.items()}
         for part, members in parts:
             index = torch.tensor(members, device=next(iter(shown.values())).keys.device)
@@ -146,10 +143,7 @@ def evict_rows(
                 if part.error is not None:
                     continue
                 with attempt(part, isolate):
-                    seen = {
-                        n: _observed(facts, n, rows.cache.ragged[n], shown[n], part, index, rows.seen, scalings[n])
-                        for n in layers
-                    }
+                    seen = {n: _observed(facts, rows, n, shown[n], part, index) for n in layers}
                     o = Observation.together(list(seen.values()))
                     if part.waits:
                         postpone(part, seen, o)
@@ -169,7 +163,7 @@ def evict_rows(
     return lost
 
 
-def _shown(facts: ModelFacts, rows: Rows, scalings: dict[int, Any]) -> Iterator[dict[int, Shown]]:
+def _shown(facts: ModelFacts, rows: Rows) -> Iterator[dict[int, Shown]]:
     """The visible tokens of every evictable layer. Neighbouring layers that differ only in their tokens come together,
     padded to one width, up to `TOGETHER` bytes."""
     waiting: dict[int, Shown] = {}
@@ -178,7 +172,7 @@ def _shown(facts: ModelFacts, rows: Rows, scalings: dict[int, Any]) -> Iterator[
         stored, window = rows.cache.ragged[layer], facts.sliding.get(layer)
         if window is not None:
             stored.slide(rows.seen - window + 1)
-        shown, rule = stored.shown(), scalings[layer]
+        shown, rule = stored.shown(), rows.cache.scalings[layer]
         if isinstance(rule, Softmax):
             rule = id(rule)  # a layer's sinks are its own
         before, kind = kind, (shown.keys.device, stored.shape, shown.keys.shape[3], window, rule)
@@ -245,20 +239,20 @@ def _note_failed(rows: Rows, part: EvictionJob, members: Sequence[int]) -> None:
 
 
 def _observed(
-    facts: ModelFacts, layer: int, stored: RaggedLayer, shown: Shown, part: EvictionJob, rows: Tensor, seen: RowInts,
-    scaling: float,
-) -> Observation:  # fmt: skip
-    """The observation of a layer of these rows for the policy of `part`."""
-    keys, window, queries, at = shown.keys, part.window, stored.queries, stored.query_positions
+    facts: ModelFacts, rows: Rows, layer: int, shown: Shown, part: EvictionJob, members: Tensor
+) -> Observation:
+    """The observation of a layer of these rows for the policy of `part`. members: the numbers of the rows."""
+    stored, keys, window = rows.cache.ragged[layer], shown.keys, part.window
+    queries, at = stored.queries, stored.query_positions
     if not window:
-        queries = keys.new_zeros(len(rows), facts.outputs[layer].shape[0], 0, keys.shape[3])
-        at = rows.new_zeros(len(rows), 0)
+        queries = keys.new_zeros(len(members), facts.outputs[layer].shape[0], 0, keys.shape[3])
+        at = members.new_zeros(len(members), 0)
     elif queries is None or at is None:
         raise InputError(f"{part.policy.title} asks for {window} queries, and layer {layer} remembers none")
     else:
-        queries, at = queries[rows][:, :, -window:], at[rows][:, -window:]
+        queries, at = queries[members][:, :, -window:], at[members][:, -window:]
     return facts.observe(
-        layer, keys[rows], part.prompts.seeds, values=shown.values[rows], positions=shown.positions[rows],
-        queries=queries, query_positions=at, seen=seen.to(keys.device)[rows], scaling=scaling,
-        sums={n: s[rows] for n, s in shown.sums.items()},
+        layer, keys[members], part.prompts.seeds, values=shown.values[members], positions=shown.positions[members],
+        queries=queries, query_positions=at, seen=rows.seen.to(keys.device)[members],
+        scaling=rows.cache.scalings[layer], sums={n: s[members] for n, s in shown.sums.items()},
     )  # fmt: skip

@@ -117,6 +117,7 @@ class PagedRows(EngineCache):
             self.pages.copy(copies)
             numbers.append(number)
         child = PagedRows(self.pages, (), layouts, numbers)
+        child.scalings = self.scalings
         for layer, copy in zip(self.ragged.values(), child.ragged.values(), strict=True):
             copy.sums.update({name: s.repeat(len(numbers), 1, 1) for name, s in layer.sums.items()})
             if layer.queries is not None and layer.query_positions is not None:
@@ -352,6 +353,6 @@ def generate(
     start = logits.repeat(len(jobs), 1)
     rows = Rows(tags, jobs, call.texts * len(jobs), paged, start, seen, torch.zeros_like(seen))
     with installed(call.model):
-        evict_rows(call.facts, rows, budgets, call.scalings)
+        evict_rows(call.facts, rows, budgets)
         by_tag = dict(decode(call, rows, ()))
     return [by_tag[tag] for tag in tags]

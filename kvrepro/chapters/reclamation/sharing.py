@@ -48,7 +48,7 @@ def sharing(
         second.layouts = ["fill" if layout == IGNORED else layout]
         if layout == IGNORED:
             pages.ledger.references[:] = pages.ledger.references.clip(max=1)
-        steps = call_for(loaded.model, ids, new_tokens + 1, LoggedSteps, scalings=call.scalings)
+        steps = call_for(loaded.model, ids, new_tokens + 1, LoggedSteps)
         generate(steps, second, logits, [condition(policy, "one set", budget, DecodeCap(every))])
         same = (_blocks(pages, prefix) == held).flatten(2).all(2).all(0)
         second.free()

@@ -355,10 +355,10 @@ def identity(
     before = [flat[held] for flat in prefix.pages.stored]
     chosen, failed = choices(loaded, ids, budget, policies, catalogue, new_tokens, every)
     for batch in _batches(chosen, together):
-        more: dict[str, Any] = {"new_tokens": batch[0].new_tokens + 1, "scalings": call.scalings}
+        new = batch[0].new_tokens + 1
         if undecided := [c for c in batch if not c.survivors]:
             alone = whole.fork(*[0] * len(undecided), layouts=["none"] * len(undecided))
-            generate(call_for(loaded.model, ids, **more), alone, logits, [c.condition for c in undecided])
+            generate(call_for(loaded.model, ids, new), alone, logits, [c.condition for c in undecided])
             alone.free()
             for c, passes in zip(undecided, alone.passes, strict=True):
                 c.survivors.update({p.seen: torch.from_numpy(p.survivors[evictable]) for p in passes})
@@ -370,7 +370,7 @@ def identity(
         shares = [cut // block_size if shared else 0 for _, _, shared in tried]
         rows = whole.fork(*shares, layouts=["fill" if layout == CONTROL else layout for _, layout, _ in tried])
         misplaced = [layout == CONTROL for _, layout, _ in tried]
-        steps = call_for(loaded.model, ids, kind=LoggedSteps, misplaced=misplaced, **more)
+        steps = call_for(loaded.model, ids, new, LoggedSteps, misplaced=misplaced)
         generate(steps, rows, logits, [c.condition for c, _, _ in tried], [c.survivors for c, _, _ in tried])
         rows.free()
         intact = all(map(torch.equal, before, (flat[held] for flat in prefix.pages.stored)))

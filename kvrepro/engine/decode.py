@@ -64,7 +64,8 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[
         stopped, broken = now.pick(stops)
         if True in torch.stack([stopped.any(), broken.any()]).tolist():
             so_far = seconds + (time.perf_counter() - began) / now.going
-            _note_broken(call, now.rows, broken, step)
+            call.fail({now.rows.tags[row]: ArithmeticError(f"{now.rows.conditions[row].label}: NaN at new token {step}")
+                       for row in broken.nonzero()[:, 0].tolist()})  # fmt: skip
             yield from _finished(call, now.rows, (stopped & ~broken).nonzero()[:, 0].tolist(), now.picked, so_far)
             if not now.end(stopped | broken):
                 return
@@ -172,13 +173,13 @@ class Steps:
         shared = rows.signals is not None
         if held is not None and not shared:
             held.loosen(rows)
-        lost = evict(rows=rows, isolate=self.call.isolate)
+        lost = evict(rows=rows)
         if shared and (held is not None or bool(lost.any())):  # a captured step has room until an eviction is due
             self.keep_held()
         elif held is not None and not shared and not held.take_back(rows):
             self.captured = None
         rows.calls = rows.calls + (lost & ~self.ended)
-        self.call.failed |= {rows.tags[row]: error for row, error in rows.failed.items() if not self.ended[row]}
+        self.call.fail({rows.tags[row]: error for row, error in rows.failed.items() if not self.ended[row]})
         if not rows.failed:
             return True
         gone = torch.tensor([row in rows.failed for row in range(len(rows))], device=self.ended.device)
@@ -238,15 +239,6 @@ def _read_rest(call: Call, rows: Rows, window: int) -> None:
     seconds = (time.perf_counter() - began) / len(rows)
     for tag in rows.tags:
         call.notes[tag] = call.notes[tag] | {"prefill_seconds": call.notes[tag]["prefill_seconds"] + seconds}
-
-
-def _note_broken(call: Call, rows: Rows, broken: Tensor, step: int) -> None:
-    """Note an error for rows whose logits are NaN, or raise it."""
-    for row in broken.nonzero()[:, 0].tolist():
-        error = ArithmeticError(f"{rows.conditions[row].label}: NaN at new token {step}")
-        if not call.isolate:
-            raise error
-        call.failed[rows.tags[row]] = error
 
 
 def _finished(

@@ -222,15 +222,13 @@ class EvictionJob:
 
 
 @contextmanager
-def attempt(job: EvictionJob, isolate: bool) -> Iterator[None]:
-    """Run a step of a job. isolate: an error of its policy becomes `job.error`, and the other jobs go on."""
+def attempt(job: EvictionJob) -> Iterator[None]:
+    """Run a step of a job. An error of its policy becomes `job.error`, and the other jobs go on."""
     try:
         yield
     except torch.OutOfMemoryError:  # concerns the whole batch, not this job
         raise
     except Exception as error:  # a reader's policy may raise anything
-        if not isolate:
-            raise
         job.error = error
         job.layers.clear()
         job.pending.clear()

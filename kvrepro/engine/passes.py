@@ -43,7 +43,7 @@ class Call:
     kept_sets: bool = False
     backend: str = "torch"
     seed: int = 0
-    isolate: bool = False
+    isolate: bool = False  # a row that fails leaves the others alone; otherwise its error is raised
     notes: dict[Tag, dict[str, Any]] = field(default_factory=dict)  # fields of `Generation` that the prefill fills
     failed: dict[Tag, Exception] = field(default_factory=dict)
     prefixes: dict[tuple[Any, ...], Prefixes] = field(default_factory=dict)  # offline, the last of each group
@@ -55,6 +55,12 @@ class Call:
 
     def __post_init__(self) -> None:
         self.facts, self.device = self.facts.by(self.backend), self.model.device
+
+    def fail(self, errors: dict[Tag, Exception]) -> None:
+        """Note the errors of rows, or raise the first."""
+        if errors and not self.isolate:
+            raise next(iter(errors.values()))
+        self.failed |= errors
 
     @property
     def max_new_tokens(self) -> int:
@@ -290,7 +296,7 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
     ids, positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])
     jobs = _jobs(call, members, ends, columns, positions)
     prompts = jobs[0].prompts
-    attention = PrefillState(call.facts, prompts, jobs, call.isolate)
+    attention = PrefillState(call.facts, prompts, jobs)
     cache = EngineCache(call.model.config)
     held = torch.tensor([call.facts.held(end) for end in ends], device=call.device)[:, None]
     logits = call.forward(ids, positions, cache, attention)
@@ -312,7 +318,7 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
     attention.settle()  # comes last because it waits for the GPU
     for job, j in zip(jobs, columns, strict=True):
         if job.error is not None:
-            call.failed |= {(i, j): job.error for i in members}
+            call.fail({(i, j): job.error for i in members})
     return [finished[j] for job, j in zip(jobs, columns, strict=True) if job.error is None]
 
 
@@ -335,10 +341,10 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
         rows.seen = torch.minimum(lengths, rows.seen + chunk)
         last = a + chunk >= int(lengths.max())
         budgets = [_chunk_budget(job, call.facts, s, last) for job, s in zip(row_jobs, rows.seen.tolist(), strict=True)]
-        rows.calls += evict_rows(call.facts, rows, budgets, call.isolate)
+        rows.calls += evict_rows(call.facts, rows, budgets)
     for layer in cache.ragged.values():  # no eviction follows that would need these
         layer.sums, layer.queries, layer.query_positions = {}, None, None
-    call.failed |= {rows.tags[row]: error for row, error in rows.failed.items()}
+    call.fail({rows.tags[row]: error for row, error in rows.failed.items()})
     alive = [row for row in range(len(rows)) if row not in rows.failed]
     return [] if not alive else [rows if len(alive) == len(rows) else rows.take(alive)]
 

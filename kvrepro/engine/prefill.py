@@ -41,10 +41,9 @@ Sums = dict[tuple[str, tuple[str, ...] | None], Tensor]  # by name and, of sums 
 class PrefillState:
     """Attention of whole prompts, flush right. Each job keeps its own selection of every layer's tokens."""
 
-    def __init__(self, facts: ModelFacts, prompt: Prompts, jobs: Sequence[EvictionJob], isolate: bool = False):
-        """isolate: an error of a policy becomes its job's `error`, and the others go on."""
+    def __init__(self, facts: ModelFacts, prompt: Prompts, jobs: Sequence[EvictionJob]):
         self.shared = [(job, reduction) for job in jobs if (reduction := job.reduction) is not None]
-        self.facts, self.prompt, self.jobs, self.isolate = facts, prompt, jobs, isolate
+        self.facts, self.prompt, self.jobs = facts, prompt, jobs
         if self.shared:  # `PromptSignals` watches probabilities, which only plain PyTorch shows
             self.facts = facts.by("torch")
         self.lengths = prompt.lengths.tolist()
@@ -150,7 +149,7 @@ class PrefillState:
                 continue
             waits[window] = seen[own_kind]
             if not self._waiting:
-                with attempt(job, self.isolate):
+                with attempt(job):
                     prepare(job, seen[own_kind])
         if waits:
             self._wait(layer, waits)
@@ -258,7 +257,7 @@ class PrefillState:
         self, job: EvictionJob, seen: dict[int, Observation], o: Observation, plain: Observation | None = None
     ) -> None:
         """Let a job decide the layers `seen`, together observed as `o`. plain: the observation without quotas."""
-        with attempt(job, self.isolate), ensured_later(self.kernels) as doubts:
+        with attempt(job), ensured_later(self.kernels) as doubts:
             if job.waits:
                 postpone(job, seen, o)
             else:
@@ -298,7 +297,7 @@ class PrefillState:
         """
         for job in self.jobs:
             if job.waits and job.error is None and job.reduction is None:
-                with attempt(job, self.isolate):
+                with attempt(job):
                     self._choose_across(job)
         self._choose_for_all_layers(width)
 
@@ -306,7 +305,7 @@ class PrefillState:
         """Run the postponed checks of these jobs, or of all jobs, which waits for a GPU."""
         for job in jobs or self.jobs:
             doubts, job.doubts = job.doubts, []
-            with attempt(job, self.isolate):
+            with attempt(job):
                 settle(doubts if job.error is None else [])
 
     def _choose_across(self, job: EvictionJob) -> None:
@@ -346,7 +345,7 @@ class PrefillState:
             if state not in states:
                 states[state] = self.signals.signals(reduction, self.prompt.positions, width, state[1] > 0, job.draws)
             signals = job.signals = replace(states[state], draws=job.draws)  # states never change in place
-            with attempt(job, self.isolate):
+            with attempt(job):
                 place = None
                 if job.first_step == 0:
                     signals = job.signals = evict_shared(job, signals, 0)

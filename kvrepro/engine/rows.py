@@ -122,11 +122,11 @@ def kept_by_all_layers(signals: Signals) -> list[dict[str, Any]]:
 # ---- evicting again
 
 
-def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int], isolate: bool = False) -> Tensor:
+def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int]) -> Tensor:
     """Evict from rows, each down to its budget; rows of one kind are decided together.
 
-    isolate: an error of a policy is noted in `rows.failed` for its rows; otherwise it is raised. Returns which rows
-    lost tokens, bool [batch]. A row that has seen no more tokens than its budget loses none.
+    An error of a policy is noted in `rows.failed` for its rows. Returns which rows lost tokens, bool [batch]. A row
+    that has seen no more tokens than its budget loses none.
     """
     lost = torch.zeros_like(rows.seen, dtype=torch.bool)
     over = [tokens > budget for tokens, budget in zip(rows.seen.tolist(), budgets, strict=True)]
@@ -142,7 +142,7 @@ def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int], isolate: b
             for layers in [list(shown)] if part.together else [[layer] for layer in shown]:
                 if part.error is not None:
                     continue
-                with attempt(part, isolate):
+                with attempt(part):
                     seen = {n: _observed(facts, rows, n, shown[n], part, index) for n in layers}
                     o = Observation.together(list(seen.values()))
                     if part.waits:
@@ -151,7 +151,7 @@ def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int], isolate: b
                     for n, part_stays in zip(layers, select_tokens(part, o).chunk(len(layers)), strict=True):
                         held[n][1][index] = part_stays
     for part, members in parts:
-        with attempt(part, isolate):
+        with attempt(part):
             for layer, part_stays in across(part).items() if part.pending else ():
                 held[layer][1][torch.tensor(members, device=part_stays.device)] = part_stays
         _note_failed(rows, part, members)
@@ -190,14 +190,14 @@ def _one_width(shown: dict[int, Shown]) -> dict[int, Shown]:
     return {layer: s.widened(width) for layer, s in shown.items()}
 
 
-def evict_rows_shared(rows: Rows, step: int, isolate: bool = False) -> Tensor:
+def evict_rows_shared(rows: Rows, step: int) -> Tensor:
     """`evict_rows` of `SharedCap`, by `rows.signals` and before the step's forward pass. The newest token may be
     evicted before any layer has stored it; the next pass then hides it and drops it afterwards. `keep_held` removes
     evicted tokens from the cache."""
     before = rows.shared.evicted
     for part, members in _kinds(rows, range(len(rows)), rows.budgets):
         index, s = torch.tensor(members, device=before.device), rows.shared
-        with attempt(part, isolate):
+        with attempt(part):
             reduced = evict_shared(part, s.take(index), step)
             held, evicted = s.held.index_copy(0, index, reduced.held), s.evicted.index_copy(0, index, reduced.evicted)
             rows.signals = replace(s, held=held, evicted=evicted)

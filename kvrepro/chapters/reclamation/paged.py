@@ -354,5 +354,6 @@ def generate(
     rows = Rows(tags, jobs, call.texts * len(jobs), paged, start, seen, torch.zeros_like(seen))
     with installed(call.model):
         evict_rows(call.facts, rows, budgets)
+        call.fail({tags[row]: error for row, error in rows.failed.items()})
         by_tag = dict(decode(call, rows, ()))
     return [by_tag[tag] for tag in tags]

@@ -81,16 +81,6 @@ class RaggedLayer:
         flat_sums = {name: s[where] for name, s in sums.items()}
         return cls(keys[where], values[where], positions, offsets, keys.shape[:2], flat_sums)
 
-    @classmethod
-    def even(cls, keys: KeyValue, values: KeyValue, positions: Tensor, sums: dict[str, Tensor]) -> "RaggedLayer":
-        """Heads of equal length without dead slots; the tensors are not copied."""
-        batch, heads, length = keys.shape[:3]
-        offsets = torch.arange(0, batch * heads * length + 1, length, device=keys.device)
-        flat_sums = {name: s.flatten() for name, s in sums.items()}
-        return cls(
-            keys.flatten(0, 2), values.flatten(0, 2), positions.flatten().int(), offsets, (batch, heads), flat_sums
-        )
-
     def layers(self, n: int) -> list["RaggedLayer"]:
         """Split the rows of `n` layers that hold equally many tokens, one layer's rows after the other's, into the
         layers; the tensors are not copied."""

@@ -338,42 +338,26 @@ class PrefillState:
 
     def _choose_for_all_layers(self, width: int) -> None:
         """`SharedCap`: the state after the prompt, and the first reduction where it comes at step 0."""
-        states: dict[tuple[Reduction, int], Signals] = {}
-        jobs_by_count: dict[int, list[tuple[EvictionJob, Tensor]]] = {}
+        states: dict[tuple[Reduction, int], Signals] = {}  # they never change in place
         for job, reduction in self.shared:
             state = reduction, job.first_step
             if state not in states:
-                states[state] = self.signals.signals(reduction, self.prompt.positions, width, state[1] > 0, job.draws)
-            signals = job.signals = replace(states[state], draws=job.draws)  # states never change in place
+                states[state] = self.signals.signals(reduction, self.prompt.positions, width, waits=state[1] > 0)
+            signals = job.signals = states[state]
             with attempt(job):
-                place = None
                 if job.first_step == 0:
                     signals = job.signals = evict_shared(job, signals, 0)
-                    if not self.padded and job.condition.execution == "physical":
-                        place = _alike(signals.held.any(1))
-                if place is not None:
-                    jobs_by_count.setdefault(place.shape[1], []).append((job, place))
-                    continue
-                for layer, pending in job.pending.items():
-                    o = pending.observation
-                    self._store(job, layer, o, signals.held_at(o.positions, by_any=True))
-        for group in jobs_by_count.values():
-            _gather(group)
-        for job, _ in self.shared:
+                observations = {layer: pending.observation for layer, pending in job.pending.items()}
+                first = next(iter(observations))
+                stays = signals.held_at(observations[first].positions, by_any=True)
+                [places] = self._places_in(job, {first: stays}).values()
+                for layer, o in observations.items():
+                    if job.condition.execution == "masked":
+                        self._store(job, layer, o, stays.to(o.keys.device))
+                    else:
+                        here = (x.to(o.keys.device) for x in places)
+                        job.layers[layer] = RaggedLayer.taken(o.keys, o.values, *here, {})
             job.pending.clear()
-
-
-def _gather(jobs: list[tuple[EvictionJob, Tensor]]) -> None:
-    """Give each job the tokens at its `place` [batch, kept] of every layer; all jobs keep equally many."""
-    places = torch.stack([place for _, place in jobs])[:, :, None]  # [jobs, batch, 1, kept]
-    for layer, pending in jobs[0][0].pending.items():
-        o = pending.observation
-        index = places.to(o.keys.device).expand(-1, -1, o.keys.shape[1], -1)
-        wide_index = index[..., None].expand(*index.shape, o.keys.shape[3])
-        keys, values = (x.expand(len(jobs), *x.shape).gather(3, wide_index) for x in (o.keys, o.values))
-        where = o.positions.expand(len(jobs), *o.positions.shape).gather(3, index).int()
-        for number, (job, _) in enumerate(jobs):
-            job.layers[layer] = RaggedLayer.even(keys[number], values[number], where[number], {})
 
 
 def _carried(job: EvictionJob, o: Observation) -> dict[str, Tensor]:
@@ -385,14 +369,6 @@ def _alike_seen(first: Observation, second: Observation) -> bool:
     """Do two layers hold the same tokens, with equal shapes and softmax?"""
     same = first.places is second.places and first.keys.shape == second.keys.shape
     return same and first.scaling == second.scaling and first.softmax is second.softmax
-
-
-def _alike(held: Tensor) -> Tensor | None:
-    """Places of the tokens that rows hold, int64 [batch, kept]; None unless all rows hold equally many."""
-    counts = held.sum(1)
-    if bool((counts != counts[0]).any()):
-        return None
-    return held.nonzero()[:, 1].view(len(held), -1)
 
 
 @cache

@@ -6,7 +6,6 @@ Source: protection protocol, sections 2, 3 and 7. Tables are indexed by true pos
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from random import Random
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ class PromptSignals:
         if self.groups:
             larger("group", p.mean(2).amax(2))
 
-    def signals(self, r: Reduction, positions: TokenInts, width: int, waits: bool, draws: list[Random]) -> "Signals":
+    def signals(self, r: Reduction, positions: TokenInts, width: int, waits: bool) -> "Signals":
         """The state of every row after its prompt, whose tokens all entered, and were last used, at step 0.
 
         "max": latest, largest and summed are all the largest attention that any query pays to the token. "mean": summed
@@ -93,7 +92,7 @@ class PromptSignals:
         steps = torch.zeros(len(positions), width, dtype=torch.long, device=positions.device)
         held = entered[:, None].expand(-1, 1 if r.head_map is None else kv_heads, -1).clone()
         return Signals(r, held, latest, largest, summed, summed, steps, steps, head_latest, head_summed, real.sum(1),
-                       torch.zeros_like(real[:, 0], dtype=torch.long), draws)  # fmt: skip
+                       torch.zeros_like(real[:, 0], dtype=torch.long))  # fmt: skip
 
 
 def _by_position(x: Tensor, positions: Tensor, width: int) -> Tensor:
@@ -126,7 +125,6 @@ class Signals:
     head_summed: Tensor | None
     lengths: Tensor  # int64 [batch], tokens of the prompt
     evicted: Tensor  # int64 [batch]
-    draws: list[Random]  # a generator per row
 
     NAMES = ("latest", "largest", "summed", "prompt", "last_use", "entered", "head_latest", "head_summed")
 
@@ -139,7 +137,7 @@ class Signals:
     def take(self, rows: Tensor) -> "Signals":
         """The state of these rows, in this order."""
         tensors = {k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **tensors, draws=[self.draws[i] for i in rows.tolist()])
+        return replace(self, **tensors)
 
     def held_at(self, positions: Tensor, by_any: bool = False) -> Tensor:
         """Whether the heads, or with `by_any` any head, hold `positions` [batch, kv_heads, tokens]; False for -1."""
@@ -203,7 +201,7 @@ def joined(blocks: Sequence[Signals]) -> Signals:
 
     names = [k for k, v in vars(blocks[0]).items() if isinstance(v, Tensor)]
     tensors = {name: torch.cat([wide(getattr(s, name)) for s in blocks]) for name in names}
-    return replace(blocks[0], **tensors, draws=[d for s in blocks for d in s.draws])
+    return replace(blocks[0], **tensors)
 
 
 class StepSignals:

@@ -32,7 +32,7 @@ def after_prompt(
     s = torch.zeros(n) if signal is None else signal.float()
     heads = s.expand(1, 1, 1, n)  # [batch, kv_heads, group, tokens]
     seen.layers = [{"max": heads, "sum": heads, "last": heads, "group": heads[:, :, 0]}]
-    return job, seen.signals(job.reduction, prompts.positions, n + room, False, job.draws)
+    return job, seen.signals(job.reduction, prompts.positions, n + room, False)
 
 
 def kept(c: Condition, n: int, signal: torch.Tensor | None = None) -> list[int]:

@@ -9,7 +9,7 @@ the regime `SharedCap` one observation, made of `signals`, stands for all layers
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,21 +37,14 @@ TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided tog
 class Prompts:
     """Positions, spans and whitelists of the tokens to compress: `[batch, tokens]`, flush right, -1 where padded."""
 
-    def __init__(
-        self, positions: TokenInts, spans: Sequence[dict[str, list[int]]], seeds: Callable[[], list[int]] | None = None
-    ):
-        self.positions, self.spans, self._seeds = positions, spans, seeds
+    def __init__(self, positions: TokenInts, spans: Sequence[dict[str, list[int]]], seeds: Sequence[int] | None = None):
+        """seeds: of each row's draws; None: 0."""
+        self.positions, self.spans = positions, spans
+        self.seeds = list(seeds or [0] * len(positions))
         self.lengths = (positions >= 0).sum(1)
 
-    @cached_property
-    def seeds(self) -> list[int]:
-        """The seed of each row's draws."""
-        return self._seeds() if self._seeds else [0] * len(self.positions)
-
     @classmethod
-    def of(
-        cls, texts: Sequence[Prompt], device: torch.device, seeds: Callable[[], list[int]] | None = None
-    ) -> "Prompts":
+    def of(cls, texts: Sequence[Prompt], device: torch.device, seeds: Sequence[int] | None = None) -> "Prompts":
         """The prompts of whole texts, including what is not compressed."""
         lengths = torch.tensor([len(t.ids) for t in texts], device=device)[:, None]
         at = torch.arange(int(lengths.max()), device=device)
@@ -133,14 +126,14 @@ class EvictionJob:
         return cls(
             [c for job in jobs for c in job.conditions], first.evictor, first.parameters,
             [size for job in jobs for size in job.budgets],
-            Prompts.of(texts, device, lambda: [seed for job in jobs for seed in job.prompts.seeds]),
+            Prompts.of(texts, device, [seed for job in jobs for seed in job.prompts.seeds]),
             [d for job in jobs for d in job.draws],
         )  # fmt: skip
 
     def row(self, b: int) -> "EvictionJob":
         """One row alone, with nothing kept yet."""
         p = self.prompts
-        alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], lambda: p.seeds[b : b + 1])
+        alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], p.seeds[b : b + 1])
         return replace(self, conditions=[self.conditions[b]], budgets=[self.budgets[b]], prompts=alone,
                        draws=self.draws[b : b + 1], layers={}, pending={}, signals=None, doubts=[],
                        protected=None)  # fmt: skip

@@ -272,12 +272,8 @@ def _jobs(
     texts = [call.texts[i] for i in members]
     if positions is None:
         positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])[1]
-
-    def seeds() -> list[int]:
-        """A prompt's draws depend on its compressed part, not on its place in a batch."""
-        read = [text.ids[:end] for text, end in zip(texts, ends, strict=True)]
-        return [zlib.crc32(str(ids).encode()) + (call.seed << 32) for ids in read]
-
+    compressed = [text.ids[:end] for text, end in zip(texts, ends, strict=True)]
+    seeds = [zlib.crc32(str(ids).encode()) + (call.seed << 32) for ids in compressed]  # whatever the place in a batch
     prompts = Prompts(positions, [text.spans for text in texts], seeds)
     jobs = []
     for j in columns:

@@ -50,8 +50,7 @@ class PrefillState:
         self.padded = min(self.lengths) < prompt.positions.shape[1]
         self.kernels = self.facts.backend == "triton"
         self.most = evict.TOGETHER[self.facts.backend]
-        drawn = any(job.evictor is not None and not job.together for job in jobs)
-        self.seeds = torch.tensor(prompt.seeds if drawn else [0] * len(self.lengths), device=prompt.positions.device)
+        self.seeds = torch.tensor(prompt.seeds, device=prompt.positions.device)
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.signals = PromptSignals([reduction for _, reduction in self.shared])
         self.sums = {

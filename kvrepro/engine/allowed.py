@@ -51,7 +51,7 @@ Positive = Annotated[float, Number(0, above=True)]
 
 
 def holds(kind: object, value: object) -> bool:
-    """Is `value` of that kind: an annotation, a Number, a type, a word or None, or any of a tuple of these?
+    """Is `value` of that kind: a type hint, a Number, a type, a word or None, or any of a tuple of these?
 
     A kind that cannot be checked, a tensor for instance, allows everything. True does not count as 1.
     """
@@ -65,10 +65,18 @@ def holds(kind: object, value: object) -> bool:
 
 
 def ensure(kind: object, whose: str = "", **named: object) -> None:
-    """Raise InputError for a value that is not of that kind; the message says its name, whose it is, what it may be."""
+    """Raise InputError for a value that is not of that kind; the message says its name, whose it is, what it may be.
+    Of a list, by its type hint, each element is checked."""
     for name, value in named.items():
-        if not holds(kind, value):
+        lists = [option for option in (kind, *get_args(kind)) if get_origin(option) in (list, tuple)]
+        if not lists and not holds(kind, value):
             raise InputError(f"{name} {value!r}{f' for {whose}' if whose else ''}: {in_words(kind)}")
+        if not lists or (value is None and type(None) in get_args(kind)):
+            continue
+        if not isinstance(value, list | tuple):
+            raise InputError(f"{name} {value!r}: give a list")
+        for item in value:
+            ensure(get_args(lists[0])[0], whose, **{name: item})
 
 
 def ensure_once_each(**named: object) -> None:
@@ -78,35 +86,10 @@ def ensure_once_each(**named: object) -> None:
             raise InputError(f"{name} {values!r}: give a list of at least one, each once")
 
 
-def ensure_all(hint: object, whose: str = "", **named: object) -> None:
-    """`ensure` for a type hint that may be a choice (`int | None`, a Literal) or a list, for each element."""
-    for name, value in named.items():
-        if value is None and type(None) in get_args(hint):
-            continue
-        lists = [option for option in (hint, *get_args(hint)) if get_origin(option) in (list, tuple)]
-        if lists:
-            if not isinstance(value, list | tuple):
-                raise InputError(f"{name} {value!r}: give a list")
-            for item in value:
-                ensure_all(get_args(lists[0])[0], whose, **{name: item})
-        else:
-            ensure(_choices(hint), whose, **{name: value})
-
-
 def ensure_fields(record: object, kind: type, whose: str = "") -> None:
-    """`ensure_all` for each field of a dataclass `kind`, by its type hint."""
+    """`ensure` for each field of a dataclass `kind`, by its type hint."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        ensure_all(hint, whose, **{name: getattr(record, name)})
-
-
-def _choices(hint: object) -> object:
-    """A type hint in the form that `holds` takes."""
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    if get_origin(hint) in (Union, UnionType):
-        parts = [None if option is type(None) else _choices(option) for option in get_args(hint)]
-        return tuple(word for part in parts for word in (part if isinstance(part, tuple) else (part,)))
-    return hint
+        ensure(hint, whose, **{name: getattr(record, name)})
 
 
 def in_words(kind: object) -> str:
@@ -137,7 +120,14 @@ def _words(kind: object) -> bool:
 
 
 def _plain(kind: object) -> object:
-    """The metadata of an `Annotated` hint, a `Number` for int and float, other kinds unchanged."""
+    """The metadata of an `Annotated` hint, a tuple for a hint with choices, a `Number` for int and float; other kinds
+    unchanged."""
     if hasattr(kind, "__metadata__"):
         return kind.__metadata__[0]
-    return {int: Number(whole=True), float: Number()}.get(kind, kind) if isinstance(kind, type) else kind
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        options = [_plain(option) for option in get_args(kind)]
+        return tuple(x for option in options for x in (option if isinstance(option, tuple) else (option,)))
+    plain: dict[object, object] = {int: Number(whole=True), float: Number(), type(None): None}
+    return plain.get(kind, kind) if isinstance(kind, type) else kind

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from kvrepro.engine.allowed import Count, Positive, PositiveShare, ProperShare, Size, ensure, ensure_all
+from kvrepro.engine.allowed import Count, Positive, PositiveShare, ProperShare, Size, ensure
 from kvrepro.engine.policy import ensure_titles
 from kvrepro.errors import LONGEST, InputError, suggestion
 from kvrepro.experiment import data, models
@@ -65,7 +65,7 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
     for name, value in values.items():
         _check_texts(str(name), value)
         if name in KINDS:
-            ensure_all(KINDS[name], **{name: value})
+            ensure(KINDS[name], **{name: value})
         if isinstance(value, list | tuple):
             _check_list(str(name), value)
         if name in ("policies", "rivals"):

@@ -30,7 +30,7 @@ import typer
 import yaml
 from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 
-from kvrepro.engine.allowed import Size, ensure_all
+from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError, Stopped, ensure_known, error_line
 from kvrepro.experiment import claims, models, run, workers
@@ -282,9 +282,9 @@ def check(name: str, parameters: dict[str, Any], root: Path = ROOT) -> None:
         return
     try:
         usual, space = _until(name, {}, root, loads), _until(name, parameters, root, loads)
-        ensure_all(Size | None, n_items=space.get("n_items"))
+        ensure(Size | None, n_items=space.get("n_items"))
         for parameter in {"policies", "rivals"} & set(usual) & set(space):
-            ensure_all(list[str], **{parameter: space[parameter]})
+            ensure(list[str], **{parameter: space[parameter]})
             for policy in sorted(set(space[parameter]) - set(usual[parameter]) - {"full"}):
                 find(policy)
     except InputError as error:

@@ -318,7 +318,7 @@ def test_what_a_chapters_own_code_raises_is_left_to_the_chapter(root, monkeypatc
     book.check("first", {"size": 3}, root)  # no model is loaded: there is no such name
     with pytest.raises(InputError, match="first: n_items -3"):
         book.check("first", {"size": -3}, root)
-    monkeypatch.setattr(book, "ensure_all", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(book, "ensure", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # a fault of the look itself is none of the chapter's
         book.check("first", {"size": 3}, root)
 

@@ -12,7 +12,7 @@ import pandas as pd
 from kvrepro.chapters.synthesis import grid, kept, stored
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.allowed import Size as Whole
-from kvrepro.engine.allowed import ensure, ensure_all
+from kvrepro.engine.allowed import ensure
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.policy import check, is_own
 from kvrepro.errors import InputError
@@ -57,7 +57,7 @@ def size(profile: str, n_items: int | None = None, cells: int | None = None) -> 
 def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
     """The models of a run: `model`, then those `named`. None: after an embedded model the profile's others, after any
     other model none."""
-    ensure_all(list[str] | None, family=named)
+    ensure(list[str] | None, family=named)
     if named is None:
         named = [name for name in BESIDE[profile] if name in models.embedded()] if model in models.embedded() else []
     return list(dict.fromkeys([model, *named]))

@@ -12,7 +12,7 @@ from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
 from watched import watched_ends
 
-from kvrepro.engine import evict, prefill, quota
+from kvrepro.engine import evict, quota
 from kvrepro.engine import generate as engine
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
@@ -396,10 +396,7 @@ def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, lengt
     for layers in (0, 2, 100):
         monkeypatch.setitem(evict.TOGETHER, "torch", layers * 2 * len(lengths) * 2 * 120 * 8 * 4)
         counts = together[layers] = []
-        for module in (prefill, evict):
-            monkeypatch.setattr(
-                module, "score_and_protect", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o)
-            )
+        monkeypatch.setattr(evict, "score_and_protect", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
         rows[layers] = sum(see(model, prompts, *conditions, max_new_tokens=2, prompt_rows=2), [])
     assert [max(counts) for counts in together.values()] == [0, 2, 3]  # of three layers
     for others in (rows[2], rows[100]):

@@ -56,16 +56,15 @@ def pyramid(
 
 
 def adaptive(
-    scores: Scores, protected: Mask, budget: RowInts, floor: Share = 0.2, blend: bool = False, weighted: bool = False,
+    scores: Scores, protected: Mask, budget: RowInts, floor: Share = 0.2, blend: bool = False,
 ) -> Counts:  # fmt: skip
     """As many tokens for a head as it has among the best budget * kv_heads of its layer, and at least its floor.
 
     Default: each head first keeps its int(floor * budget) best tokens, protected ones first; the layer's best tokens
     fill the rest. blend: beside its protected tokens, a head gets (1 - floor) of its number among the layer's best and
-    `floor` of an equal share, rounded to the exact sum by largest remainders; no single token is guaranteed. weighted:
-    before heads are compared, a head's scores are multiplied by the share of its sum that its best `budget` hold.
+    `floor` of an equal share, rounded to the exact sum by largest remainders; no single token is guaranteed.
     Source: Ada-KV (Feng et al. 2024), Algorithm 1; adakv_press.py of NVIDIA/kvpress@8bb29b9 (default), snapkv_utils.py
-    of FFY0/AdaKV (blend; weighted is its `normalize`).
+    of FFY0/AdaKV (blend).
     """
     firm = protected & ~scores.isneginf()
     held = firm.sum(-1)
@@ -77,11 +76,6 @@ def adaptive(
         return _best(scores, total, firm).sum(-1)
     free = budget[:, None] - held
     open_scores = scores.masked_fill(protected, -torch.inf)
-    if weighted:
-        gains = open_scores.clamp(min=0)
-        best = select(open_scores, torch.zeros_like(protected), free.clamp(min=0))
-        share = (gains * best).sum(-1) / gains.sum(-1).clamp(min=torch.finfo(gains.dtype).tiny)
-        open_scores = torch.where(open_scores.isneginf(), open_scores, open_scores * share[..., None])
     among_best = _best(open_scores, free.sum(-1)).sum(-1)
     return held + spread(
         (1 - floor) * among_best.double() + floor * free.double(), (~open_scores.isneginf()).sum(-1), free.sum(-1)

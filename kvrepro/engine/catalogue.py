@@ -13,7 +13,7 @@ from kvrepro.engine.shapes import Scores
 # fmt: off
 SNAPKV = {"recent": "window", "aggregate": "mean", "pool": "average", "kernel": 5, "group": "mean", "pool_at": "head"}
 GROUPED_MAX = SNAPKV | {"pool": "max", "kernel": 7, "pool_at": "kv_head"}
-ADAPTIVE = {"floor": 0.2, "blend": False, "weighted": False}
+ADAPTIVE = {"floor": 0.2, "blend": False}
 CRITICAL = {"window": 32, **SNAPKV, "alpha": 0.5, "eps": 1e-4}
 DEFENSIVE = {
     "window": 32, "recent": "window", "aggregate": "defensive", "pool": "average", "kernel": 5, "over": "all",

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from observations import observation
 from torch.nn.functional import pad
@@ -43,11 +43,11 @@ def test_adaptive_meets_the_budget_and_the_floor(case, floor):
     assert (select(scores, protected, counts).sum(-1) == counts).all()
 
 
-@given(layer(), st.sampled_from([0.0, 0.2, 0.5, 1.0]), st.booleans())
+@given(layer(), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
 @settings(max_examples=100, deadline=None)
-def test_the_blend_meets_the_budget(case, floor, weighted):
+def test_the_blend_meets_the_budget(case, floor):
     scores, protected, budget = case
-    counts = allocate.adaptive(scores, protected, budget, floor=floor, blend=True, weighted=weighted)
+    counts = allocate.adaptive(scores, protected, budget, floor=floor, blend=True)
     assert met(scores, counts, budget)
     assert (counts >= (protected & ~scores.isneginf()).sum(-1)).all()
     assert (counts <= (~scores.isneginf()).sum(-1)).all()
@@ -86,18 +86,6 @@ def test_the_blend_is_the_original_rounding_where_that_meets_the_sum():
     want = [round(0.8 * int((top == h).sum()) + 0.2 * base) + 4 for h in range(2)]
     assert sum(want) == 28
     assert allocate.adaptive(scores, protected, torch.tensor([14]), blend=True)[0].tolist() == want
-
-
-def test_weighting_moves_budget_to_the_head_whose_best_hold_more():
-    peaked, flat = torch.full((20,), 0.01), torch.full((20,), 0.5)
-    peaked[:5] = 0.5
-    scores = torch.stack([peaked, flat])[None]
-    none = torch.zeros_like(scores).bool()
-    plain, weighted = (
-        allocate.adaptive(scores, none, torch.tensor([5]), floor=0.0, blend=True, weighted=w)[0] for w in (False, True)
-    )
-    assert weighted.tolist() == [5, 5]
-    assert plain[0] < 5
 
 
 @given(st.lists(layer(tokens=20), min_size=1, max_size=4), st.integers(3, 18))
@@ -307,45 +295,6 @@ def test_the_pyramid_rests_on_what_is_protected():
 def test_spread_by_hand(wish, limit, total, got):
     two = [torch.tensor([x, x]) for x in (wish, limit)]
     assert allocate.spread(*two, torch.tensor([total, 0])).tolist() == [got, [0] * len(got)]
-
-
-@given(layer(), st.sampled_from([0.0, 0.2, 0.7]))
-@settings(max_examples=30, deadline=None)
-def test_the_weighted_blend_in_loops(case, floor):
-    """Scores times the share that a head's best hold of their sum; then each head's number among the best of all."""
-    scores, protected, budget = case
-    noise = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0))
-    scores = torch.where(scores.isneginf(), scores, scores.abs() + noise)  # no ties
-    heads, total, wish, room = scores.shape[1], [], [], []
-    for b, row in enumerate(scores):
-        open_scores, free, weighted = [], [], []
-        for h in range(heads):
-            alive = [(float(x), bool(p)) for x, p in zip(row[h], protected[b, h], strict=True) if x > -torch.inf]
-            open_scores.append([x for x, is_protected in alive if not is_protected])
-            held = sum(is_protected for _, is_protected in alive)
-            free.append(int(budget[b]) - held)
-            share = sum(sorted(open_scores[h], reverse=True)[: max(0, free[h])]) / max(sum(open_scores[h]), 1e-30)
-            weighted += [(x * share, h) for x in open_scores[h]]
-        weighted.sort(reverse=True)
-        count, ranked = sum(free), [x for x, _ in weighted]
-        close = 0 < count < len(ranked) and ranked[count - 1] - ranked[count] < 1e-5 * ranked[count]
-        assume(not close)  # for float32
-        best = [h for _, h in weighted[: sum(free)]]
-        wish.append([(1 - floor) * best.count(h) + floor * free[h] for h in range(heads)])
-        room.append([len(x) for x in open_scores])
-        total.append(sum(free))
-    counts = allocate.adaptive(scores, protected, budget, floor, blend=True, weighted=True)
-    extra = allocate.spread(torch.tensor(wish, dtype=torch.float64), torch.tensor(room), torch.tensor(total))
-    assert torch.equal(counts, (protected & ~scores.isneginf()).sum(-1) + extra)
-
-
-def test_a_head_whose_budget_is_all_protected_has_no_weight():
-    scores = torch.stack([torch.full((9,), 5.0), torch.linspace(0.1, 1, 9)])[None]
-    protected = torch.zeros(1, 2, 9).bool()
-    protected[0, 0, -4:] = True
-    for weighted, counts in ((True, [4, 4]), (False, [8, 0])):
-        given = {"floor": 0.0, "blend": True} | ({"weighted": True} if weighted else {})
-        assert allocate.adaptive(scores, protected, torch.tensor([4]), **given).tolist() == [counts]
 
 
 def test_cake_shares_row_by_row():

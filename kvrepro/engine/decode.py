@@ -2,8 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -119,15 +118,13 @@ class Steps:
         if self.rows.signals is None:
             return True
         self.rows.signals = self.rows.signals.enter(step)
-        return not self.due(step) or self.evict(partial(evict_rows_shared, step=step))
+        return not self.due(step) or self.evict(step)
 
     def advance(self, step: int) -> bool:
         """Run the model on the picked tokens; in other regimes evict if it is due. Returns whether any row goes on."""
         self.forward(step, self.due(step))
-        if self.due(step) and self.rows.signals is None:
-            evict = partial(evict_rows, self.call.facts, budgets=self.rows.budgets)
-            if not self.evict(evict):
-                return False
+        if self.due(step) and self.rows.signals is None and not self.evict(step):
+            return False
         if (bits := self.rows.conditions[0].bits) is not None:
             self.rows.cache.quantise(bits)
         return True
@@ -167,13 +164,13 @@ class Steps:
             self.captured.loosen(self.rows, last=True)
             self.captured = None
 
-    def evict(self, evict: Callable[..., Tensor]) -> bool:
-        """Call `evict` on the rows; a row whose policy raises leaves. Returns whether any row goes on."""
+    def evict(self, step: int) -> bool:
+        """Evict from the rows; a row whose policy raises leaves. Returns whether any row goes on."""
         rows, held = self.rows, self.captured
         shared = rows.signals is not None
         if held is not None and not shared:
             held.loosen(rows)
-        lost = evict(rows=rows)
+        lost = evict_rows_shared(rows, step) if shared else evict_rows(self.call.facts, rows, rows.budgets)
         if shared and (held is not None or bool(lost.any())):  # a captured step has room until an eviction is due
             self.keep_held()
         elif held is not None and not shared and not held.take_back(rows):

@@ -65,7 +65,10 @@ def generate(
     anything is computed.
     """
     new = new_tokens(max_new_tokens, len(prompts))
-    _check_call(prompts, batch_rows, prompt_rows, errors)
+    if any(isinstance(p, int) for p in prompts):
+        raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
+    ensure(Size | None, batch_rows=batch_rows, prompt_rows=prompt_rows)
+    ensure(ERRORS, errors=errors)
     texts = [p if isinstance(p, Prompt) else Prompt(list(p), {}) for p in prompts]
     _, wanted = _columns(conditions, len(texts))
     options = {"kept_sets": kept_sets, "isolate": errors == "return"}
@@ -90,7 +93,9 @@ def calls(
     check_conditions(model, texts, conditions, new, facts)
     every, _ = _columns(conditions, len(texts))
     backends = _backends(model, facts, texts, every, backend)
-    _check_repeat(every, repeat)
+    for c in every:
+        if c.policy != "full" and find(c.policy).repeated and not repeat:
+            raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
     return [
         (Call(model, texts, [every[j] for j in columns], new, facts, list(repeat), backend=name, **options), columns)
         for facts, name, columns in _views(model, facts, every, backends)
@@ -284,7 +289,7 @@ def check_met(facts: ModelFacts, text: Prompt, c: Condition, reading: Reading | 
     end = boundary(text, c)
     held = facts.held(end)
     try:
-        check_on(c, reading, held, [at - end for at in whitelisted(text, c) if at < end])
+        check_on(c, reading, held, [at - end for name in c.whitelist for at in text.spans[name] if at < end])
     except InputError as error:
         if held == end:
             raise
@@ -303,19 +308,6 @@ def _check_rotation(
         ensure_one_rotation(model, min(parts), longest, description, "let every prompt and chunk be longer")
 
 
-def whitelisted(text: Prompt, c: Condition) -> set[int]:
-    """Positions that `c` protects by name."""
-    return {at for name in c.whitelist for at in text.spans[name]}
-
-
-def _check_call(prompts: Sequence[Any], batch_rows: int | None, prompt_rows: int | None, errors: str) -> None:
-    if any(isinstance(p, int) for p in prompts):
-        raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
-    ensure(Size | None, batch_rows=batch_rows)
-    ensure(Size | None, prompt_rows=prompt_rows)
-    ensure(ERRORS, errors=errors)
-
-
 def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> None:
     """Raise InputError if the model cannot continue `prompt`."""
     config, n = model.config.get_text_config(), len(prompt)
@@ -327,13 +319,6 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: 
     most = getattr(config, "max_position_embeddings", None)  # some families have no end
     if most is not None and n + max_new_tokens > most:
         raise InputError(f"{n} prompt + {max_new_tokens} new tokens > the model's {most} positions: shorten one")
-
-
-def _check_repeat(conditions: Sequence[Condition], repeat: Sequence[int]) -> None:
-    """Raise InputError for a policy that repeats the context if there is no request to repeat it."""
-    for c in conditions:
-        if c.policy != "full" and find(c.policy).repeated and not repeat:
-            raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
 
 
 def _backends(

@@ -60,7 +60,6 @@ class PrefillState:
         span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in span_names}
         self._span_counts = {names: int(span_of.max()) + 1 for names, span_of in self._span_of.items()}
-        self._shown: dict[tuple[tuple[str, ...], int], Tensor] = {}  # (spans, window) -> the queries' positions
         self._places: dict[tuple[Any, ...], Places] = {}
         self._waiting: dict[int, dict[int, Observation]] = {}  # layer -> window -> observation, to be decided together
         self._within = {  # the span that each position lies in, for sums inside spans
@@ -239,18 +238,12 @@ class PrefillState:
         if kind not in self._places:
             if names is None:
                 at = self.prompt.positions.to(where.device)[:, max(0, self.prompt.positions.shape[1] - window) :]
-            else:
-                at = self._shown_of(names, window).to(where.device)
+            else:  # the last queries of each span, padded in front
+                tables = [spans[:n] for spans, n in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
+                last_of_spans = [quota.windows(table, max(window, 1)) for table in tables]
+                at = pad_sequence(last_of_spans, True, -1, "left").to(where.device)
             self._places[kind] = Places(where, at, sliding, names is not None)
         return self._places[kind]
-
-    def _shown_of(self, names: tuple[str, ...], window: int) -> Tensor:
-        """Positions of the queries in a window over these spans, int64 [batch, queries], padded in front."""
-        if (names, window) not in self._shown:
-            tables = [spans[:length] for spans, length in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
-            chosen = [quota.windows(table, max(window, 1)) for table in tables]
-            self._shown[names, window] = pad_sequence(chosen, True, -1, "left").to(self.prompt.positions.device)
-        return self._shown[names, window]
 
     def _decide(
         self, job: EvictionJob, seen: dict[int, Observation], o: Observation, plain: Observation | None = None

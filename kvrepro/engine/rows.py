@@ -154,7 +154,8 @@ def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int]) -> Tensor:
         with attempt(part):
             for layer, part_stays in across(part).items() if part.pending else ():
                 held[layer][1][torch.tensor(members, device=part_stays.device)] = part_stays
-        _note_failed(rows, part, members)
+        if part.error is not None:
+            rows.failed |= dict.fromkeys(members, part.error)
     masked = rows.jobs[0].condition.execution == "masked"
     for layer, (index, stays) in held.items():
         lost |= ((index >= 0) & ~stays).any(2).any(1).to(lost.device)
@@ -201,7 +202,8 @@ def evict_rows_shared(rows: Rows, step: int) -> Tensor:
             reduced = evict_shared(part, s.take(index), step)
             held, evicted = s.held.index_copy(0, index, reduced.held), s.evicted.index_copy(0, index, reduced.evicted)
             rows.signals = replace(s, held=held, evicted=evicted)
-        _note_failed(rows, part, members)
+        if part.error is not None:
+            rows.failed |= dict.fromkeys(members, part.error)
     return rows.shared.evicted > before
 
 
@@ -231,11 +233,6 @@ def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[t
         part.budgets = [budgets[b] for b in numbers]
         jobs.append((part, numbers))
     return jobs
-
-
-def _note_failed(rows: Rows, part: EvictionJob, members: Sequence[int]) -> None:
-    if part.error is not None:
-        rows.failed |= dict.fromkeys(members, part.error)
 
 
 def _observed(

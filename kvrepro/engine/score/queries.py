@@ -63,15 +63,6 @@ def is_of(sample: Float[Tensor, "layers weights"], other: Float[Tensor, "layers 
     return bool(sample.shape == other.shape and torch.allclose(sample.cpu(), other, rtol=0.01, atol=1e-6))
 
 
-def ensure_model(path: str, sample: Float[Tensor, "layers weights"], outputs: Sequence[Tensor], remedy: str) -> None:
-    """Raise InputError where a file's `sample` is not that of these output projections [heads, dim, hidden]."""
-    sample, expected = sample.cpu(), sampled(outputs)
-    if not is_of(sample, expected):
-        at = (sample - expected).abs().argmax()
-        pair = f"{float(sample.flatten()[at]):.4g} there, {float(expected.flatten()[at]):.4g} here"
-        raise InputError(f"{path} was made from other weights, {pair}: {remedy}")
-
-
 def made_from(
     path: str, sample: Callable[[str], Tensor | None], outputs: Sequence[Tensor], remedy: str, first: int = 0
 ) -> str:
@@ -98,8 +89,12 @@ def fitting(
     if content.shape != wanted:
         shape_of_file, shape_of_model = (" x ".join(map(str, shape)) for shape in (content.shape, wanted))
         raise InputError(f"{file} is made for {shape_of_file} {axes}, the model has {shape_of_model}: {remedy}")
-    if outputs and content.sample is not None and file == path:  # a pattern's file was already chosen by its sample
-        ensure_model(file, content.sample[first : first + len(outputs)], outputs, remedy)
+    if outputs and content.sample is not None:
+        sample, expected = content.sample[first : first + len(outputs)].cpu(), sampled(outputs)
+        if not is_of(sample, expected):
+            at = (sample - expected).abs().argmax()
+            pair = f"{float(sample.flatten()[at]):.4g} there, {float(expected.flatten()[at]):.4g} here"
+            raise InputError(f"{file} was made from other weights, {pair}: {remedy}")
     return content
 
 

@@ -262,7 +262,7 @@ class RaggedLayer:
 
         def taken(flat: Tensor | Packed, tail: Tensor) -> Tensor:
             flat = _dense(flat)
-            return _picked(flat, tail.flatten(0, 2), source) if self.tail else flat.index_select(0, source)
+            return (torch.cat([flat, tail.flatten(0, 2)]) if self.tail else flat).index_select(0, source)
 
         sums = {n: taken(s, self.tail_sums[n] if self.tail else s) for n, s in self.sums.items()}
         hidden = self.hidden
@@ -333,17 +333,6 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 def _dense(stored: Tensor | Packed) -> Tensor:
     return stored.dense() if isinstance(stored, Packed) else stored
-
-
-def _picked(flat: Tensor, tail: Tensor, source: Tensor) -> Tensor:
-    """The tokens at `source`, which counts through `flat` and then `tail`. A CPU, for which copies are dear, does not
-    join the two first; a GPU does, since it would have to count the tokens of the tail."""
-    if flat.is_cuda or not len(flat):
-        return torch.cat([flat, tail]).index_select(0, source)
-    picked = flat.index_select(0, source.clamp(max=len(flat) - 1))
-    newest = (source >= len(flat)).nonzero()[:, 0]
-    picked[newest] = tail[source[newest] - len(flat)]
-    return picked
 
 
 def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:

@@ -5,7 +5,7 @@
 
 Source: leakage paper, sections 5.2 and 5.3, appendix E. A method's own fair variant is its scorer on an observation
 that shows each span's last queries (`windows`) and lets them see their own span only (`span_local`): SnapKV and TOVA.
-H2O and StreamingLLM (as its public code runs) have the scorers below; K-norm and the others do not change.
+H2O and StreamingLLM (as its public code runs) then score otherwise; K-norm and the others do not change.
 """
 
 from collections.abc import Sequence
@@ -126,37 +126,3 @@ def _with_room(parts: Parts, wanted: Parts) -> Parts:
     spare, missing = (parts - wanted).clamp(min=0), (wanted - parts).clamp(min=0).sum(-1)
     ensure_room(parts.sum(-1), wanted.sum(-1))
     return torch.maximum(parts, wanted) - _shares(missing, spare, "floor")
-
-
-# ---- scorers of fair variants
-
-
-def h2o(o: Observation, extended: bool = True) -> Scores:
-    """s_j = sum of p[t, j] over the queries t >= j of j's own span / their number. Attention from other spans counts 0,
-    and the rest is not renormalised. float32 [batch, kv_heads, tokens].
-
-    Needs `sums["span_mass"]`. Source: E.5. The public code zeroes attention between *unextended* spans and divides by
-    the same number: without `extended` the sum is `sums["marked_mass"]`, where positions in no span see all and are
-    seen by all.
-    """
-    real = torch.arange(o.numbered.shape[1], device=o.numbered.device) < o.seen[:, None]
-    span_queries = torch.nn.functional.one_hot(o.numbered) * real[..., None]
-    later = span_queries.flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
-    where = o.positions.flatten(1).clamp(0, o.numbered.shape[1] - 1)
-    eligible = later.gather(2, o.numbered[..., None])[..., 0].gather(1, where).view_as(o.positions)
-    return o.sums["span_mass" if extended else "marked_mass"].float() / eligible
-
-
-def streaming_ramps(o: Observation, sinks: int = 4) -> Scores:
-    """1 for the first `sinks` positions, then in every span a ramp from 0.1 (its oldest) to 0.9 (its newest).
-
-    float32 [batch, kv_heads, tokens]. The public code's fair StreamingLLM takes the best of these scores over the whole
-    prompt, which sets no quota: use it without `split`. The paper's variant (E.3) is the usual scorer with the sinks
-    `apart` and `rounding="round"`.
-    """
-    free = o.alive & (o.positions >= sinks)
-    sizes, span = tally(o, free), o.span(o.positions)
-    spread = torch.nn.functional.one_hot(span, sizes.shape[-1]) & free[..., None]
-    place = (spread.cumsum(2) * spread).sum(-1) - 1  # of each token among its span's
-    ramp = 0.1 + 0.8 * place / (sizes.gather(2, span) - 1).clamp(min=1)
-    return torch.where(free, ramp, 1.0).float()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from observations import observation
 
 from kvrepro.engine import guard, quota
+from kvrepro.engine.score import cumulative, position
 from kvrepro.errors import InputError
 
 TOKENS = 24
@@ -19,6 +20,14 @@ def spanned(table, **kwargs):
     batch = kwargs.pop("batch", 1)
     span_of = torch.as_tensor(table)
     return observation(batch=batch, tokens=len(table), span_of=span_of.expand(batch, -1), **kwargs)
+
+
+def fair_h2o(o, **settings):
+    return cumulative.h2o(replace(o, span_local=True), **settings)
+
+
+def ramps(o):
+    return position.streaming_llm(replace(o, span_local=True), ramps=True)
 
 
 @st.composite
@@ -171,7 +180,7 @@ def test_fair_h2o_is_the_span_local_mean_over_eligible_queries():
     p = (p / p.sum(-1, keepdim=True)).where(table[:, None] == table, torch.zeros(()))
     o = spanned(table.tolist(), sums={"span_mass": p.sum(0).expand(1, 2, -1)})
     wanted = [p[:, j].sum() / sum(int(table[t] == table[j]) for t in range(j, n)) for j in range(n)]
-    torch.testing.assert_close(quota.h2o(o)[0, 1], torch.stack(wanted))
+    torch.testing.assert_close(fair_h2o(o)[0, 1], torch.stack(wanted))
 
 
 @pytest.mark.parametrize("extended", [True, False])
@@ -182,7 +191,7 @@ def test_fair_h2o_divides_by_the_queries_that_there_were(extended):
     o = observation(tokens=12, dead=3, span_of=table, sums={"span_mass": mass, "marked_mass": 3 * mass}, seed=1)
     o = replace(o, seen=torch.tensor([10, 8]))
     assert (o.positions < 0).any()
-    scores, checked = quota.h2o(o) if extended else quota.h2o(o, extended=False), 0
+    scores, checked = fair_h2o(o) if extended else fair_h2o(o, extended=False), 0
     for b, h, i in torch.cartesian_prod(*map(torch.arange, mass.shape)).tolist():
         p = min(int(o.positions[b, h, i]), 9)
         eligible = sum(int(table[b, t] == table[b, p]) for t in range(max(p, 0), int(o.seen[b])))
@@ -193,13 +202,13 @@ def test_fair_h2o_divides_by_the_queries_that_there_were(extended):
 
 
 def test_streaming_ramps_of_short_spans_begin_and_end_alike():
-    scores = quota.streaming_ramps(spanned([0] * 4 + [0] + [1] * 2 + [2] * 3))[0, 1].tolist()
+    scores = ramps(spanned([0] * 4 + [0] + [1] * 2 + [2] * 3))[0, 1].tolist()
     assert scores == pytest.approx([1] * 4 + [0.1] + [0.1, 0.9] + [0.1, 0.5, 0.9])
 
 
 def test_streaming_ramps_set_no_quota():
     o = spanned([0] * 10 + [1] * 14)
-    scores = quota.streaming_ramps(o)[0, 0].tolist()
+    scores = ramps(o)[0, 0].tolist()
     assert scores[:4] == [1] * 4
     assert scores[4:10] == pytest.approx([0.1 + 0.8 * i / 5 for i in range(6)])
     assert scores[10:] == pytest.approx([0.1 + 0.8 * i / 13 for i in range(14)])
@@ -239,5 +248,5 @@ def test_what_is_kept_lies_where_the_scores_do():
     with torch.device("meta"):
         parts = quota.split(o, counts, nothing(o))
         assert quota.select(o.positions.float(), nothing(o), parts, o)[0, 0].nonzero()[:, 0].tolist() == [4, 5, 10, 11]
-        assert quota.h2o(o)[0, 0].tolist() == pytest.approx([1 / n for n in (6, 5, 4, 3, 2, 1)] * 2)
-        assert quota.streaming_ramps(o)[0, 0, -1] == pytest.approx(0.9)
+        assert fair_h2o(o)[0, 0].tolist() == pytest.approx([1 / n for n in (6, 5, 4, 3, 2, 1)] * 2)
+        assert ramps(o)[0, 0, -1] == pytest.approx(0.9)

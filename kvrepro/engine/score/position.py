@@ -16,11 +16,20 @@ Draw = Annotated[str, ("float32", "keys")]
 def streaming_llm(o: Observation, sinks: Count = 4, ramps: bool = False) -> Scores:
     """s_j = j, the newest tokens, behind the `sinks` oldest, which are protected.
 
-    ramps: under `span_local`, use the scores of `quota.streaming_ramps` in place of quotas.
+    ramps: under `span_local`, in place of quotas, 1 for the first `sinks` positions, then in every span a ramp from 0.1
+    (its oldest) to 0.9 (its newest). So the leakage paper's public code takes the best of the whole prompt, which sets
+    no quota; the paper's variant (E.3) is s_j = j with the sinks `apart` and `rounding="round"`.
     Exact for positions below 2^24. Source: Xiao et al. 2023, section 3.2 (4 sinks); kvpress StreamingLLMPress.
     Keys keep their rotation here and in kvpress; the authors' code counts positions inside the cache instead.
     """
-    return quota.streaming_ramps(o, sinks) if ramps and o.span_local else o.positions.float()
+    if not (ramps and o.span_local):
+        return o.positions.float()
+    free = o.alive & (o.positions >= sinks)
+    sizes, span = quota.tally(o, free), o.span(o.positions)
+    spread = torch.nn.functional.one_hot(span, sizes.shape[-1]) & free[..., None]
+    place = (spread.cumsum(2) * spread).sum(-1) - 1  # of each token among its span's
+    ramp = 0.1 + 0.8 * place / (sizes.gather(2, span) - 1).clamp(min=1)
+    return torch.where(free, ramp, 1.0).float()
 
 
 def random(o: Observation, draw: Draw = "float32") -> Scores:

@@ -14,7 +14,6 @@ from typing import Any
 import nbformat
 import pandas as pd
 
-from kvrepro.errors import InputError
 from kvrepro.experiment.figure import WHITE
 from kvrepro.experiment.wording import FOUND
 from kvrepro.paths import ROOT
@@ -59,16 +58,12 @@ def results_of(chapter: str, root: Path = ROOT) -> Path:
 
 
 def edit(notebook: Any, chapter: str, folder: Path) -> None:
-    """Turn an executed notebook into the book's copy, in place; figures and their data go to `folder`/figures.
-
-    Raises InputError for two figures of one name.
-    """
-    names: set[str] = set()
+    """Turn an executed notebook into the book's copy, in place; figures and their data go to `folder`/figures."""
     undrawn = _undrawn(notebook.cells)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             shown = [output for output in cell.outputs if "caption_of" not in _figure_facts(output)]
-            cell.outputs = [_placed(output, chapter, folder, names, undrawn) for output in shown]
+            cell.outputs = [_placed(output, chapter, folder, undrawn) for output in shown]
             if not FOLDED & set(tags(cell)):
                 tag(cell, "hide-input")
         else:
@@ -147,16 +142,13 @@ def _folded(output: Any) -> Any:
     return output
 
 
-def _placed(output: Any, chapter: str, folder: Path, names: set[str], undrawn: set[str]) -> Any:
+def _placed(output: Any, chapter: str, folder: Path, undrawn: set[str]) -> Any:
     """An output as the book shows it: a figure as a directive, anything else as it is."""
     facts = _figure_facts(output)
     if "figure" not in facts:
         if text := text_of(output, "text/markdown"):
             output.data["text/markdown"] = _numbered(text, chapter, undrawn)
         return output
-    if facts["figure"] in names:
-        raise InputError(f"{chapter}: two figures are called {facts['figure']!r}")
-    names.add(facts["figure"])
     picture, caption = _picture(folder, chapter, facts["figure"]), _numbered(facts["caption"], chapter, undrawn)
     stem = picture.stem
     picture.parent.mkdir(parents=True, exist_ok=True)

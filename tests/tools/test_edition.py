@@ -73,11 +73,6 @@ def test_a_figure_becomes_files_and_a_directive_with_label_alt_text_and_data(tmp
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "figures" / "first-by-length.csv"), table, rtol=1e-5)
 
 
-def test_two_figures_of_one_name_are_refused(tmp_path):
-    with pytest.raises(InputError, match="two figures are called 'same'"):
-        edited(tmp_path, code("a", shown("same")), code("b", shown("same")))
-
-
 @pytest.mark.parametrize(
     ("name", "caption", "alt", "message"),
     [

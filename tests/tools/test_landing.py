@@ -13,8 +13,8 @@ def verdict(claim: str, name: str, reading: str = "any", ours: float = 23.0) -> 
 
 
 def test_answers_are_the_first_findings_of_each_chapters_box(tmp_path):
-    found = wording.findings('Guards help: <a href="../claims.html#P6">it comes out</a>.', "Two.", "Three.")
-    output = nbformat.v4.new_output("display_data", data={"text/markdown": found.data})
+    box = wording.findings('Guards help: <a href="../claims.html#P6">it comes out</a>.', "Two.", "Three.")
+    output = nbformat.v4.new_output("display_data", data={"text/markdown": box.data})
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("found", outputs=[output])])
     folder = tmp_path / "book" / "executed"
     edition.edit(notebook, "protection", folder)

@@ -305,7 +305,7 @@ print(json.dumps(closed_over()))
         text=True,
     )
     keys, other_keys = closed_over(), json.loads(done.stdout)
-    assert "kvrepro.chapters.reclamation.sparsity.sparsity" in keys
+    assert "kvrepro.chapters.reclamation.paged.extend" in keys
     assert {name for name in keys if keys[name] != other_keys[name]} == set()
 
 

@@ -1,6 +1,5 @@
 """LongBench's sixteen English sets: the prompt of each, the length of its answers, its official metric.
 
-The task, the place of the context, the metric and the number of new tokens are the benchmark's; the wording is ours.
 Source: Bai et al. 2024, arXiv:2308.14508, and its public code (pred.py, eval.py).
 """
 
@@ -11,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kvrepro.errors import InputError, ensure_known
 from kvrepro.item import Item, Span
+from kvrepro.paths import DATA
 
-BRIEF = "Reply with the answer alone, without further words."
-PASSAGES = "Here are several passages. One question about them follows.\n\n"
-FROM_PASSAGES = f"\n\nUse the passages above to answer. {BRIEF}\n\nQuestion: {{}}\nAnswer:"
+WORDS = DATA / "words" / "longbench.yml"  # a `Set` for each set
 PAPER_WORDS = 6000  # the protection paper's items have 549 to 5,996 words
 
 
@@ -32,68 +32,7 @@ class Set:
     first_line: bool = False  # only the first line of an answer counts
 
 
-def _several_passages() -> Set:
-    return Set("qa_f1", 32, PASSAGES, FROM_PASSAGES)
-
-
-SETS = {
-    "2wikimqa": _several_passages(),
-    "qasper": Set(
-        "qa_f1", 128, "Here is a scientific article. One question about it follows.\n\nArticle: ",
-        "\n\nUse the article above to answer in one phrase or one sentence, as short as you can. Where the article "
-        'does not hold the answer, say "unanswerable". Where yes or no is asked for, say "yes", "no" or '
-        '"unanswerable". Explain nothing.\n\nQuestion: {}\nAnswer:',
-    ),
-    "multifieldqa_en": Set(
-        "qa_f1", 64, "Read this text. One question about it follows.\n\n",
-        f"\n\nUse the text above to answer. {BRIEF}\n\nQuestion: {{}}\nAnswer:",
-    ),
-    "hotpotqa": _several_passages(),
-    "narrativeqa": Set(
-        "qa_f1", 128, "Here is a story, from a novel or from the script of a film. One question about it follows.\n\n"
-        "Story: ",
-        "\n\nUse the story above to answer in one phrase, as short as you can. Explain nothing.\n\n"
-        "Question: {}\nAnswer:",
-    ),
-    "musique": _several_passages(),
-    "gov_report": Set(
-        "rouge", 512, "Here is a report of a government agency, to be summarised on one page.\n\nReport:\n",
-        "\n\nWrite the one-page summary of the report above.\n\nSummary:",
-    ),
-    "qmsum": Set(
-        "rouge", 512, "Here is the transcript of a meeting. A query about it follows, a question or an instruction.\n\n"
-        "Transcript:\n",
-        "\n\nUse the transcript above to answer the query in one sentence or a few.\n\nQuery: {}\nAnswer:",
-    ),
-    "multi_news": Set(
-        "rouge", 512, "Here are news articles on one event, to be summarised together on one page.\n\nNews:\n",
-        "\n\nWrite the one-page summary of all the news above.\n\nSummary:",
-    ),
-    "trec": Set(
-        "classification", 64, "Name the type of the last question. Other questions and their types come first.\n\n",
-        "\n{}", plain=True, first_line=True,
-    ),
-    "triviaqa": Set(
-        "qa_f1", 32, f"Answer the last question from its passage. Examples come first. {BRIEF}\n\n",
-        "\n\n{}", plain=True, first_line=True,
-    ),
-    "samsum": Set(
-        "rouge", 128, "Summarise the last dialogue in a few short sentences. Examples come first.\n\n",
-        "\n\n{}", plain=True, first_line=True,
-    ),
-    "passage_count": Set(
-        "count", 32, "Here are paragraphs from Wikipedia. Some of them may stand here more than once. How many "
-        "different paragraphs are there, each counted once?\n\n",
-        "\n\nHow many different paragraphs stand above? Reply with the number alone, such as 1, 2 or 3.\n\nNumber:",
-    ),
-    "passage_retrieval_en": Set(
-        "retrieval", 32, "Here are 30 paragraphs from Wikipedia. The abstract of one of them follows.\n\n",
-        "\n\nAbstract: {}\n\nWhich of the paragraphs above is it the abstract of? Reply with its number, in the form "
-        '"Paragraph 1", "Paragraph 2" and so on.\n\nReply:',
-    ),
-    "lcc": Set("code_similarity", 64, "Continue this code by one line.\n", "The next line is:\n", plain=True),
-    "repobench-p": Set("code_similarity", 64, "Continue this code by one line.\n", "{}The next line is:\n", plain=True),
-}  # fmt: skip
+SETS = {name: Set(**form) for name, form in yaml.safe_load(WORDS.read_text(encoding="utf-8")).items()}
 GROUPS = {
     "": tuple(SETS),
     "qa": ("2wikimqa", "qasper", "multifieldqa_en", "hotpotqa", "narrativeqa", "musique"),

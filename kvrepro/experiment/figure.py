@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from IPython.display import HTML, Markdown, display
+from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.category import StrCategoryFormatter
@@ -35,7 +36,9 @@ from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats
 from kvrepro.experiment.claims import LABELS
+from kvrepro.paths import DATA
 
+WORDS = DATA / "words"
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")  # of a figure
 LARGE = 300_000  # characters of an SVG
 EACH, ALL = 12, 36  # hover texts of one curve or set of points, and of a whole panel, at most
@@ -53,24 +56,7 @@ CONTROLS = {  # reference lines that belong to no policy: colour and dashes
 }
 MANY = 4  # panels side by side; where there are more, names of rows stand at the left, and one label below them all
 HOVER_TEXTS: WeakKeyDictionary[Axes, list[tuple[float, float, str]]] = WeakKeyDictionary()  # x, y, text
-STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E3E3E3",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "lines.markersize": 5,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "figure.dpi": 140,
-    "savefig.dpi": 160,
-    "figure.constrained_layout.use": True,
-}
+STYLE = rc_params_from_file(WORDS / "book.mplstyle", use_default_template=False)
 
 
 class Look(NamedTuple):
@@ -81,25 +67,8 @@ class Look(NamedTuple):
     marker: str
 
 
-LOOKS = {  # after Okabe and Ito's palette; a method, its simplified and its faithful form look alike
-    "full": Look("full cache", "#000000", "_"),
-    "lru": Look("LRU", "#0072B2", "o"),
-    "h2o": Look("H2O", "#D55E00", "s"),
-    "snapkv": Look("SnapKV", "#009E73", "D"),
-    "streaming_llm": Look("StreamingLLM", "#CC79A7", "^"),
-    "ada_kv": Look("Ada-KV", "#E69F00", "v"),
-    "quest": Look("QUEST", "#56B4E9", "P"),
-    "random": Look("Random", "#5F5F5F", "X"),
-    "defensive_kv": Look("DefensiveKV", "#1F4E9E", "o"),
-    "layer_defensive_kv": Look("Layer-DefensiveKV", "#B22222", "s"),
-    "critical_ada_kv": Look("CriticalKV", "#8C8C8C", "d"),
-    "cake": Look("CAKE", "#56B4E9", "h"),
-    "duo_attention": Look("DuoAttention", "#8B6F47", "p"),
-    "k_norm": Look("K-norm", "#8C564B", "<"),
-    "tova": Look("TOVA", "#7B4FA3", "P"),
-    "dropkv": Look("DropKV", "#00A3A3", "X"),
-    "andpro": Look("AnDPro", "#A0A000", "p"),
-}
+# After Okabe and Ito's palette; a method, its simplified and its faithful form look alike.
+LOOKS = {row.policy: Look(row.name, row.colour, row.marker) for row in pd.read_csv(WORDS / "looks.csv").itertuples()}
 TITLES = {look.name for look in LOOKS.values()}
 ALIKE = {"slw": "streaming_llm", "random_sample": "random"}
 SEQUENCE = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #5F5F5F #8C564B #7B4FA3 #A0A000".split()

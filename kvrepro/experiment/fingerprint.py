@@ -35,7 +35,7 @@ Name = tuple[str, str]  # module, and a name that it binds
 UNFOLLOWED = frozenset({("kvrepro.engine.catalogue", "CATALOGUE"), ("kvrepro.engine.policy", "OWN"),
                         ("kvrepro.engine.regime", "REGIMES")})  # fmt: skip
 REGIME_CLASSES = frozenset((kind.__module__, kind.__name__) for kind in REGIMES.values())
-SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)  # tuples: `isinstance` is asked a million times
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 PLAIN = frozenset({type(None), bool, int, str})  # values that describe themselves, such as a prompt's thousand tokens
 INNER = SCOPES + COMPREHENSIONS
@@ -132,7 +132,7 @@ class Code:
         if reader not in self._reads:
             self._reads[reader] = []
             for node in module.definitions[reader[1]]:
-                local = {k: v for n in below(node) if isinstance(n, (ast.Import, ast.ImportFrom))
+                local = {k: v for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))
                          for k, v in imports(n).items()}  # fmt: skip
                 seen = {**module.imports, **local}
                 for chain in chains(node):
@@ -181,7 +181,7 @@ def _only_tested_for(reader: Name, name: Name) -> bool:
 
 def _calls(node: ast.AST, name: str) -> bool:
     """Whether a statement calls what has this dotted name."""
-    return any(isinstance(call, ast.Call) and ast.unparse(call.func) == name for call in below(node))
+    return any(isinstance(call, ast.Call) and ast.unparse(call.func) == name for call in ast.walk(node))
 
 
 def imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
@@ -197,7 +197,7 @@ def bound(node: ast.AST) -> set[str]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
     names = set()
-    for child in children(node):
+    for child in ast.iter_child_nodes(node):
         if not isinstance(child, INNER) or hasattr(child, "name"):
             names |= bound(child)
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -222,35 +222,15 @@ def chains(node: ast.AST, hidden: frozenset[str] = frozenset()) -> Iterator[list
         a = node.args
         parameters = {arg.arg for arg in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if arg}
         body = node.body if isinstance(node.body, list) else [node.body]
-        globals_ = {name for n in below(node) if isinstance(n, ast.Global) for name in n.names}
+        globals_ = {name for n in ast.walk(node) if isinstance(n, ast.Global) for name in n.names}
         inside = hidden | (parameters.union(*(bound(statement) for statement in body)) - globals_)
-        for child in children(node):  # defaults, decorators and annotations are read outside
+        for child in ast.iter_child_nodes(node):  # defaults, decorators and annotations are read outside
             yield from chains(child, inside if child in body else hidden)
         return
     if isinstance(node, COMPREHENSIONS):
         hidden = hidden.union(*(bound(generator.target) for generator in node.generators))
-    for child in children(node):
+    for child in ast.iter_child_nodes(node):
         yield from chains(child, hidden)
-
-
-def children(node: ast.AST) -> list[ast.AST]:
-    """The nodes right below a node, but for `ctx`, which says how a name is used: half of all nodes."""
-    nodes: list[ast.AST] = []
-    for name in node._fields:
-        part = getattr(node, name, None)
-        if isinstance(part, list):
-            nodes += [item for item in part if isinstance(item, ast.AST)]
-        elif name != "ctx" and isinstance(part, ast.AST):
-            nodes.append(part)
-    return nodes
-
-
-def below(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all below it, level by level."""
-    level = [node]
-    while level:
-        yield from level
-        level = [child for parent in level for child in children(parent)]
 
 
 def plain(node: ast.AST) -> str:

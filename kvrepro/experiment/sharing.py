@@ -1,5 +1,4 @@
-"""A folder that several processes write, also from several machines: file names of each process, a lock, and the files
-that killed processes left."""
+"""A folder that several processes write, also from several machines: the names of its files, and what to clear away."""
 
 import contextlib
 import os
@@ -10,7 +9,6 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import filelock
 import psutil
@@ -18,7 +16,6 @@ import psutil
 from kvrepro.errors import InputError
 
 UNFINISHED = re.compile(r".*@(.+)-(\d+)-[0-9a-f]{8}(\.parquet)?\.tmp")  # names of `named`; groups: host, process
-PATIENCE = 5.0  # seconds for which a lock file may be empty
 LOG = "sweep.log"  # in a folder of results: what a sweep's chapters printed
 HOST = re.sub(r"[^\w.]", "_", platform.node() or f"{uuid.getnode():x}")  # a machine without a name has a number
 
@@ -60,28 +57,6 @@ def make_folder(folder: Path) -> None:
 def named(number: int) -> str:
     """A file name that no other process uses: a number, by which files are ordered, the host and the process."""
     return f"{number:08d}@{HOST}-{os.getpid()}-{secrets.token_hex(4)}.parquet"
-
-
-def acquired(path: Path, wait: float) -> contextlib.AbstractContextManager[Any]:
-    """The lock at a path. Raises filelock.Timeout after `wait` seconds. A lock file that stays empty for PATIENCE
-    is that of a process that was killed before it wrote its name; it is removed, since filelock would keep it."""
-    lock, unnamed = filelock.SoftFileLock(path, poll_interval=0.05), _unnamed(path)
-    try:
-        return lock.acquire(timeout=min(wait, PATIENCE))
-    except filelock.Timeout:
-        if wait < PATIENCE:
-            raise
-        if unnamed is not None and _unnamed(path) == unnamed:
-            path.unlink(missing_ok=True)
-        return lock.acquire(timeout=wait - PATIENCE)
-
-
-def _unnamed(path: Path) -> tuple[int, int] | None:
-    """The inode and time of an empty file; None for another one."""
-    with contextlib.suppress(FileNotFoundError):
-        stat = path.stat()
-        return None if stat.st_size else (stat.st_ino, stat.st_mtime_ns)
-    return None
 
 
 def leftovers(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from kvrepro.errors import InputError
 from kvrepro.experiment.sealed import File, write
-from kvrepro.experiment.sharing import acquired, leftovers, named, prepare, writing
+from kvrepro.experiment.sharing import leftovers, named, prepare, writing
 from kvrepro.experiment.table import (
     COLUMNS,
     FILED,
@@ -153,14 +153,15 @@ class Store(contextlib.AbstractContextManager["Store"]):
                     self.join(files, files[first:], index(files[first:]))
         except filelock.Timeout:
             if wait:
-                lock = self.folder / "fold.lock"
-                print(f"{self.folder} keeps its files: {lock} is held by another process", file=sys.stderr)
+                held = "fold.lock there is held by another process, or was left by a killed one"
+                print(f"{self.folder} keeps its files: {held}", file=sys.stderr)
 
     @contextlib.contextmanager
     def locked(self, wait: float = 10) -> Iterator[None]:
         """Hold the lock under which files are changed; what killed processes left is removed first. The lock names host
         and process: it counts for nothing once its process has ended on this host, but a lock of another host stays."""
-        with writing(self.folder), acquired(self.folder / "fold.lock", wait):
+        lock = filelock.SoftFileLock(self.folder / "fold.lock", poll_interval=0.05)
+        with writing(self.folder), lock.acquire(timeout=wait):
             for path in self.folder.glob("fold.lock.*"):  # left by a process that was killed as it took over a lock
                 path.unlink(missing_ok=True)
             for file in files_of(self.table, replaced=True):

@@ -19,15 +19,6 @@ from kvrepro.experiment.store import Store
 from kvrepro.experiment.table import parts
 
 
-def test_a_lock_without_a_name_is_that_of_a_killed_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(sharing, "PATIENCE", 0.5)
-    with Store(tmp_path, "c", "n") as table:
-        table.add([row("a", 0.5)])
-        (tmp_path / "c" / "n.rows" / "fold.lock").touch()
-    assert [*(tmp_path / "c" / "n.rows").iterdir()] == []
-    assert len(store.read(tmp_path / "c" / "n.parquet")) == 1
-
-
 def test_a_lock_of_another_host_is_respected_and_one_of_a_dead_process_is_not(tmp_path, capsys):
     table = Store(tmp_path, "c", "n")
     table.add([row("a", 0.5)])

@@ -1,5 +1,6 @@
 import os
 import sys
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvrepro import __main__
 from kvrepro.errors import InputError, Stopped
-from kvrepro.experiment import sharing, store
+from kvrepro.experiment import store
 from kvrepro.experiment.sharing import HOST
 from kvrepro.experiment.store import Store, Tables
 from kvrepro.experiment.table import RowsFile
@@ -172,7 +173,7 @@ def test_gc_says_in_one_line_that_another_process_holds_a_table(tmp_path, monkey
     filled(tmp_path, {"a": 0.1})
     lock = tmp_path / "c" / "n.rows" / "fold.lock"
     lock.write_text("1\nelsewhere\n")
-    monkeypatch.setattr(store, "acquired", lambda path, wait: sharing.acquired(path, 0.1))
+    monkeypatch.setattr(Store, "locked", partialmethod(Store.locked, wait=0.1))
     with pytest.raises(Stopped, match="keeps the rows that newer ones replaced: .*elsewhere"):
         tool.compact(tmp_path / "c" / "n.parquet", True)
     assert dict(rows_of(tmp_path)) == {"a": 0.1}

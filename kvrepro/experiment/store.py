@@ -40,7 +40,7 @@ from kvrepro.experiment.table import (
 )
 
 MANY = 64  # files that arrived, from which a running store folds them
-LEAST = 50_000  # rows of a file that every close may write again
+LEAST = 50_000  # rows of a file that every fold may write again
 MOST = 500_000  # rows of a file at most
 
 
@@ -99,7 +99,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         if rows:
             self.write(with_identity(pa.Table.from_pylist(list(rows), schema=SCHEMA)))
         if len(parts(self.table)) > MANY:
-            self.fold(newest=MANY, wait=0)
+            self.fold(wait=0)
 
     def write(self, table: pa.Table, number: int | None = None, folded: Sequence[str] = ()) -> None:
         """Write a file among the parts: as the newest one, or with a number that a folded file had. folded: names of
@@ -131,13 +131,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
         return steadily(self.table, latest)
 
-    def fold(self, least: int = 0, newest: int = 0, wait: float = 10) -> None:
-        """Join the newest files into one, under the lock. Does nothing where another process holds the lock longer than
-        `wait` seconds.
-
-        newest: so many files are joined in any case, and so are those of at most `least` rows. Of the others, those
-        with at most twice as many rows as all newer files together: so each row is written only a few times.
-        """
+    def fold(self, wait: float = 10) -> None:
+        """Join the newest files into one, under the lock: small ones, and those with at most twice as many rows as all
+        newer ones together, so that each row is written only a few times. Does nothing where another process holds the
+        lock longer than `wait` seconds."""
         try:
             with self.locked(wait):
                 files = files_of(self.table)
@@ -146,7 +143,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
                     rows = files[i].rows
                     if total + rows > MOST:
                         break
-                    if len(files) - i <= newest or rows <= max(least, 2 * total):
+                    if rows <= max(LEAST, 2 * total):
                         first = i
                     total += rows
                 if len(files) - first > 1 or [file.path for file in files[first:]] not in ([], [self.table]):
@@ -192,7 +189,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         has_own_line = isinstance(sys.exception(), InputError)
         try:
             if parts(self.table):
-                self.fold(LEAST)
+                self.fold()
         except InputError as error:
             if not has_own_line:
                 print(f"{self.table}: the rows that were stored lie in {self.folder} ({error})", file=sys.stderr)

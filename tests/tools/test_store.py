@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from kvrepro import __main__
 from kvrepro.errors import InputError, Stopped
-from kvrepro.experiment import store
 from kvrepro.experiment.sharing import HOST
 from kvrepro.experiment.store import Store, Tables
 from kvrepro.experiment.table import RowsFile
@@ -189,7 +188,7 @@ def test_a_store_that_another_process_folds_meanwhile_is_read_again(tmp_path, mo
 
         def folded_before(self, *arguments):
             monkeypatch.setattr(RowsFile, "read", read)
-            writer.fold(store.LEAST)
+            writer.fold()
             return read(self, *arguments)
 
         monkeypatch.setattr(RowsFile, "read", folded_before)

@@ -16,7 +16,6 @@ import psutil
 from kvrepro.errors import InputError
 
 UNFINISHED = re.compile(r".*@(.+)-(\d+)-[0-9a-f]{8}(\.parquet)?\.tmp")  # names of `named`; groups: host, process
-LOG = "sweep.log"  # in a folder of results: what a sweep's chapters printed
 HOST = re.sub(r"[^\w.]", "_", platform.node() or f"{uuid.getnode():x}")  # a machine without a name has a number
 
 
@@ -31,17 +30,6 @@ def writing(path: Path) -> Iterator[None]:
         why = (error.strerror or str(error)).splitlines()[0]
         way_out = "make room or take away what stands there, or choose another results folder"
         raise InputError(f"{path} cannot be written ({why}): {way_out}. What was stored before is whole") from None
-
-
-def prepare(results: Path, folder: Path) -> None:
-    """Make a folder below the results folder, and try whether it can be written. Prints a line where the results folder
-    holds other things only."""
-    ours = ("*/*.rows", "*/*.parquet", "*/claims.csv", "*/*/*/*.parquet")
-    if results.is_dir() and not any(any(results.glob(pattern)) for pattern in ours):
-        others = sorted(path.name for path in results.iterdir() if path.name != LOG)
-        if others:
-            print(f"results go into {results}, which holds other things ({others[0]}): in folders of their own")
-    make_folder(folder)
 
 
 def make_folder(folder: Path) -> None:

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from kvrepro.errors import InputError
 from kvrepro.experiment.sealed import File, write
-from kvrepro.experiment.sharing import leftovers, named, prepare, writing
+from kvrepro.experiment.sharing import leftovers, make_folder, named, writing
 from kvrepro.experiment.table import (
     COLUMNS,
     FILED,
@@ -79,7 +79,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         self.table = Path(results) / chapter / f"{name}.parquet"
         self.folder = self.table.with_name(f"{name}.rows")
         steadily(self.table, lambda files: files)
-        prepare(Path(results), self.folder)
+        make_folder(self.folder)
 
     def missing(self, keys: Iterable[str], identities: Collection[int] | None = None) -> list[str]:
         """The keys without a row. A row with an error counts as missing, so that a resumed run tries it again.
@@ -206,8 +206,7 @@ class Tables:
     """Tables of items, `<results>/<chapter>/<name>/<key>/<table>.parquet`."""
 
     def __init__(self, results: str | Path, chapter: str, name: str):
-        self.results = Path(results)
-        self.folder = self.results / chapter / name
+        self.folder = Path(results) / chapter / name
 
     def __contains__(self, key: str) -> bool:
         return next((self.folder / key).glob("*.parquet"), None) is not None  # an emptied folder holds no result
@@ -216,7 +215,7 @@ class Tables:
         """Write an item's tables to a temporary folder, then rename it. Of two writers the first wins. Raises
         InputError where nothing can be written."""
         if not self.folder.is_dir():
-            prepare(self.results, self.folder)
+            make_folder(self.folder)
         aside = self.folder / f"{key}.{named(0).removesuffix('.parquet')}.tmp"
         try:
             with writing(aside):

@@ -32,10 +32,11 @@ from kvrepro.errors import InputError, ensure_known, error_line
 from kvrepro.experiment import cluster, models, progress
 from kvrepro.experiment.parameters import Yaml
 from kvrepro.experiment.run import Settings
-from kvrepro.experiment.sharing import LOG, make_folder, writing
+from kvrepro.experiment.sharing import make_folder, writing
 from kvrepro.paths import WORK
 from kvrepro.tools import book, edition
 
+LOG = "sweep.log"  # in the folder of results: what the chapters printed
 SET_ELSEWHERE = {"model": "the key models", "profile": "the key profile", "dry_run": "--dry-run"}  # no `parameters`
 
 

@@ -6,9 +6,8 @@ import hashlib
 import itertools
 import json
 import math
-import os
+import multiprocessing
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -120,23 +119,18 @@ def _check_talk(name: str, folder: Path, tokenizer: Any) -> None:
     A template is a program by whoever made the checkpoint. Jinja's sandbox limits a loop, but not loops within loops.
     So the template is tried here in a process of its own, which the system stops.
     """
-    if not hasattr(os, "fork"):  # Windows
+    if "fork" not in multiprocessing.get_all_start_methods():  # Windows
         return
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, _talk(tokenizer).encode())
-        os._exit(0)
-    os.close(writer)
-    deadline, ended = time.monotonic() + 2 * TALK_SECONDS, 0
-    while not ended and time.monotonic() < deadline:
-        ended, _ = os.waitpid(child, os.WNOHANG)
-        time.sleep(0 if ended else 0.005)
-    if not ended:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-    with open(reader, encoding="utf-8", errors="replace") as pipe:
-        why = pipe.read() or f"takes more than {TALK_SECONDS} s or {TALK_BYTES >> 30} GiB on four turns"
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: writer.send(_talk(tokenizer)))
+    child.start()
+    writer.close()
+    why = f"takes more than {TALK_SECONDS} s or {TALK_BYTES >> 30} GiB on four turns"
+    with contextlib.suppress(EOFError):  # the system stopped it
+        why = reader.recv() if reader.poll(2 * TALK_SECONDS) else why
+    child.kill()
+    child.join()
     if why != TALKS:
         raise InputError(f"{name}: its chat template {why}: mend chat_template.jinja in {folder}")
 

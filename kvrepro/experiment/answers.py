@@ -74,14 +74,11 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
         policy.check(condition)
     build_prompt = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
     prompts = [build_prompt(loaded, item) for item in items]
-    if not study.gaps:
-        new = [item.new_tokens(study.max_new_tokens) for item in items]
-        try:
-            engine.check_conditions(loaded.model, prompts, conditions_by_item, new)
-        except InputError:  # of one item, which its error then names, or of items that no pass can share
-            for item, prompt, wanted, most_new in zip(items, prompts, conditions_by_item, new, strict=True):
-                with data.named(item):
-                    engine.check_conditions(loaded.model, [prompt], wanted, most_new)
+    for item, prompt, wanted in zip(items, prompts, conditions_by_item, strict=True):
+        gaps = unmet(loaded, [prompt], wanted, [range(len(wanted))]) if study.gaps else {}
+        met = [condition for j, condition in enumerate(wanted) if (0, j) not in gaps]
+        with data.named(item):
+            engine.check_conditions(loaded.model, [prompt], met, item.new_tokens(study.max_new_tokens))
     return prompts
 
 
@@ -298,8 +295,6 @@ class AnswersPlan(Plan):
         self.columns = [[number[c] for c in dict.fromkeys(conditions)] for conditions in conditions_by_item]
         self.pairs = [(i, j) for i, columns_of_item in enumerate(self.columns) for j in columns_of_item]
         self.gaps = unmet(loaded, self.prompts, self.conditions, self.columns) if study.gaps else {}
-        if study.gaps:
-            self._check_rotations()
         self.obstacles = self._obstacles()
         usual = "triton" if settings.backend == "auto" else settings.backend
         self.backends = ["torch" if why else usual for why in self.obstacles]
@@ -307,13 +302,6 @@ class AnswersPlan(Plan):
         self.keys = [self.heads[pair]["key"] for pair in self.pairs]
         self.identities = store.identities_of([self.heads[pair] for pair in self.pairs])
         self.total = len(self.keys)
-
-    def _check_rotations(self) -> None:
-        """Raise InputError for an item whose answer the model rotates otherwise than its prompt; a gap is neither."""
-        for i, (item, prompt) in enumerate(zip(self.study.items, self.prompts, strict=True)):
-            met = [self.conditions[j] for j in self.columns[i] if (i, j) not in self.gaps]
-            with data.named(item):
-                engine.check_conditions(self.loaded.model, [prompt], met, item.new_tokens(self.study.max_new_tokens))
 
     def _heads(self) -> dict[Pair, dict[str, Any]]:
         """The columns of each row that are known before it is computed; `key` hashes all that decides the others."""

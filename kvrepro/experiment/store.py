@@ -107,11 +107,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         numbers = [int(path.name[:8]) for path in parts(self.table)]
         path = self.folder / named(max(numbers, default=-1) + 1 if number is None else number)
         with writing(path):
-            try:
-                self._put(table, path, folded)
-            except FileNotFoundError:  # another process closed the table, still empty
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._put(table, path, folded)
+            self._put(table, path, folded)
 
     def _put(self, table: pa.Table, path: Path, folded: Sequence[str]) -> None:
         label = MARK | {b"folded": json.dumps(list(folded)).encode()}
@@ -193,10 +189,6 @@ class Store(contextlib.AbstractContextManager["Store"]):
         except InputError as error:
             if not has_own_line:
                 print(f"{self.table}: the rows that were stored lie in {self.folder} ({error})", file=sys.stderr)
-        if not self.table.exists():  # nothing was ever stored: leave no trace
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
-                self.folder.parent.rmdir()
 
     def __exit__(self, *exception: object) -> None:
         self.close()

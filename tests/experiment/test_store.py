@@ -195,17 +195,6 @@ def test_two_open_stores_share_a_table(tmp_path):
     assert len(rows_of(tmp_path)) == 4
 
 
-def test_a_table_that_was_given_nothing_leaves_no_folder(tmp_path):
-    with Store(tmp_path, "c", "n"):
-        pass
-    assert list(tmp_path.iterdir()) == []
-    with Store(tmp_path, "c", "n") as table:
-        table.add([row(1)])
-    with Store(tmp_path, "c", "n"), Store(tmp_path, "c", "other"):
-        pass
-    assert sorted(file.name for file in (tmp_path / "c").iterdir()) == ["n.parquet", "n.rows"]
-
-
 def test_unknown_columns_are_refused(tmp_path):
     with Store(tmp_path, "c", "n") as table, pytest.raises(InputError, match="colour"):
         table.add([row("a") | {"colour": "red"}])

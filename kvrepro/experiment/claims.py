@@ -54,12 +54,6 @@ def published(file: str) -> pd.DataFrame:
     return pd.read_csv(DATA / "published" / file, dtype=str, keep_default_na=False)
 
 
-@lru_cache(maxsize=512)
-def _numbers(file: str, column: str) -> pd.Series:
-    """A printed column as numbers; nan where a cell holds none."""
-    return pd.to_numeric(published(file)[column], errors="coerce")
-
-
 def cells(file: str, where: Mapping[str, object]) -> pd.DataFrame:
     """The printed rows that match: a value per column, or a list of values; `<column>_starts` for a beginning. Numbers
     match by value, however they are written. Raises InputError where no row matches."""
@@ -74,7 +68,7 @@ def cells(file: str, where: Mapping[str, object]) -> pd.DataFrame:
             texts = [str(value) for value in values if isinstance(value, str | bool)]
             matches = table[column].isin(texts)
             if numbers:
-                matches |= _numbers(file, column).isin(numbers)
+                matches |= pd.to_numeric(table[column], errors="coerce").isin(numbers)
             keep &= matches
     if not keep.any():
         raise InputError(f"no printed number in {file} matches {dict(where)}")

@@ -28,11 +28,7 @@
 
 Chosen by coverage, and by how often the rules of claims err: `python -m kvrepro.tools.coverage` writes
 data/coverage.csv (means, differences and ratios with many zeros and ones, values with long tails),
-`kvrepro.tools.error_rates` the other table. Of 324 cells 66% cover 93 to 97%, 29% more (few items) and 5% less. The
-worst mean or difference of scores is covered in 92% of samples, by Student's t in 10%; means without bounds in 94% of
-samples of six normal values, in 89% of six log-normal ones (82% by Student's t) and in 93% of 200 such; medians of few
-clusters and 95th percentiles over them in 92 to 98%; the largest of five equal means, the worst case of a biased
-statistic, in 87 to 94%.
+`kvrepro.tools.error_rates` the other table.
 
 Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
 """

@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,7 +24,7 @@ from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.category import StrCategoryFormatter
-from matplotlib.collections import PathCollection, QuadMesh
+from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgba_array
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
@@ -475,7 +474,7 @@ def _hovered(drawing: Figure) -> str:
     """Invisible circles with titles over the points of a drawing, in the coordinates of its SVG: 72 to an inch."""
     corner, circles = drawing.get_tightbbox().padded(plt.rcParams["savefig.pad_inches"]), []
     for axes in drawing.axes:
-        for x, y, text in HOVER_TEXTS.get(axes) or list(_cells(axes)) or _some(list(_drawn(axes)), ALL):
+        for x, y, text in HOVER_TEXTS.get(axes) or _some(list(_drawn(axes)), ALL):
             place = axes.transData.transform((x, y))
             if axes.bbox.padded(1).contains(*place):  # what lies beyond the limits is not seen
                 across, down = place / drawing.dpi
@@ -503,22 +502,6 @@ def _drawn(axes: Axes) -> Iterable[tuple[float, float, str]]:
             name = names.get(tuple(colours[i % len(colours)]), "")
             where = f"{axes.get_xlabel()} {_read(axes.xaxis, x)}, {axes.get_ylabel()} {_read(axes.yaxis, y)}".strip()
             yield x, y, f"{name}: {where}" if name else where
-
-
-def _cells(axes: Axes) -> Iterable[tuple[float, float, str]]:
-    """Hover texts for a heat map without numbers in it: of the cells where a row's label meets a column's."""
-    for mesh in axes.collections:
-        if isinstance(mesh, QuadMesh) and mesh.colorbar and not axes.texts:
-            values = np.ma.asarray(mesh.get_array())
-            columns, rows = (list(zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True))
-                             for axis in (axes.xaxis, axes.yaxis))  # fmt: skip
-            edges = mesh.get_coordinates()  # [rows + 1, columns + 1, 2]
-            for (y, row), (x, column) in product(rows, columns):
-                i, j = np.searchsorted(edges[:, 0, 1], y, "right") - 1, np.searchsorted(edges[0, :, 0], x, "right") - 1
-                inside = 0 <= i < values.shape[0] and 0 <= j < values.shape[1]  # not a tick at or beyond the last edge
-                if inside and not np.ma.is_masked(value := values[i, j]):
-                    where = f"{axes.get_xlabel()} {column.get_text()}"
-                    yield x, y, f"{row.get_text()}, {where}: {mesh.colorbar.ax.get_ylabel()} {value:.4g}"
 
 
 def _some(things: Sequence[Any], most: int) -> list[Any]:

@@ -13,32 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 from kvrepro.experiment.table import COLUMNS
 from kvrepro.paths import DATA
 
-MODELS = {
-    **dict.fromkeys(("q25", "q3b"), "Qwen/Qwen2.5-3B-Instruct"), "q7b": "Qwen/Qwen2.5-7B-Instruct",
-    **dict.fromkeys(("q3-4b", "probe"), "Qwen/Qwen3-4B-Instruct-2507"), "gemma3": "google/gemma-3-4b-it",
-    "phi35": "microsoft/Phi-3.5-mini-instruct", "phi4mini": "microsoft/Phi-4-mini-instruct",
-    "mistral7b": "mistralai/Mistral-7B-Instruct-v0.3",
-}  # fmt: skip
-CHECKPOINTS = {  # the paper's name, and KV heads: from its section 3, for the last three from their configurations
-    "Qwen/Qwen2.5-3B-Instruct": ("Qwen2.5-3B", 2), "Qwen/Qwen2.5-7B-Instruct": ("Qwen2.5-7B", 4),
-    "microsoft/Phi-3.5-mini-instruct": ("Phi-3.5", 32), "mistralai/Mistral-7B-Instruct-v0.3": ("Mistral-7B", 8),
-    "Qwen/Qwen3-4B-Instruct-2507": ("Qwen3-4B", 8), "microsoft/Phi-4-mini-instruct": ("Phi-4-mini", 8),
-    "google/gemma-3-4b-it": ("Gemma-3-4B", 4),
-}  # fmt: skip
-POLICIES = {
-    "adakv_faithful": "ada_kv_faithful", "oc": "online_credit", "h2o": "h2o_simple", "snapkv": "snapkv_simple",
-    "random": "random_sample",
-}  # fmt: skip
-ITEMS = {  # rows of a file -> the items it ran on; the pool of 481 and the long needles are not public
-    6: "jit-probe-bench", 48: "longbench-longctx", 58: "longbench-32k", 60: "niah-64k", 63: "niah-benchmark",
-    162: "longbench-balanced", 481: "longbench-pool",
-}  # fmt: skip
+NAMES = yaml.safe_load((DATA / "artifact" / "names.yml").read_text(encoding="utf-8"))
+MODELS, CHECKPOINTS, POLICIES, ITEMS = (NAMES[part] for part in ("models", "checkpoints", "policies", "items"))
 
 
 def condition(path: str) -> dict[str, Any]:

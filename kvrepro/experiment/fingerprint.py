@@ -136,9 +136,10 @@ class Code:
                          for k, v in imports(n).items()}  # fmt: skip
                 seen = {**module.imports, **local}
                 for chain in chains(node):
-                    for name in self._definitions_of(module, seen, chain):
-                        if not _only_tested_for(reader, name) or _calls(node, ".".join(chain)):
-                            self._reads[reader].append(name)
+                    self._reads[reader] += self._definitions_of(module, seen, chain)
+            if _of_engine(reader):  # which tells regimes apart, as in `isinstance(c.regime, SharedCap)`, and makes none
+                others = {name for name in REGIME_CLASSES if name[0] != reader[0]}
+                self._reads[reader] = [name for name in self._reads[reader] if name not in others]
         return self._reads[reader]
 
     def _definitions_of(
@@ -172,16 +173,6 @@ def _within(name: Name, names: frozenset[Name]) -> bool:
 
 def _of_engine(name: Name) -> bool:
     return name[0].startswith("kvrepro.engine.")
-
-
-def _only_tested_for(reader: Name, name: Name) -> bool:
-    """Whether the engine only tests for a regime's class, as in `isinstance(c.regime, SharedCap)`."""
-    return name in REGIME_CLASSES and _of_engine(reader) and reader[0] != name[0]
-
-
-def _calls(node: ast.AST, name: str) -> bool:
-    """Whether a statement calls what has this dotted name."""
-    return any(isinstance(call, ast.Call) and ast.unparse(call.func) == name for call in ast.walk(node))
 
 
 def imports(node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:

@@ -340,7 +340,7 @@ class AnswersPlan(Plan):
     def __enter__(self) -> "AnswersPlan":
         self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name)
         try:
-            missing = set(self.table.missing(self.keys, self.identities))
+            missing = set(self.table.missing(self.identities))
             self.missing = {pair for pair in self.pairs if self.heads[pair]["key"] in missing}
             if new := sorted(self.missing & self.gaps.keys()):
                 self.missing -= set(new)
@@ -441,14 +441,14 @@ class AnswersPlan(Plan):
 
     def results(self) -> pd.DataFrame:
         """Rows by item, then condition."""
-        rows = self.table.frame(self.keys, identities=self.identities).set_index("key", drop=False)
+        rows = self.table.frame(self.identities).set_index("key", drop=False)
         frame = rows.loc[self.keys].reset_index(drop=True)
         return frame.assign(profile=self.settings.profile, seed=self.settings.seed)
 
     def rehearsal(self) -> pd.DataFrame:
         """All rows: those that are stored as they are, the others without answers."""
-        missing = {*self.table.missing(self.keys, self.identities)}
-        stored = self.table.frame([key for key in self.keys if key not in missing], identities=self.identities)
+        missing = {*self.table.missing(self.identities)}
+        stored = self.table.frame({key: self.identities[key] for key in self.keys if key not in missing})
         stored_by_key = {row["key"]: row for row in stored.to_dict("records")}
         heads = [self.heads[pair] for pair in self.pairs]
         return pd.DataFrame([stored_by_key.get(head["key"], {}) | head for head in heads], columns=COLUMNS)

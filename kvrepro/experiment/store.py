@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,11 @@ def read(
     return steadily(Path(table), latest)
 
 
-def identities_of(rows: Collection[Mapping[str, Any]]) -> list[int]:
-    """The value of `asked` that each of these rows has or will have."""
+def identities_of(rows: Collection[Mapping[str, Any]]) -> dict[str, int]:
+    """key -> value of `asked`, which each of these rows has or will have."""
     schema = pa.schema([SCHEMA.field(name) for name in IDENTITY])
-    identities: list[int] = with_identity(pa.Table.from_pylist(list(rows), schema=schema))["asked"].to_pylist()
-    return identities
+    identities = with_identity(pa.Table.from_pylist(list(rows), schema=schema))["asked"].to_pylist()
+    return dict(zip((row["key"] for row in rows), identities, strict=True))
 
 
 class Store(contextlib.AbstractContextManager["Store"]):
@@ -81,15 +81,12 @@ class Store(contextlib.AbstractContextManager["Store"]):
         steadily(self.table, lambda files: files)
         make_folder(self.folder)
 
-    def missing(self, keys: Iterable[str], identities: Collection[int] | None = None) -> list[str]:
-        """The keys without a row. A row with an error counts as missing, so that a resumed run tries it again.
-
-        identities: `identities_of` the rows with these keys, which makes this quick in a long table.
-        """
-        keys = list(keys)
-        latest = steadily(self.table, lambda files: index(files, keys, identities=identities))
+    def missing(self, identities: Mapping[str, int]) -> list[str]:
+        """The keys of `identities_of` some rows that are not stored. A row with an error counts as missing, so that a
+        resumed run tries it again."""
+        latest = steadily(self.table, lambda files: index(files, identities=identities.values()))
         done = set(latest.key[~latest.failed])
-        return [key for key in keys if key not in done]
+        return [key for key in identities if key not in done]
 
     def add(self, rows: Collection[dict[str, Any]]) -> None:
         """Write rows (columns as in SCHEMA, absent ones null) so that they outlive this process."""
@@ -114,13 +111,13 @@ class Store(contextlib.AbstractContextManager["Store"]):
         aside = self.folder / f"{named(0)}.tmp"
         write(table.select(FILED.names).replace_schema_metadata(label), path, aside)
 
-    def frame(self, keys: Collection[str], identities: Collection[int] | None = None) -> pd.DataFrame:
-        """The latest rows with these keys (`identities`: see `missing`). InputError where a key has no row."""
+    def frame(self, identities: Mapping[str, int]) -> pd.DataFrame:
+        """The latest rows with the keys of `identities_of` some rows. InputError where a key has no row."""
 
         def latest(files: list[RowsFile]) -> pd.DataFrame:
-            chosen = index(files, keys, identities=identities)
-            chosen = chosen[chosen.key.isin(keys)]
-            if lost := len({*keys} - {*chosen.key}):
+            chosen = index(files, identities=identities.values())
+            chosen = chosen[chosen.key.isin(identities.keys())]
+            if lost := len(identities.keys() - {*chosen.key}):
                 why = "another version of the code stored its own meanwhile"
                 raise InputError(f"{self.table} has no longer {lost} of the rows ({why}): run this again")
             return rows_of(files, chosen, COLUMNS).to_pandas()

@@ -163,14 +163,12 @@ def unmoved(table: Path, work: Callable[[Path], T]) -> T:
 
 
 def index(
-    files: Sequence[RowsFile], keys: Collection[str] | None = None, where: Mapping[str, Any] | None = None,
-    identities: Collection[int] | None = None,
-) -> pd.DataFrame:  # fmt: skip
+    files: Sequence[RowsFile], where: Mapping[str, Any] | None = None, identities: Collection[int] | None = None
+) -> pd.DataFrame:
     """Where the latest row of each (item, condition) lies: a table with the columns file, row, asked and failed.
 
-    keys: only rows whose `asked` a row with one of these keys has, under whatever key; the table then has the column
-    key. where: columns of IDENTITY -> their value or values. identities: only rows with these values of `asked`, which
-    saves reading all keys.
+    where: columns of IDENTITY -> their value or values. identities: only rows with these values of `asked`; the table
+    then has the column key, too.
     """
     wanted = {n: [v] if isinstance(v, str) or not isinstance(v, Collection) else [*v] for n, v in (where or {}).items()}
     if identities is None:
@@ -182,12 +180,10 @@ def index(
         tables = [file.read(names, rows) for file, rows in zip(files, numbers, strict=True)]
         return pa.concat_tables([pa.schema([FILED.field(name) for name in names]).empty_table(), *tables])
 
-    table = column("asked", "error", *wanted, *([] if keys is None else ["key"]))
+    table = column("asked", "error", *wanted, *([] if identities is None else ["key"]))
     chosen = np.ones(len(table), bool)
     for name, values in wanted.items():
         chosen &= _is_in(table[name], values)
-    if keys is not None:
-        chosen &= _is_in(table["asked"], table["asked"].filter(pa.array(_is_in(table["key"], [*keys]))))
     failed = table["error"].is_valid().to_numpy()
     if failed.any():  # one of two processes may have failed where the other did not
         all_keys = column("key")["key"]
@@ -200,7 +196,7 @@ def index(
     }
     table = table.filter(pa.array(chosen))
     frame = pd.DataFrame(places | {"asked": table["asked"].to_numpy()})
-    if keys is not None:
+    if identities is not None:
         frame["key"] = table["key"].to_pylist()
     return frame[~frame.asked.duplicated(keep="last")]
 

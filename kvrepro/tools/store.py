@@ -492,14 +492,14 @@ def measured(folder: Path, rows: int, like: Path) -> dict[str, Any]:
     real = store.read(like)
     new = pa.Table.from_pandas(real[:64], SCHEMA, preserve_index=False).to_pylist()
     values = np.random.default_rng(0).integers(2**63, size=len(real))[: min(rows, STUDY)]  # as `filled` made them
-    keys, hashes = [f"{value:016x}" for value in values], values.tolist()
+    identities = {f"{value:016x}": value for value in values.tolist()}
     files = files_of(path)
-    row: dict[str, Any] = {"rows": rows, "files": len(files), "study": len(keys)}
+    row: dict[str, Any] = {"rows": rows, "files": len(files), "study": len(identities)}
     row["bytes_per_row"] = sum(file.path.stat().st_size for file in files) / rows
     one_item = {"model": "model-0", "item": f"{real['item'][0]}-0"}
     for name, times, work in (
-        ("open", 3, lambda: Store(folder, "bench", "main").missing(keys, hashes)),
-        ("study", 3, lambda: filled_store.frame(keys, identities=hashes)),
+        ("open", 3, lambda: Store(folder, "bench", "main").missing(identities)),
+        ("study", 3, lambda: filled_store.frame(identities)),
         ("one_item", 3, lambda: store.read(path, where=one_item)),
         ("two_columns", 1, lambda: store.read(path, ["policy", "token_f1"])),
         ("add", 10, lambda: filled_store.add(new)),

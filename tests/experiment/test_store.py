@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored import Nursery, lives, row, rows_of
+from stored import Nursery, identities, lives, row, rows_of
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import store
@@ -19,11 +19,11 @@ from kvrepro.experiment.table import COLUMNS, files_of
 
 def test_rows_come_back_and_are_known(tmp_path):
     with Store(tmp_path, "protection", "main") as table:
-        assert table.missing(["a-e1", "b-e1"]) == ["a-e1", "b-e1"]
+        assert table.missing(identities("a", "b")) == ["a-e1", "b-e1"]
         table.add([row("a", 0.5)])
         assert list(store.read(table.table)["item"]) == ["a"]
     with Store(tmp_path, "protection", "main") as table:
-        assert table.missing(["a-e1", "b-e1"]) == ["b-e1"]
+        assert table.missing(identities("a", "b")) == ["b-e1"]
         table.add([row("b", 0.25)])
     frame = store.read(tmp_path / "protection" / "main.parquet")
     assert list(frame["token_f1"]) == [0.5, 0.25]
@@ -42,7 +42,7 @@ def test_a_stale_row_is_replaced_and_lost_only_then(tmp_path):
     with Store(tmp_path, "c", "n") as table:
         table.add([row("a", 0.1), row("b", 0.2)])
     with Store(tmp_path, "c", "n") as table:
-        assert table.missing(["a-e2", "b-e2"]) == ["a-e2", "b-e2"]
+        assert table.missing(identities("a", "b", engine="e2")) == ["a-e2", "b-e2"]
         table.add([row("b", 0.9, engine="e2")])
     frame = store.read(tmp_path / "c" / "n.parquet").set_index("item")
     assert dict(frame["token_f1"]) == {"a": 0.1, "b": 0.9}
@@ -52,11 +52,11 @@ def test_a_stale_row_is_replaced_and_lost_only_then(tmp_path):
 def test_a_failed_row_is_tried_again(tmp_path):
     with Store(tmp_path, "c", "n") as table:
         table.add([row("a", error="RuntimeError: no memory")])
-        assert table.missing(["a-e1"]) == ["a-e1"]
+        assert table.missing(identities("a")) == ["a-e1"]
     with Store(tmp_path, "c", "n") as table:
-        assert table.missing(["a-e1"]) == ["a-e1"]
+        assert table.missing(identities("a")) == ["a-e1"]
         table.add([row("a", 0.5)])
-        assert table.missing(["a-e1"]) == []
+        assert table.missing(identities("a")) == []
     assert list(store.read(tmp_path / "c" / "n.parquet")["error"].isna()) == [True]
 
 
@@ -169,12 +169,9 @@ def test_large_files_are_never_written_again(tmp_path, monkeypatch):
     assert dict(rows_of(tmp_path)) == expected
     assert len(states) > 1
     assert len(files_of(table.table)) < 25
-    keys, identities = (
-        [f"{item}-e1" for item in (3, 199, 150)],
-        store.identities_of([row(item) for item in (3, 199, 150)]),
-    )
-    assert table.missing([*keys, "new"], identities) == table.missing([*keys, "new"]) == ["new"]
-    assert table.frame(keys, identities).set_index("item").token_f1.to_dict() == {
+    chosen = identities(3, 199, 150)
+    assert table.missing(chosen | {"new": 0}) == ["new"]
+    assert table.frame(chosen).set_index("item").token_f1.to_dict() == {
         item: expected[item] for item in ("3", "199", "150")
     }
 
@@ -186,7 +183,7 @@ def test_two_open_stores_share_a_table(tmp_path):
     with Store(tmp_path, "c", "n") as first, Store(tmp_path, "c", "n") as second:
         first.add([row("a", 0.1), row("b", 0.2)])
         second.add([row("b", 0.2), row("c", 0.3)])
-        assert first.missing(["a-e1", "b-e1", "c-e1", "d-e1"]) == ["d-e1"]
+        assert first.missing(identities("a", "b", "c", "d")) == ["d-e1"]
     assert dict(rows_of(tmp_path)) == {"a": 0.1, "b": 0.2, "c": 0.3}
     with Store(tmp_path, "c", "n") as first:
         with Store(tmp_path, "c", "n"):

@@ -5,7 +5,7 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from stored import row, rows_of, written_by_version_1
+from stored import identities, row, rows_of, written_by_version_1
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import sealed, store
@@ -32,7 +32,7 @@ def test_a_failure_does_not_take_the_place_of_another_processs_success(tmp_path)
     with Store(tmp_path, "c", "n") as first, Store(tmp_path, "c", "n") as second:
         first.add([row("a", 0.5)])
         second.add([row("a", error="RuntimeError: no memory"), row("b", error="ValueError: b")])
-        assert first.missing(["a-e1", "b-e1"]) == ["b-e1"]
+        assert first.missing(identities("a", "b")) == ["b-e1"]
     assert store.read(tmp_path / "c" / "n.parquet", ["error"]).error.isna().tolist() == [True, False]
 
 
@@ -47,7 +47,7 @@ def test_only_what_is_asked_for_is_read(tmp_path):
     with pytest.raises(InputError, match="no column token_f1"):
         store.read(table.table, ["item"], {"token_f1": 0.1})
     with pytest.raises(InputError, match="no longer 1 of the rows"):
-        table.frame(["1-a", "9-a"])
+        table.frame(store.identities_of([row(i) | {"model": "a", "key": f"{i}-a"} for i in (1, 9)]))
 
 
 def test_a_table_of_version_1_is_read_and_written_again_as_this_version(tmp_path):
@@ -58,7 +58,7 @@ def test_a_table_of_version_1_is_read_and_written_again_as_this_version(tmp_path
     assert store.read(path).set_index("item").token_f1.dropna().to_dict() == {"a": 0.1, "b": 0.3, "d": 0.4}
     assert path.read_bytes() == before  # reading writes nothing
     with Store(tmp_path, "c", "n") as table:
-        assert table.missing(["a-e1", "b-e1", "c-e1", "d-e1"]) == ["c-e1"]
+        assert table.missing(identities("a", "b", "c", "d")) == ["c-e1"]
         table.add([row("c", 0.5), row("a", 0.6, engine="e2")])
     [file] = files_of(path)
     assert file.sealed

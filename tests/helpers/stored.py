@@ -23,6 +23,11 @@ def row(item: int | str, value: float = 0.0, *, engine: str = "e1", error: str |
     }  # fmt: skip
 
 
+def identities(*items: int | str, engine: str = "e1") -> dict[str, int]:
+    """By which a store knows the rows of these items."""
+    return store.identities_of([row(item, engine=engine) for item in items])
+
+
 def rows_of(folder: Path):
     """token_f1 by item of the table c/n, each item once."""
     frame = store.read(folder / "c" / "n.parquet", ["item", "token_f1"])
@@ -118,9 +123,8 @@ def lives(process: int) -> bool:
 def add_rows(folder: str, first: str, last: str) -> None:
     """Add what is missing, one row at a time, and say so in a file for each row that is stored."""
     folder, log = Path(folder), Path(folder) / "said"
-    keys = [f"{i}-e1" for i in range(int(first), int(last))]
     with store.Store(folder, "c", "n") as table:
-        for key in table.missing(keys):
+        for key in table.missing(identities(*range(int(first), int(last)))):
             number = int(key.split("-")[0])
             table.add([row(number, number / 1000)])
             with log.open("a") as file:

@@ -362,13 +362,14 @@ def _item(row: dict[str, Any], identity: str) -> Item:
     meta, answers = row.get("meta") or {}, _answers(row)
     if not isinstance(meta, dict):
         raise ValueError(f"meta is {meta!r}, not an object")
-    _check_lists(meta)
+    for key in ("answers", "classes"):
+        if key in meta and not _are_texts(meta[key]):
+            raise ValueError(f"meta: {key} is {meta[key]!r}, not a list of texts")
     counted = meta.get("answers", answers)
     if answers != counted and answers not in ([", ".join(counted)], *([answer] for answer in counted)):
         raise ValueError(f"answer {answers[0]!r} beside meta's answers, which count instead: leave these out")
     meta = meta | ({"answers": answers} if len(answers) > 1 else {})
-    meta |= _scoring({key: meta[key] for key in ("max_new_tokens", "metric") if key in meta} | row)
-    _check_scored(counted, meta)
+    meta |= _scoring(row, meta, counted)
     name = _name("id", row["id"] if row.get("id") is not None else identity)
     tasks = (*map(row.get, ("task", "domain", "dataset")), meta.get("benchmark"))
     task = _name("task", next((task for task in tasks if task is not None), "items"))
@@ -399,28 +400,6 @@ def _name(field: str, value: object) -> str:
     return plain(str(value))
 
 
-def _check_lists(meta: dict[str, Any]) -> None:
-    """Raise ValueError where a meta's `answers` or `classes` are not lists of texts."""
-    for key in ("answers", "classes"):
-        texts = meta.get(key)
-        if key in meta and not (isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts)):
-            raise ValueError(f"meta: {key} is {texts!r}, not a list of texts")
-
-
-def _check_scored(answers: list[str], meta: dict[str, Any]) -> None:
-    """Raise ValueError for answers that the row's metric can only score wrongly."""
-    metric = meta.get("metric")
-    if metric == "classification":
-        _check_lists(meta)
-        if not set(answers) & set(meta["classes"]):
-            raise ValueError(f"answer {answers[0]!r} is none of all_classes, the list of all labels")
-    form, takes = ANSWERS.get(metric or "", (".*", ""))
-    if wrong := [answer for answer in answers if not re.fullmatch(form, answer, re.DOTALL)]:
-        raise ValueError(f"answer {wrong[0]!r}: metric {metric!r} takes {takes}")
-    if metric in ("qa_f1", "code_similarity") and not any(measure.METRICS[metric](a, [a], ()) for a in answers):
-        raise ValueError(f"answer {answers[0]!r} scores 0 by metric {metric!r} even where a model gives it exactly")
-
-
 def _spans(row: dict[str, Any]) -> Spans:
     """The spans of a row's messages, each within its message."""
     messages, spans = row["messages"], row.get("spans") or ()
@@ -449,23 +428,37 @@ def _answers(row: dict[str, Any]) -> list[str]:
     if answers is None:
         raise KeyError("answer")
     answers = [answers] if isinstance(answers, str) else answers
-    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+    if not _are_texts(answers):
         raise ValueError(f"answer is {answers!r}, not a text or a list of texts")
     if not any(answer.strip() for answer in answers):
         raise ValueError(f"answer is {answers[0]!r}, which nothing equals: give a text that is not empty")
     return answers
 
 
-def _scoring(row: dict[str, Any]) -> dict[str, Any]:
-    """A row's answer length, metric and labels, as an item's meta."""
-    scoring = {key: row[key] for key in ("max_new_tokens", "metric") if row.get(key) is not None}
-    ensure((Size, None), max_new_tokens=scoring.get("max_new_tokens"))
-    ensure((*measure.METRICS, None), metric=scoring.get("metric"))
-    if scoring.get("metric") == "classification" and "classes" not in (row.get("meta") or {}):
-        scoring["classes"] = labels = row.get("all_classes")
-        if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+def _scoring(row: dict[str, Any], meta: dict[str, Any], answers: list[str]) -> dict[str, Any]:
+    """A row's answer length, metric and labels, which may stand in its meta. Raises ValueError where the metric could
+    only score the answers wrongly."""
+    given: dict[str, Any] = {key: meta[key] for key in ("max_new_tokens", "metric", "classes") if key in meta}
+    given |= {key: row[key] for key in ("max_new_tokens", "metric") if row.get(key) is not None}
+    metric = given.get("metric")
+    ensure((Size, None), max_new_tokens=given.get("max_new_tokens"))
+    ensure((*measure.METRICS, None), metric=metric)
+    if metric == "classification":
+        labels: Any = given.setdefault("classes", row.get("all_classes"))
+        if not _are_texts(labels):
             raise ValueError("metric 'classification' needs all_classes, the list of all labels, which are texts")
-    return scoring
+        if not set(answers) & set(labels):
+            raise ValueError(f"answer {answers[0]!r} is none of all_classes, the list of all labels")
+    form, takes = ANSWERS.get(metric or "", (".*", ""))
+    if wrong := [answer for answer in answers if not re.fullmatch(form, answer, re.DOTALL)]:
+        raise ValueError(f"answer {wrong[0]!r}: metric {metric!r} takes {takes}")
+    if metric in ("qa_f1", "code_similarity") and not any(measure.METRICS[metric](a, [a], ()) for a in answers):
+        raise ValueError(f"answer {answers[0]!r} scores 0 by metric {metric!r} even where a model gives it exactly")
+    return given
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
 def _is_message(message: object) -> bool:

@@ -125,7 +125,7 @@ def get_ready(recipe: Recipe | None) -> None:
 
 def _forks(recipe: Recipe | None) -> bool:
     """Whether workers are forked from a server: not those on GPUs, which each process must open for itself."""
-    return (recipe is None or recipe[1] != "cuda") and "forkserver" in multiprocessing.get_all_start_methods()
+    return recipe is None or recipe[1] != "cuda"
 
 
 def _handed_out(recipe: Recipe | None, count: int, parts: Sequence[bytes], numbers: Sequence[int]) -> dict[Any, int]:
@@ -180,9 +180,6 @@ def keep_blocks() -> None:
 def _deaf() -> Iterator[None]:
     """A context in which Ctrl-C and the signal of a closed terminal wait; processes that start in it inherit that. This
     process gets the signals and ends the others, each of which would print a traceback during its imports."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()  # its start lets SIGINT through again

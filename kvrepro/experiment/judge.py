@@ -384,8 +384,6 @@ RULES = {
 
 def rule_text(claim: Mapping[str, Any]) -> str:
     """The rule and its tolerance in words."""
-    if "rule" not in claim:
-        return ""
     [(kind, bound)] = claim["rule"].items()
     bounds = [f"{100 * b:.6g}%" if claim.get("unit") == "%" else f"{b:.6g}" for b in np.atleast_1d(bound)]
     text = bounds[0] if len(set(bounds)) < len(bounds) else RULES.get(kind, "{}").format(*bounds)
@@ -456,8 +454,6 @@ def verdicts(
     for claim in claims:
         for reading in readings(claim):
             try:
-                if claim["contrast"] == "none":
-                    raise NotTestable(claim["why"])
                 supplied: Members | NotTestable = members(claim, reading)
             except NotTestable as reason:
                 supplied = reason

@@ -334,16 +334,6 @@ def test_a_claim_in_percent_shows_a_hundred_times_its_estimate():
         assert percent[name] == pytest.approx(100 * plain[name])
 
 
-def test_a_claim_without_a_contrast_says_why_and_asks_nobody():
-    def members(claim, reading):
-        raise AssertionError("asked")
-
-    row = judge.verdicts(
-        [CLAIM | {"rule": {"at_least": 0}, "contrast": "none", "why": "needs a GPU"}], members, model="m", profile="q"
-    ).iloc[0]
-    assert (row.verdict, row.note) == ("not testable here", "needs a GPU")
-
-
 # ------------------------------------------------------------------ what is estimated, and at which level
 
 
@@ -631,7 +621,6 @@ def test_a_full_cache_at_the_lowest_score_that_counts_is_enough(monkeypatch):
 @pytest.mark.parametrize(
     ("claim", "text"),
     [
-        ({}, ""),
         ({"rule": {"at_least": 0.05}, "unit": "%"}, "at least 5%"),
         ({"rule": {"at_most": 1234567.0}}, "at most 1.23457e+06"),
         ({"rule": {"below": 0.5}, "test": "sign"}, "below 0.5; sign test p < 0.05"),

@@ -190,28 +190,21 @@ def load_fitting(
 
 
 def not_too_long(items: list[Item], name: str, tokenizer: Any, most: int) -> list[Item]:
-    """The items with a passage, or at most `most` tokens; prints how many are left out. InputError if none is left."""
-    lengths = {item.id: len(build_prompt(item, tokenizer, 10**9).ids) for item in items if item.context is None}
-    fitting = [item for item in items if lengths.get(item.id, 0) <= most]
-    if not fitting:
-        shortest, way_out = min(lengths.values()), "raise the limit or take shorter items"
-        raise InputError(f"the shortest prompt of {name} has {shortest} tokens > limit {most}: {way_out}")
-    if left_out := len(items) - len(fitting):
-        print(f"{name}: {left_out} of {len(items)} prompts have more than {most} tokens: left out")
-    return fitting
+    """The `usable` items: those with a passage, which can be cut, or at most `most` tokens."""
+    return usable(items, name, lambda item: item.context is not None or build_prompt(item, tokenizer, most))
 
 
 def filling(items: list[Item], name: str, tokenizer: Any, length: int) -> list[Item]:
-    """The items whose prompts, with longer passages cut, have at least the share `FILLED` of `length` tokens; prints
-    how many are left out. Raises InputError where none is left."""
-    counts = [len(build_prompt(item, tokenizer, length).ids) for item in items]
-    long_enough = [item for item, count in zip(items, counts, strict=True) if count >= FILLED * length]
-    few = f"prompts of {name} have less than {FILLED:.0%} of {length} tokens"
-    if not long_enough:
-        raise InputError(f"all {few}: ask for fewer tokens or take longer items")
-    if len(long_enough) < len(items):
-        print(f"{len(items) - len(long_enough)} of {len(items)} {few}: left out")
-    return long_enough
+    """The `usable` items: those whose prompts, with longer passages cut, have at least the share `FILLED` of `length`
+    tokens."""
+
+    def check_length(item: Item) -> None:
+        count = len(build_prompt(item, tokenizer, length).ids)
+        if count < FILLED * length:
+            few = f"item {item.id} has {count} prompt tokens, less than {FILLED:.0%} of {length}"
+            raise InputError(f"{few}: ask for fewer tokens or take longer items")
+
+    return usable(items, name, check_length)
 
 
 def usable(items: Sequence[Item], name: str, check: Callable[[Item], object]) -> list[Item]:

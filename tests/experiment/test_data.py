@@ -332,11 +332,12 @@ def test_messages_that_do_not_fit_are_left_out_and_passages_are_not(tmp_path, ca
 
     path = jsonl(tmp_path / "own.jsonl", turn(10), turn(400), {"context": "w " * 900, "question": "Q", "answer": "A"})
     assert [item.id for item in data.load_fitting(path, None, TOKENIZER, 200)] == ["own-000", "own-002"]
-    assert "1 of 3 prompts have more than 200 tokens: left out" in capsys.readouterr().out
+    left_out = r"1 of 3 items left out, the first because: item own-001 has \d+ prompt tokens > limit 200: raise"
+    assert re.search(left_out, capsys.readouterr().out)
     assert len(data.load_fitting(path, None, TOKENIZER, 3000)) == 3
     assert len(data.load_fitting(path, None, TOKENIZER, 200, room=3000)) == 3
     assert not capsys.readouterr().out
-    with pytest.raises(InputError, match=r"the shortest prompt of .* has \d+ tokens > limit 200: raise"):
+    with pytest.raises(InputError, match=r"^item long-000 has \d+ prompt tokens > limit 200: raise"):
         data.load_fitting(jsonl(tmp_path / "long.jsonl", turn(400)), None, TOKENIZER, 200)
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from kvrepro.engine.allowed import Count, Positive, PositiveShare, ProperShare, Size, ensure
 from kvrepro.engine.policy import ensure_titles
-from kvrepro.errors import LONGEST, InputError, suggestion
+from kvrepro.errors import LONGEST, InputError, first_line, suggestion
 from kvrepro.experiment import data, models
 from kvrepro.experiment.settings import ensure_folder, ensure_options
 from kvrepro.paths import WORK
@@ -89,6 +89,10 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
         check_folder(given["results"])
 
 
+# What the library raises for a text that is no YAML, for `!!bool x`, and for a 13th month.
+NO_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
 class Yaml(yaml.SafeLoader):
     """YAML as people write it. 1e-5 is a number, which PyYAML takes for a text. A key that stands twice is an error,
     where PyYAML silently takes the last one. Aliases are refused, because they can make a short text endless."""
@@ -99,13 +103,6 @@ class Yaml(yaml.SafeLoader):
             what = f"alias *{event.anchor}: write it out"
             raise yaml.constructor.ConstructorError(None, None, what, event.start_mark)
         return super().compose_node(parent, index)
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:  # of `!!bool x`, of a 13th month
-            what = f"no {node.tag.rpartition(':')[2]} ({str(error)[:80]})"
-            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -125,9 +122,9 @@ def read(text: str) -> Any:
         raise InputError(f"value {text[:50]!r}: give at most {LONGEST} printed signs")
     try:
         return yaml.load(text, Loader=Yaml)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        why = getattr(error, "problem", None) if isinstance(error, yaml.constructor.ConstructorError) else None
-        raise InputError(f"{text[:50]!r} is no YAML value ({why or 'lists look like [1, 2]'})") from None
+    except NO_YAML as error:
+        why = getattr(error, "problem", first_line(error))
+        raise InputError(f"{text[:50]!r} is no YAML value ({why}): lists look like [1, 2]") from None
 
 
 def _check_texts(name: str, value: Any) -> None:

@@ -30,7 +30,7 @@ import yaml
 from kvrepro.engine.allowed import ensure_fields, ensure_once_each
 from kvrepro.errors import InputError, ensure_known, error_line
 from kvrepro.experiment import cluster, models, progress
-from kvrepro.experiment.parameters import Yaml
+from kvrepro.experiment.parameters import NO_YAML, Yaml
 from kvrepro.experiment.run import Settings
 from kvrepro.experiment.sharing import make_folder, writing
 from kvrepro.paths import WORK
@@ -81,7 +81,7 @@ def read(file: Path) -> Sweep:
             content = yaml.load(text, Loader=Yaml)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"sweep file {file} cannot be read ({error}): give the path of a YAML file") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a 13th month, a number or nesting without end
+    except NO_YAML as error:
         reason = " ".join(str(error).split())[:500]
         raise InputError(f"sweep file {file} is no YAML ({reason}): book/cluster.md shows one") from None
     keys = [f.name for f in fields(Sweep)]

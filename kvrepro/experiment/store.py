@@ -143,7 +143,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
                     self.join(files, files[first:], index(files[first:]))
         except filelock.Timeout:
             if wait:
-                held = "fold.lock there is held by another process, or was left by a killed one"
+                held = "fold.lock there is another process's, or left by a killed one (`kvrepro store gc` removes it)"
                 print(f"{self.folder} keeps its files: {held}", file=sys.stderr)
 
     @contextlib.contextmanager

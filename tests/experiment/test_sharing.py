@@ -25,7 +25,7 @@ def test_a_lock_of_another_host_is_respected_and_one_of_a_dead_process_is_not(tm
     lock = table.folder / "fold.lock"
     lock.write_text("4194304\nanother-host\n")
     table.fold(wait=0.1)
-    assert "held by another process" in capsys.readouterr().err
+    assert "fold.lock there is another process's" in capsys.readouterr().err
     assert len(parts(table.table)) == 1
     lock.write_text(f"4194304\n{platform.node()}\n")  # no such process
     table.close()

@@ -11,8 +11,6 @@ import pandas as pd
 
 from kvrepro.chapters.synthesis import grid, kept, stored
 from kvrepro.chapters.synthesis.settings import Settings
-from kvrepro.engine.allowed import Size as Whole
-from kvrepro.engine.allowed import ensure
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.policy import check, is_own
 from kvrepro.errors import InputError
@@ -48,7 +46,6 @@ SIZES = {"quick": Size(data.AtMost(6), 140, 48), "full": Size(data.AtMost(48), 2
 
 def size(profile: str, n_items: int | None = None, cells: int | None = None) -> Size:
     """The profile's size, with `n_items` and `cells` in place of its numbers where they are given."""
-    ensure((Whole, None), n_items=n_items, cells=cells)
     chosen = SIZES[profile]
     chosen = chosen if n_items is None else chosen._replace(items=n_items)
     return chosen if cells is None else chosen._replace(cells=cells, others=min(cells, chosen.others))
@@ -57,7 +54,6 @@ def size(profile: str, n_items: int | None = None, cells: int | None = None) -> 
 def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
     """The models of a run: `model`, then those `named`. None: after an embedded model the profile's others, after any
     other model none."""
-    ensure(list[str] | None, family=named)
     if named is None:
         named = [name for name in BESIDE[profile] if name in models.embedded()] if model in models.embedded() else []
     return list(dict.fromkeys([model, *named]))
@@ -138,26 +134,23 @@ def planned(
     """The conditions of a run: the full cache, published methods, and `cells` cells of the grid.
 
     If a prompt marks no question, cells of the regime "question unseen" are left out. Methods of the catalogue whose
-    window is larger than their share of the shortest prompt are left out, and a printed line says so.
+    window is larger than their share of the shortest prompt are left out, and a printed line says so; a reader's own
+    policy raises InputError instead.
     """
     chosen = grid.design(_cells(loaded, prompts, settings.kept), cells, settings.seed)
     of_grid = [grid.condition(cell, settings) for cell in chosen.to_dict("records")]
     shortest = min(len(prompt.ids) for prompt in prompts)
-    methods = [c for c in grid.published(policies, settings) if _is_possible(c, shortest)]
+    methods = []
+    for condition in grid.published(policies, settings):
+        try:
+            check(condition, shortest)
+        except InputError as error:
+            if is_own(condition.policy):
+                raise
+            print(f"{condition.label} is left out: {error}")
+        else:
+            methods.append(condition)
     return [Condition(), *methods, *of_grid]
-
-
-def _is_possible(condition: Condition, tokens: int) -> bool:
-    """Can a prompt of so many tokens be answered under this condition? Raises InputError where a reader's own policy
-    cannot; a printed line names any other policy."""
-    try:
-        check(condition, tokens)
-    except InputError as error:
-        if is_own(condition.policy):
-            raise
-        print(f"{condition.label} is left out: {error}")
-        return False
-    return True
 
 
 def answers(

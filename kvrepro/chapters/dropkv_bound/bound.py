@@ -8,9 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
+from itertools import product
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,17 +130,10 @@ def robust(p: Tensor, r: Tensor, cone: Cone, proxy: Tensor, k: int) -> Tensor:
 def _halves(tokens: int, k: int) -> tuple[tuple[Tensor, Tensor], ...]:
     """All subsets of k out of `tokens`, as pairs of bit matrices [subsets, first half], [subsets, second half]: each
     row of the first combines with each of the second."""
-    first = tokens // 2
-    return tuple(
-        (_bits(first, i), _bits(tokens - first, k - i)) for i in range(max(0, k - tokens + first), min(first, k) + 1)
-    )
-
-
-def _bits(tokens: int, k: int) -> Tensor:
-    chosen = np.array(list(combinations(range(tokens), k)), dtype=int).reshape(math.comb(tokens, k), k)
-    bits = np.zeros((len(chosen), tokens))
-    np.put_along_axis(bits, chosen, 1.0, 1)
-    return torch.from_numpy(bits)
+    sizes = tokens // 2, tokens - tokens // 2
+    first, second = (torch.tensor(list(product((1.0, 0.0), repeat=n)), dtype=torch.float64) for n in sizes)
+    pairs = [(first[first.sum(1) == i], second[second.sum(1) == k - i]) for i in range(k + 1)]
+    return tuple((x, y) for x, y in pairs if len(x) and len(y))
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,8 @@ def rank_correlation(frame: pd.DataFrame, x: str, y: str) -> Estimate:
     """Spearman's rho between two columns; infinite values rank last. No value where a column does not vary."""
     pairs = frame.dropna(subset=[x, y])
 
-    def rho(v: np.ndarray) -> float:
-        varies = all(len(np.unique(column)) > 1 for column in v.T)
-        return float(scipy_stats.spearmanr(v[:, 0], v[:, 1]).statistic) if varies else np.nan
+    def rho(values: np.ndarray) -> float:
+        return stats.correlation(*scipy_stats.rankdata(values, axis=0).T)
 
     return stats.resampled(pairs[[x, y]], rho, pairs["item"], limits=(-1.0, 1.0))
 

@@ -16,7 +16,6 @@ from transformers import DynamicCache
 from kvrepro.chapters.dropkv_bound import bound
 from kvrepro.chapters.dropkv_bound.settings import Settings
 from kvrepro.chapters.dropkv_bound.triples import Layer, triples
-from kvrepro.engine.allowed import ensure
 from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
@@ -45,7 +44,6 @@ MEASURE = "score"
 
 def peers_of(policies: Sequence[str]) -> list[str]:
     """The policies to compare with DropKV, each once. Raises InputError for a name that is not a policy's."""
-    ensure(list[str], policies=policies)
     peers = [name for name in dict.fromkeys(policies) if name not in ("full", "dropkv")]
     for name in peers:
         find(name)  # raises

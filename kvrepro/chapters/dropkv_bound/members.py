@@ -55,6 +55,7 @@ def _first_layer(f: pd.DataFrame) -> Sample:
 
 def _given_cone(f: pd.DataFrame) -> Sample:
     """Of the triples with a cone, the share whose factor is finite."""
+    f = f[f.c_low > ORIGIN]
     if f.empty:
         raise NotTestable("no triple has a cone")
     return _mean_over_prompts(np.isfinite(f.factor), f["item"])
@@ -66,7 +67,7 @@ OF_POOL: dict[str, Callable[[pd.DataFrame], Sample]] = {
     "cone_first_layer": _first_layer,
     "eps_median": lambda f: statistic(f.assign(even=f.eps * f.tokens), _median, "even"),
     "factor_finite": lambda f: _mean_over_prompts(np.isfinite(f.factor), f["item"]),
-    "factor_given_cone": lambda f: _given_cone(f[f.c_low > ORIGIN]),
+    "factor_given_cone": _given_cone,
     "factor_median": lambda f: statistic(f[np.isfinite(f.factor)], _median, "factor"),
     "factor_tail": lambda f: statistic(f[np.isfinite(f.factor)], lambda v: _p95(v) / _median(v), "factor"),
 }

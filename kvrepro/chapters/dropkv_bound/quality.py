@@ -128,27 +128,21 @@ PACKED = 512  # tokens of copies of the answer in one pass
 class _Packed:
     """Attention of several copies of the answer over one cached prompt, a sequence of copies x new tokens.
 
-    A copy sees itself and the prompt; in its own layer and head (-1: all heads) only what eviction leaves of this.
+    A copy (layer, head) sees itself and the prompt; in its own layer and head (-1: all heads) only what eviction leaves
+    of this. evicted: of each layer, bool [heads, prompt].
     """
 
-    def __init__(self, evicted: dict[int, Tensor], prompt: int):
-        self.evicted, self.prompt = evicted, prompt  # layer -> bool [heads, prompt]
-
-    def take(self, copies: Sequence[tuple[int, int]], new: int, device: str | torch.device) -> None:
-        """Set the copies (layer, head) of the next pass, `new` tokens each."""
-        self.copies = torch.tensor(copies, device=device).T
-        self.touched, self.new = {layer for layer, _ in copies}, new
-        same = torch.arange(len(copies), device=device).repeat_interleave(new)
+    def __init__(self, evicted: dict[int, Tensor], copies: Sequence[tuple[int, int]], new: int):
+        self.evicted, self.copies, self.new = evicted, torch.tensor(copies).T, new
+        same = torch.arange(len(copies)).repeat_interleave(new)
         self.own = (same[:, None] == same).tril()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0) -> Tensor:
-        tokens, device = query.shape[2], query.device  # the layers of a large model lie on several
-        past = torch.ones(1, tokens, self.prompt, dtype=torch.bool, device=device)
-        if layer in self.touched:
-            head_numbers = torch.arange(query.shape[1], device=device)[:, None]
-            layers, heads = self.copies.to(device)
-            touched = (layers == layer) & ((heads == head_numbers) | (heads < 0))
-            past = ~(touched[..., None] & self.evicted[layer][:, None]).repeat_interleave(self.new, 1)
+        device = query.device  # the layers of a large model lie on several
+        layers, heads = self.copies.to(device)
+        head_numbers = torch.arange(query.shape[1], device=device)[:, None]
+        touched = (layers == layer) & ((heads == head_numbers) | (heads < 0))
+        past = ~(touched[..., None] & self.evicted[layer][:, None]).repeat_interleave(self.new, 1)
         seen = torch.cat([past, self.own.to(device).expand(len(past), -1, -1)], -1)[None]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
@@ -191,7 +185,7 @@ def _answer_losses(
 ) -> pd.DataFrame:
     """Columns layer, head (-1: all of the layer), loss. cache: the prompt without its last token."""
     model, last = loaded.model, len(ids) - 1
-    packed = _Packed({layer: mask[:, :last] for layer, mask in evicted.items()}, last)
+    evicted = {layer: mask[:, :last] for layer, mask in evicted.items()}
     copies = [(layer, head) for layer, mask in evicted.items() for head in range(-1, len(mask))]
     tokens = torch.tensor([[ids[last], *answer[:-1]]], device=model.device)
     right = torch.tensor(answer, device=model.device)
@@ -201,8 +195,7 @@ def _answer_losses(
         all_copies = [(-1, -1), *copies]  # first nothing is evicted
         size = max(1, PACKED // len(answer))
         for batch in (all_copies[i : i + size] for i in range(0, len(all_copies), size)):
-            packed.take(batch, len(answer), model.device)
-            n = len(batch)
+            n, packed = len(batch), _Packed(evicted, batch, len(answer))
             logits = model(
                 tokens.repeat(1, n), position_ids=position_ids.repeat(1, n), past_key_values=cache, use_cache=True,
                 kvrepro=packed,

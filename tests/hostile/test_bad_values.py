@@ -46,7 +46,7 @@ TAKEN_BY_PROGRAMS = {
     "option": ("zero",), "seed": ("zero", "huge"),  # here seed=0
     "name": ("a word", "zero", "NaN", "infinity", "huge", "twins", "an empty text"),  # of a study; none: all are listed
     **dict.fromkeys("regime threads".split(), ("an empty text", "zero")),  # as by default: the policy's first; all
-    **dict.fromkeys("sinks recent weight".split(), ("zero",)), "stop_after": ("infinity",),
+    **dict.fromkeys("sinks recent weight".split(), ("zero",)),
 }  # fmt: skip
 
 

@@ -135,47 +135,24 @@ def step(model, optimizers: list, losses, x, y, lr: float) -> tuple:
     return loss, correct, per_token
 
 
-def keep(path: Path, model, optimizers: list, **counts: Any) -> None:
-    """Save all that a later call needs to go on."""
-    states = [optimizer.state_dict() for optimizer in optimizers]
-    torch.save({"model": model.state_dict(), "optimizers": states, **counts}, path)
-
-
-def resume(path: Path, *parts: Any) -> dict[str, Any]:
-    """What `keep` saved; {} without such a file. parts: the model and the optimizers, which get their states back."""
-    saved = torch.load(path, map_location="cpu", weights_only=False) if path.exists() else {}  # our own file
-    if saved and parts:
-        for part, state in zip(parts, [saved["model"], *saved["optimizers"]], strict=True):
-            part.load_state_dict(state)
-    return saved
-
-
 def main(
     name: str = "tiny-gqa", minutes: float = 8.2, folder: Path = Path("data/models"), lr: float = 2e-3,
-    workers: int = 14, seed: int | None = None, stop_after: float = float("inf"),
+    workers: int = 14, seed: int | None = None,
 ) -> None:  # fmt: skip
     """Train a model of the family for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and
-    evaluation.csv to its place in `folder`. Where one sitting is too short, `stop_after` minutes of it the state is
-    kept, and the same command goes on from there."""  # long, because the state of a run is its variables
+    evaluation.csv to its place in `folder`."""  # long, because the state of a run is its variables
     ensure(tuple(embedded()), name=name)
     out, seed = folder / name, SEEDS.get(name, 0) if seed is None else seed
-    begun, device, state = time.time(), torch.device("cuda"), out / "state.pt"
+    start, device, sets = time.time(), torch.device("cuda"), {}
     torch.manual_seed(seed)
-    past = {"steps": 0, "tokens": 0, "seconds": 0.0, "log": [], "error": np.ones((len(LENGTHS), len(R.TASK_NAMES)))}
-    past |= resume(state)
-    steps, tokens_seen, log, error = past["steps"], past["tokens"], past["log"], past["error"]
-    shared, queue, watched, final = started(f"{seed}-{steps}", workers)  # forks, so before the device is touched
+    steps, tokens_seen, log, error = 0, 0, list[dict](), np.ones((len(LENGTHS), len(R.TASK_NAMES)))
+    shared, queue, watched, final = started(f"{seed}-0", workers)  # forks, so before the device is touched
     model = fresh_model(name, device)
     optimizers, losses = optimizers_of(model, lr), torch.compile(token_losses, dynamic=False)
-    resume(state, model, *optimizers)
-    start, last, sets = begun - past["seconds"], time.time(), {}
+    last = time.time()
     shared[2:] = list(0.1 + error.ravel())
     out.mkdir(parents=True, exist_ok=True)
     while (progress := (time.time() - start) / (60 * minutes)) < 1:
-        if time.time() - begun > 60 * stop_after:
-            now = {"steps": steps, "tokens": tokens_seen, "seconds": time.time() - start}
-            keep(state, model, optimizers, error=error, log=log, **now)
-            return
         shared[0], shared[1] = progress, 0.5 if progress < WARM else 0.0
         # Warm up over 200 steps, hold, decay over the last 30% of the time.
         scale = min(1.0, (steps + 1) / 200) * min(1.0, max(0.02, (1 - progress) / 0.3))
@@ -201,7 +178,6 @@ def main(
 
     model.to(torch.bfloat16).save_pretrained(out)
     save(out)
-    state.unlink(missing_ok=True)
     result = exact_match(model.eval().float(), {key: job.get() for key, job in final.items()}, "cuda")
     write(out / "evaluation.csv", result, 200)
     whole = json.dumps({"seconds": round(time.time() - start), "steps": steps, "tokens": tokens_seen})

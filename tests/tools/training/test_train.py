@@ -71,28 +71,6 @@ def test_a_step_learns_and_leaves_the_output_bias_alone():
     assert all(not layer.self_attn.o_proj.bias.any() for layer in model.model.layers)
 
 
-def test_a_training_goes_on_from_the_state_it_kept(tmp_path):
-    def taught(model, optimizers, steps):
-        for n in range(steps):
-            ids = torch.arange(n, n + 40)[None] + 5
-            torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:]).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return model(torch.arange(40)[None] + 5).logits.detach()
-
-    model, other = narrow(), narrow()
-    optimizers = train.optimizers_of(model, lr=2e-3)
-    assert train.resume(tmp_path / "state.pt") == train.resume(tmp_path / "state.pt", model, *optimizers) == {}
-    taught(model, optimizers, 2)
-    train.keep(tmp_path / "state.pt", model, optimizers, steps=2, log=[{"loss": 1.0}])
-    expected = taught(model, optimizers, 2)
-    again = train.optimizers_of(other, lr=2e-3)
-    past = train.resume(tmp_path / "state.pt", other, *again)
-    assert (past["steps"], past["log"]) == (2, [{"loss": 1.0}])
-    torch.testing.assert_close(taught(other, again, 2), expected)
-
-
 def test_a_batch_marks_answers_and_pads_the_rest():
     rng, shares = random.Random(1), np.ones(len(rows.TASK_NAMES))
     ids, turn, task = rows.batch(rng, shares, 256, 256 * 40, warm=0.5)

@@ -112,7 +112,7 @@ def meet(name: str, base: Path) -> dict[str, Any]:
         process = _started(_command(fault, base), output)
         until, before, family = time.monotonic() + SECONDS, ROWS - fault.broken, list[psutil.Process]()
         if fault.signal:
-            while process.poll() is None and not (before := stored_rows(results)[0]) and time.monotonic() < until:
+            while process.poll() is None and not (before := stored_rows(results)) and time.monotonic() < until:
                 time.sleep(0.05)
             family = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(getattr(signal, fault.signal))
@@ -120,7 +120,7 @@ def meet(name: str, base: Path) -> dict[str, Any]:
         code = process.wait(max(1.0, until - began))
     lines = [line for line in log.read_text(errors="replace").splitlines() if fault.says in line]
     good = [frame for frame in tables(results).values() if "error" in frame]
-    after = stored_rows(results)[0] if fault.signal else sum(int((frame.error == "").sum()) for frame in good)
+    after = stored_rows(results) if fault.signal else sum(int((frame.error == "").sum()) for frame in good)
     taken = round(time.monotonic() - began, 1) if fault.signal else None
     left = end(family) if fault.signal else 0
     return {"fault": name, "made": fault.how, "seen": lines[0].replace(str(base), "...") if lines else "",

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ WHO = ("driver", "worker", "node")
 POLL = 0.0005  # seconds between two looks at the results folder
 SETTLE = 20.0  # seconds that a killed run's workers may take to notice
 SECONDS = 300.0  # for one command
+Curve = list[tuple[float, int]]  # seconds since the start, rows stored by then
 
 
 # ---- a run in a process of its own
@@ -48,36 +49,27 @@ def _child(chapter: str, parameters: dict[str, Any], log: Path) -> None:
             raise SystemExit(1) from None
 
 
-@dataclass
-class Run:
-    """A chapter that is being computed into a folder."""
+def started(chapter: str, parameters: dict[str, Any], log: Path) -> BaseProcess:
+    """A process that computes a chapter."""
+    context = multiprocessing.get_context("fork")  # this process has imported what takes seconds
+    process = context.Process(target=_child, args=(chapter, parameters, log))
+    process.start()
+    return process
 
-    chapter: str
-    parameters: dict[str, Any]
-    log: Path
-    began: float = field(default_factory=time.monotonic)
 
-    def __post_init__(self) -> None:
-        context = multiprocessing.get_context("fork")  # this process has imported what takes seconds
-        self.process = context.Process(target=_child, args=(self.chapter, self.parameters, self.log))
-        self.process.start()
+def finish(process: BaseProcess, log: Path) -> None:
+    """Wait for the end of a chapter's process. Raises RuntimeError with its last lines where the exit code is not 0."""
+    process.join()
+    if process.exitcode:
+        last = log.read_text(encoding="utf-8").splitlines()[-12:]
+        raise RuntimeError("\n".join([f"a chapter ended with exit code {process.exitcode}:", *last]))
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
 
-    def family(self) -> list[psutil.Process]:
-        """Its processes: workers and what they started."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children(recursive=True)
-        return []
-
-    def finish(self) -> None:
-        """Wait for its end. Raises RuntimeError with its last lines where the exit code is not 0."""
-        self.process.join()
-        if self.process.exitcode:
-            last = self.log.read_text(encoding="utf-8").splitlines()[-12:]
-            raise RuntimeError("\n".join([f"{self.chapter} ended with exit code {self.process.exitcode}:", *last]))
+def family(process: BaseProcess) -> list[psutil.Process]:
+    """The processes that a process started, and those that these started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
 
 
 def last_words(log: Path) -> str:
@@ -86,17 +78,17 @@ def last_words(log: Path) -> str:
     return next((line for line in reversed(lines) if line.strip()), "")
 
 
-def _victims(run: Run, who: str) -> list[psutil.Process]:
+def _victims(process: BaseProcess, who: str) -> list[psutil.Process]:
     """The processes that a kill of that kind may hit: the one that runs the study, its workers, or Ray's node. The node
     may be hit as soon as one of its workers has a job; an earlier kill would only try Ray's start."""
     if who == "driver":
-        return [psutil.Process(run.process.pid)]
+        return [psutil.Process(process.pid)]
     victims, has_job = [], False
-    for process in run.family():
+    for relative in family(process):
         with contextlib.suppress(psutil.Error):
-            has_job = has_job or " ".join(process.cmdline()).startswith("ray::Worker.do")
-            node = process.name() == "raylet"
-            victims += [process] if (node if who == "node" else _is_worker(process)) else []
+            has_job = has_job or " ".join(relative.cmdline()).startswith("ray::Worker.do")
+            if relative.name() == "raylet" if who == "node" else _is_worker(relative):
+                victims.append(relative)
     return victims if has_job or who != "node" else []
 
 
@@ -111,22 +103,18 @@ def _is_worker(process: psutil.Process) -> bool:
 # ---- what is stored
 
 
-def stored_rows(folder: Path, rows_of_file: dict[str, int] | None = None) -> tuple[int, bool]:
-    """(rows stored so far, whether a file is being written). rows_of_file: the rows of files counted before, to which
-    those of new files are added."""
-    rows_of_file = {} if rows_of_file is None else rows_of_file
-    count, writing = 0, False
-    for path, _, files in os.walk(folder):
-        for name in files:
-            file = f"{path}/{name}"
-            if ".tmp" in file:
-                writing = True
-            elif name.endswith(".parquet"):
-                with contextlib.suppress(OSError, pa.ArrowException):  # folded in the meantime
-                    if file not in rows_of_file or not file.endswith("0.parquet"):
-                        rows_of_file[file] = pq.read_metadata(file).num_rows
-                    count += rows_of_file[file]
-    return count, writing
+def stored_rows(folder: Path) -> int:
+    """How many rows are stored so far."""
+    count = 0
+    for file in folder.rglob("*.parquet"):
+        with contextlib.suppress(OSError, pa.ArrowException):  # folded in the meantime
+            count += pq.read_metadata(file).num_rows
+    return count
+
+
+def being_written(folder: Path) -> bool:
+    """Is a file being written?"""
+    return any(".tmp" in file for _, _, files in os.walk(folder) for file in files)
 
 
 def tables(folder: Path) -> dict[str, pd.DataFrame]:
@@ -167,45 +155,27 @@ def differences(quiet: Mapping[str, pd.DataFrame], other: Mapping[str, pd.DataFr
 # ---- moments
 
 
-@dataclass
-class Quiet:
-    """A run without a fault: how long it took, and when how much was stored."""
-
-    seconds: float
-    curve: list[tuple[float, int]]  # seconds since the start, rows
-
-    def stored_at(self, moment: float) -> tuple[int, float]:
-        """(rows that were stored by then, seconds since the last of them)."""
-        rows, since = max((count, -at) for at, count in self.curve if at <= moment or at == self.curve[0][0])
-        return rows, max(0.0, moment + since)
-
-
-def quiet_run(chapter: str, parameters: dict[str, Any], folder: Path) -> Quiet:
-    """Compute a chapter into `folder`, and watch how many rows are stored when."""
-    run = Run(chapter, parameters | {"results": str(folder)}, folder.with_suffix(".log"))
-    curve = [(0.0, 0)]
-    rows_of_file: dict[str, int] = {}
-    while run.process.is_alive():
-        count, _ = stored_rows(folder, rows_of_file)
+def quiet_run(chapter: str, parameters: dict[str, Any], folder: Path) -> tuple[float, Curve]:
+    """Compute a chapter into `folder` without a fault. Returns its seconds, and when how much was stored."""
+    began, log, curve = time.monotonic(), folder.with_suffix(".log"), [(0.0, 0)]
+    process = started(chapter, parameters | {"results": str(folder)}, log)
+    while process.is_alive():
+        count = stored_rows(folder)
         if count > curve[-1][1]:
-            curve.append((run.seconds, count))
+            curve.append((time.monotonic() - began, count))
         time.sleep(0.01)
-    run.finish()
-    return Quiet(run.seconds, curve)
+    finish(process, log)
+    return time.monotonic() - began, curve
 
 
-def wait_for(run: Run, folder: Path, rows: int, delay: float, writing: bool) -> bool:
+def wait_for(process: BaseProcess, folder: Path, rows: int, delay: float, writing: bool) -> None:
     """Wait until so many rows are stored and then `delay` seconds; if `writing`, also until a file is being written.
-    True if the run is still alive then."""
-    rows_of_file: dict[str, int] = {}
-    while run.process.is_alive() and stored_rows(folder, rows_of_file)[0] < rows:
+    The end of the process ends the wait."""
+    while process.is_alive() and stored_rows(folder) < rows:
         time.sleep(POLL)
-    until = time.monotonic() + delay
-    while run.process.is_alive() and time.monotonic() < until:
+    process.join(delay)
+    while writing and process.is_alive() and not being_written(folder):
         time.sleep(POLL)
-    while writing and run.process.is_alive() and not stored_rows(folder, rows_of_file)[1]:
-        time.sleep(POLL)
-    return run.process.is_alive()
 
 
 def end(processes: list[psutil.Process]) -> int:
@@ -217,53 +187,59 @@ def end(processes: list[psutil.Process]) -> int:
     return len(left)
 
 
-def ended(run: Run, family: list[psutil.Process]) -> int:
+def ended(process: BaseProcess, relatives: list[psutil.Process], log: Path) -> int:
     """Wait for the end of a run that lost its driver or its node; how many of its processes had to be killed. Raises
     RuntimeError where it has not ended after `SECONDS`."""
-    run.process.join(SECONDS)
-    if run.process.is_alive():
-        run.process.kill()
-        raise RuntimeError(f"{run.chapter} had not ended {SECONDS:.0f} s after the kill: {last_words(run.log)}")
-    print(f"    exit code {run.process.exitcode}: {last_words(run.log)}", flush=True)
-    return end(family)
+    process.join(SECONDS)
+    if process.is_alive():
+        process.kill()
+        raise RuntimeError(f"a chapter had not ended {SECONDS:.0f} s after the kill: {last_words(log)}")
+    print(f"    exit code {process.exitcode}: {last_words(log)}", flush=True)
+    return end(relatives)
 
 
 def killed_run(
-    chapter: str, parameters: dict[str, Any], folder: Path, quiet: Quiet, who: str, kills: int, seed: int
-) -> dict[str, int]:
+    chapter: str, parameters: dict[str, Any], folder: Path, seconds: float, curve: Curve, who: str, kills: int,
+    seed: int,
+) -> dict[str, int]:  # fmt: skip
     """Compute a chapter into `folder`, kill one of its processes at `kills` random moments, every third time while a
-    file is being written, and resume after each. The moments lie within the quiet run's length. Returns the counts."""
-    dice, run_parameters = random.Random(f"{chapter} {who} {seed}"), parameters | {"results": str(folder)}
-    lengths = [quiet.seconds if k % 5 == 0 else quiet.curve[-1][0] for k in range(kills)]  # most before the analysis
+    file is being written, and resume after each. Returns the counts.
+
+    A moment is one of the quiet run, which took `seconds`: the kill comes as long after the same rows were stored.
+    """
+    dice, log = random.Random(f"{chapter} {who} {seed}"), folder.with_suffix(".log")
+    run_parameters = parameters | {"results": str(folder)}
+    computing, total = curve[-1]
+    lengths = [seconds if k % 5 == 0 else computing for k in range(kills)]  # most before the analysis
     moments = sorted(dice.uniform(0, length) for length in lengths)
-    total, log = quiet.curve[-1][1], folder.with_suffix(".log")
     counts = dict.fromkeys(("kills", "while_computing", "while_writing", "processes_left"), 0)
-    run, misses = Run(chapter, run_parameters, log), 0
+    process, misses = started(chapter, run_parameters, log), 0
     while counts["kills"] < kills and misses < kills:
-        rows, delay = quiet.stored_at(moments[counts["kills"]])
-        alive = wait_for(run, folder, rows, delay, writing=counts["kills"] % 3 == 2 and misses == 0)
-        while alive and not (victims := _victims(run, who)):
+        number = counts["kills"]
+        at, rows = max(point for point in curve if point[0] <= moments[number])
+        wait_for(process, folder, rows, moments[number] - at, writing=number % 3 == 2 and misses == 0)
+        victims: list[psutil.Process] = []
+        while process.is_alive() and not (victims := _victims(process, who)):
             time.sleep(POLL)
-            alive = run.process.is_alive()
-        if not alive:  # it was quicker this time
+        if not victims:  # it was quicker this time
             if who == "driver":
-                run.finish()
+                finish(process, log)
             misses += 1
-            moments[counts["kills"]] = dice.uniform(0, min(run.seconds, quiet.seconds))
+            moments[number] = dice.uniform(0, computing)
         else:
-            count, writing = stored_rows(folder)
-            family = run.family()
-            dice.choice(sorted(victims, key=lambda process: process.pid)).kill()
+            relatives = family(process)
+            counts["while_writing"] += being_written(folder)
+            dice.choice(sorted(victims, key=lambda victim: victim.pid)).kill()
+            count = stored_rows(folder)
             counts["kills"] += 1
             counts["while_computing"] += count < total
-            counts["while_writing"] += writing
             misses = 0
-            print(f"  kill {counts['kills']} after {run.seconds:.1f} s, {count} of {total} rows", flush=True)
+            print(f"  kill {counts['kills']} with {count} of {total} rows stored", flush=True)
             if who != "worker":
-                counts["processes_left"] += ended(run, family)
-        if not run.process.is_alive():
-            run = Run(chapter, run_parameters, log)
-    run.finish()
+                counts["processes_left"] += ended(process, relatives, log)
+        if not process.is_alive():
+            process = started(chapter, run_parameters, log)
+    finish(process, log)
     return counts
 
 
@@ -273,10 +249,10 @@ def campaign(chapter: str, parameters: dict[str, Any], base: Path, who: str, cou
     Columns in which the two quiet runs differ are measured times, and are not compared with the third.
     """
     began = time.monotonic()
-    quiet = quiet_run(chapter, parameters, base / "quiet")
-    print(f"{chapter}: {quiet.curve[-1][1]} rows in {quiet.seconds:.0f} s without a fault", flush=True)
+    seconds, curve = quiet_run(chapter, parameters, base / "quiet")
+    print(f"{chapter}: {curve[-1][1]} rows in {seconds:.0f} s without a fault", flush=True)
     quiet_run(chapter, parameters, base / "again")
-    counted = killed_run(chapter, parameters, base / "killed", quiet, who, count, seed)
+    counted = killed_run(chapter, parameters, base / "killed", seconds, curve, who, count, seed)
     first, again, last = (tables(base / name) for name in ("quiet", "again", "killed"))
     times = differences(first, again)
     if times.lost.any() or times.doubled.any():
@@ -289,5 +265,5 @@ def campaign(chapter: str, parameters: dict[str, Any], base: Path, who: str, cou
     rows = {"rows": sum(map(len, first.values()))}
     rows |= differing[["lost", "doubled", "different"]].sum().to_dict()
     left = sum(1 for _ in (base / "killed").rglob("*.tmp"))
-    run_facts = {"files_left": left, "quiet_seconds": round(quiet.seconds), "seconds": round(time.monotonic() - began)}
+    run_facts = {"files_left": left, "quiet_seconds": round(seconds), "seconds": round(time.monotonic() - began)}
     return counted | rows | run_facts | {"times": " ".join(sorted(set(times.column)))}

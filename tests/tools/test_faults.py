@@ -28,11 +28,6 @@ def test_what_is_lost_doubled_and_different_is_counted():
     assert differences.loc[("extra", ""), "lost"] == 1
 
 
-def test_a_moment_is_told_by_what_was_stored_then():
-    quiet = kills.Quiet(10.0, [(0.0, 0), (2.0, 5), (6.0, 9)])
-    assert [quiet.stored_at(moment) for moment in (1.0, 2.5, 9.0)] == [(0, 1.0), (5, 0.5), (9, 3.0)]
-
-
 def work(chapter, parameters, log):
     """In a chapter's place: ten files; those that are there are passed over. One that forgets loses a file in the
     killed run, and writes something else into another."""
@@ -67,12 +62,11 @@ class Process:
 
 def test_a_node_is_killed_once_its_workers_are_busy(monkeypatch):
     raylet, worker = Process("raylet", "raylet --port"), Process("python", "ray::Worker")
-    monkeypatch.setattr(kills.Run, "family", lambda run: [raylet, worker])
-    run = object.__new__(kills.Run)
-    assert kills._victims(run, "node") == []
-    assert kills._victims(run, "worker") == [worker]
+    monkeypatch.setattr(kills, "family", lambda process: [raylet, worker])
+    assert kills._victims(None, "node") == []
+    assert kills._victims(None, "worker") == [worker]
     worker.cmdline = lambda: ["ray::Worker.do"]
-    assert kills._victims(run, "node") == [raylet]
+    assert kills._victims(None, "node") == [raylet]
 
 
 STORE = """import pathlib, sys, time

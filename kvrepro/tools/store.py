@@ -64,20 +64,8 @@ BLOCK = 5_000  # rows that merging adds at a time
 ASIDE = re.compile(r".+\.[0-9a-f]{8}\.tmp")  # how `sealed.write` and `paths.replaced` name their unfinished files
 KEY = re.compile(r"[0-9a-f]{16}")  # as `fingerprint.digest` names an item
 OLD = 86_400  # seconds after which a file that another machine left half-written is a leftover
-SOUGHT = "sought in the working folder, then where `kvrepro run` puts results"
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help=f"Look after folders of results. A relative name is {SOUGHT}."
-)
-
-
-def _found(given: Any) -> Any:
-    """A folder, or a list of them; a relative name that is no folder here is sought where runs put results."""
-    if isinstance(given, list | tuple):
-        return [_found(folder) for folder in given]
-    return WORK / given if given is not None and not given.is_dir() and (WORK / given).is_dir() else given
-
-
-Folder = Annotated[Path, typer.Argument(help=f"a folder of results; {SOUGHT}", callback=_found)]
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Look after folders of results.")
+Folder = Annotated[Path, typer.Argument(help="a folder of results")]
 
 
 def tables_of(folder: Path) -> list[Path]:
@@ -392,10 +380,8 @@ def conflicts(folders: list[Path]) -> list[str]:
 
 @app.command()
 def merge(
-    folders: Annotated[list[Path], typer.Argument(help="folders of results", callback=_found)],
-    into: Annotated[
-        Path, typer.Option(help="a folder of results, new or not; its own rows come first", callback=_found)
-    ],
+    folders: Annotated[list[Path], typer.Argument(help="folders of results")],
+    into: Annotated[Path, typer.Option(help="a folder of results, new or not; its own rows come first")],
     first: Annotated[bool, typer.Option("--first", help="where rows differ, take the first folder's")] = False,
 ) -> None:
     """Join folders of results, from several machines for instance. Where a file is not whole, or rows that were asked

@@ -222,18 +222,6 @@ def test_a_row_that_failed_is_no_conflict_and_makes_room_when_merged(tmp_path, o
     assert dict(rows_of(tmp_path / "into")) == {"x": 0.1}
 
 
-def test_a_relative_name_is_sought_here_and_then_where_runs_put_results(tmp_path, monkeypatch):
-    for name, value in (("clone/r1", 0.1), ("clone/r2", 0.1), ("here/r2", 0.2)):
-        filled(tmp_path / name, {"x": value})
-    monkeypatch.setattr(tool, "WORK", tmp_path / "clone")
-    monkeypatch.chdir(tmp_path / "clone" / "r1")
-    assert called("diff", "r1", "r2")[0] == 0
-    monkeypatch.chdir(tmp_path / "here")
-    assert called("diff", "r1", "r2")[0] == 1  # the folder that stands here comes first
-    with pytest.raises(InputError, match="no folder r3"):
-        raise CliRunner().invoke(tool.app, ["verify", "r3"]).exception
-
-
 def test_diff_counts_what_differs(tmp_path):
     a = filled(tmp_path / "a", {"x": 0.1, "y": 0.2, "z": 0.3}, {K: 1, L: 2})
     same = filled(tmp_path / "same", {"z": 0.3, "y": 0.2, "x": 0.1}, {L: 2, K: 1})

@@ -9,7 +9,6 @@ kvrepro store bench             seconds of a table of millions of rows: data/rel
 
 import contextlib
 import datetime
-import os
 import re
 import shutil
 import sys
@@ -158,20 +157,14 @@ def verify(folder: Folder = USUAL) -> None:
 
 
 def garbage(folder: Path) -> list[Path]:
-    """What killed processes left half-written: by processes of this host, or older than a day. The age is measured by
-    the clock of the file system, which may be another machine's."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
-            now = os.stat(file.name).st_mtime
-    except OSError:  # a folder that one may only read: take this machine's clock
-        now = time.time()
+    """What killed processes left half-written: by processes of this host, or older than a day."""
     unfinished = [path for path in (*folder.glob("*/*.tmp"), *folder.glob("*/*/*.tmp")) if _ours(path)]
     of_dead_processes = {path for entry in folder.glob("*/*") if entry.is_dir() for path in leftovers(entry)}
     paths = set()
     for path in (*unfinished, *folder.glob("*/*.rows/fold.lock")):
         with contextlib.suppress(FileNotFoundError):  # its writer has finished
             stat = path.stat()
-            left = path in of_dead_processes or now - stat.st_mtime > OLD
+            left = path in of_dead_processes or time.time() - stat.st_mtime > OLD
             if left and (path.suffix == ".tmp" or stat.st_size == 0):
                 paths.add(path)
     return sorted(paths)

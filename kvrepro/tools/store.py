@@ -416,25 +416,16 @@ def _add(table: Store, counts: list[int], files: Sequence[RowsFile]) -> None:
 def filled(folder: Path, rows: int, like: Path) -> Store:
     """A table of so many rows: copies of those of the table `like`, each for items of its own and one of ten models.
     Its files are as large as folding makes them."""
-    real = store.read(like)
-    source = pa.Table.from_pandas(real, SCHEMA, preserve_index=False)
-    table = Store(folder, "bench", "main")
-    copies = min(store.MOST, rows + len(source) - 1) // len(source)
-    files = -(-rows // (copies * len(source)))
-    for file in range(files):
-        parts = []
-        for copy in range(file * copies, (file + 1) * copies):
-            random = np.random.default_rng(copy).integers(2**63, size=len(real))
-            changed = {
-                "item": [f"{item}-{copy}" for item in real["item"]],
-                "model": [f"model-{file * 10 // files}"] * len(real),
-                "key": [f"{value:016x}" for value in random],
-            }
-            part = source
-            for name, values in changed.items():
-                part = part.set_column(part.schema.get_field_index(name), SCHEMA.field(name), pa.array(values))
-            parts.append(part.append_column(FILED.field("asked"), pa.array(random)))
-        table.write(pa.concat_tables(parts)[: rows - file * copies * len(source)])
+    real, table = store.read(like), Store(folder, "bench", "main")
+    copies, copies_a_file = -(-rows // len(real)), max(1, store.MOST // len(real))
+    for first in range(0, copies, copies_a_file):
+        numbers = range(first, min(copies, first + copies_a_file))
+        parts = [real.assign(item=real["item"] + f"-{n}", model=f"model-{10 * n // copies}") for n in numbers]
+        frame = pd.concat(parts, ignore_index=True)[: rows - first * len(real)]
+        random = np.random.default_rng(first).integers(2**63, size=len(frame))
+        frame["key"] = [f"{value:016x}" for value in random]
+        columns = pa.Table.from_pandas(frame, SCHEMA, preserve_index=False)
+        table.write(columns.append_column(FILED.field("asked"), pa.array(random)))
     return table
 
 
@@ -470,7 +461,7 @@ def measured(folder: Path, rows: int, like: Path) -> dict[str, Any]:
     path = filled_store.table
     real = store.read(like)
     new = pa.Table.from_pandas(real[:64], SCHEMA, preserve_index=False).to_pylist()
-    values = np.random.default_rng(0).integers(2**63, size=len(real))[: min(rows, STUDY)]  # as `filled` made them
+    values = np.random.default_rng(0).integers(2**63, size=min(rows, STUDY))  # as `filled` made them
     identities = {f"{value:016x}": value for value in values.tolist()}
     files = files_of(path)
     row: dict[str, Any] = {"rows": rows, "files": len(files), "study": len(identities)}

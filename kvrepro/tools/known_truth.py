@@ -20,9 +20,8 @@ hardest case for a claim about all. *far*: nine tenths of the way to the farthes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,26 +39,17 @@ Picks = dict[Any, np.ndarray]  # rows or clusters drawn in one repeat, by what n
 # ---- new data of the shape of one part, with its value at a target
 
 
-@dataclass(frozen=True, eq=False)
 class Source:
     """One tested thing, from which `drawn` makes new data. what: the sample of `judge`; times: draw so many times the
     items; n: items or clusters; seen: the value in the data as they are; reach: the least and the greatest value that
     such data can be moved to."""
 
-    what: Any
-    times: float = 1.0
+    n: int
+    seen: float
+    reach: tuple[float, float] = (-math.inf, math.inf)
 
-    @property
-    def reach(self) -> tuple[float, float]:
-        return -math.inf, math.inf
-
-    @property
-    def n(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def seen(self) -> float:
-        raise NotImplementedError
+    def __init__(self, what: Any, times: float = 1.0):
+        self.what, self.times = what, times
 
     def many(self, n: int) -> int:
         """The number of draws in the place of n."""
@@ -78,53 +68,29 @@ class Source:
 
 
 class Rows(Source):
-    """A `Sample`: its rows are moved by an amount; 0 leaves them as they are."""
+    """A `Sample`: its rows are moved by an amount; 0 leaves them as they are. groups: the rows of each cluster, of each
+    row without clusters; key: what names the draws that this part shares with others."""
 
-    @cached_property
-    def data(self) -> pd.DataFrame:
-        return self.what.data.dropna().astype(float)
-
-    @cached_property
-    def values(self) -> np.ndarray:
-        return self.data.to_numpy()
-
-    @cached_property
-    def names(self) -> list[str]:
-        return [str(name) for name in self.data]
-
-    @cached_property
-    def amounts(self) -> dict[float, float]:
-        """The amount for each target that was asked for so far."""
-        return {}
-
-    @cached_property
-    def groups(self) -> list[np.ndarray]:
-        """The rows of each cluster; without clusters each row is a group of its own."""
-        if self.what.clusters is None:
-            return [np.array([i]) for i in range(len(self.data))]
-        labels = pd.Series(np.asarray(self.what.clusters), self.what.data.index)[self.what.data.notna().all(axis=1)]
-        codes, names = pd.factorize(labels)
-        return [np.flatnonzero(codes == i) for i in range(len(names))]
-
-    @cached_property
-    def key(self) -> Any:
-        """What names the draws that this part shares with others."""
-        return len(self.groups), hash(tuple(self.data.index)) if self.what.clusters is None else "clusters"
-
-    @property
-    def n(self) -> int:
-        return len(self.groups)
+    def __init__(self, what: Any, times: float = 1.0):
+        super().__init__(what, times)
+        whole = what.data.notna().all(axis=1)
+        data = what.data[whole].astype(float)
+        self.values, self.columns = data.to_numpy(), data.columns
+        clustered = what.clusters is not None
+        shared = "clusters" if clustered else hash(tuple(data.index))
+        codes, names = pd.factorize(np.asarray(what.clusters)[whole] if clustered else np.arange(len(data)))
+        self.groups = [np.flatnonzero(codes == i) for i in range(len(names))]
+        self.n, self.key = len(names), (len(names), shared)
+        self.amounts: dict[float, float] = {}  # for each target that was asked for so far
 
     def drawn(self, target: float, rng: np.random.Generator, picks: Picks) -> Sample:
         chosen = picks.setdefault(self.key, rng.integers(0, self.n, self.many(self.n)))
-        rows = np.concatenate([self.groups[i] for i in chosen])
+        groups = [self.groups[i] for i in chosen]
         if target not in self.amounts:
             self.amounts[target] = self.amount(target)
-        values = self.moved(self.values[rows], self.amounts[target], rng)
-        clusters = None if self.what.clusters is None else np.repeat(
-            np.arange(len(chosen)), [len(self.groups[i]) for i in chosen]
-        )  # fmt: skip
-        return replace(self.what, data=pd.DataFrame(values, columns=self.data.columns), clusters=clusters)
+        values = self.moved(self.values[np.concatenate(groups)], self.amounts[target], rng)
+        clusters = None if self.what.clusters is None else np.repeat(np.arange(len(groups)), list(map(len, groups)))
+        return replace(self.what, data=pd.DataFrame(values, columns=self.columns), clusters=clusters)
 
     def amount(self, target: float) -> float:
         """By how much the rows are moved so that the value is at the target."""
@@ -136,58 +102,44 @@ class Rows(Source):
 
 
 class Linear(Rows):
-    """A contrast of `stats.CONTRASTS`."""
+    """A contrast of `stats.CONTRASTS`. means: of each column, a cluster counts once; weights: by column that is moved,
+    its weight in the numerator. The full cache's column is never moved."""
 
-    @cached_property
-    def means(self) -> np.ndarray:
-        """Mean of each column; a cluster counts once."""
-        return np.mean([self.values[rows].mean(0) for rows in self.groups], 0)
+    def __init__(self, what: Any, times: float = 1.0):
+        super().__init__(what, times)
+        self.names = [str(name) for name in self.columns]
+        self.top, self.bottom = stats.CONTRASTS[str(what.contrast)]
+        self.means = np.mean([self.values[rows].mean(0) for rows in self.groups], 0)
+        self.seen = self.value_of(self.means)
+        units = ({other: float(other == name) for other in self.names} for name in self.names)
+        weights = dict(enumerate(float(self.top(unit)) for unit in units))
+        self.weights = {i: weight for i, weight in weights.items() if weight and self.names[i] != "full"}
 
     def value_of(self, means: np.ndarray) -> float:
-        top, bottom = stats.CONTRASTS[str(self.what.contrast)]
         columns = dict(zip(self.names, means, strict=True))
-        return float(top(columns) / (bottom(columns) if bottom else 1.0))
-
-    @cached_property
-    def weights(self) -> dict[int, float]:
-        """By column that is moved: its weight in the numerator. The full cache's column is never moved."""
-        top, _ = stats.CONTRASTS[str(self.what.contrast)]
-        weights = {}
-        for i, name in enumerate(self.names):
-            weight = float(top({column: float(column == name) for column in self.names}))
-            if weight and name != "full":
-                weights[i] = weight
-        return weights
-
-    @property
-    def seen(self) -> float:
-        return self.value_of(self.means)
+        return float(self.top(columns) / (self.bottom(columns) if self.bottom else 1.0))
 
 
 class Thinned(Linear):
     """Scores with bounds. The amount runs from 0 to the number of columns: a share of the first column is moved to a
     bound, then a share of the next. Its sign says to which bound."""
 
+    def __init__(self, what: Any, times: float = 1.0):
+        super().__init__(what, times)
+        ends = self._after(-len(self.weights)), self._after(len(self.weights))
+        self.reach = min(ends), max(ends)
+
     def _after(self, amount: float) -> float:
         """The value after a move by that amount."""
         means = self.means.copy()
-        for (i, weight), share in zip(self.weights.items(), self._shares(amount), strict=True):
-            means[i] += share * (self._end(weight, amount) - means[i])
+        for i, share, end in self._moves(amount):
+            means[i] += share * (end - means[i])
         return self.value_of(means)
 
-    def _shares(self, amount: float) -> np.ndarray:
-        """The share of the items that is moved, for each of `weights`."""
-        return np.clip(abs(amount) - np.arange(len(self.weights)), 0, 1)
-
-    def _end(self, weight: float, amount: float) -> float:
-        """The bound that a column of that weight is moved to."""
-        assert self.what.bounds is not None
-        return self.what.bounds[1 if (weight > 0) == (amount > 0) else 0]
-
-    @property
-    def reach(self) -> tuple[float, float]:
-        ends = self._after(-len(self.weights)), self._after(len(self.weights))
-        return min(ends), max(ends)
+    def _moves(self, amount: float) -> Iterator[tuple[int, float, float]]:
+        """Of each column that is moved: its number, the share of the items that is moved, and to which bound."""
+        for place, (i, weight) in enumerate(self.weights.items()):
+            yield i, min(1.0, max(0.0, abs(amount) - place)), self.what.bounds[(weight > 0) == (amount > 0)]
 
     def amount(self, target: float) -> float:
         side = 1.0 if target >= self.seen else -1.0
@@ -196,10 +148,9 @@ class Thinned(Linear):
     def moved(self, values: np.ndarray, amount: float, rng: np.random.Generator) -> np.ndarray:
         values = values.copy()
         things = max(1, round(self.what.each))
-        for (i, weight), share in zip(self.weights.items(), self._shares(amount), strict=True):
+        for i, share, end in self._moves(amount):
             if share:
-                moved = rng.binomial(things, share, len(values)) / things
-                values[:, i] += moved * (self._end(weight, amount) - values[:, i])
+                values[:, i] += rng.binomial(things, share, len(values)) / things * (end - values[:, i])
         return values
 
 
@@ -210,11 +161,10 @@ class Shifted(Linear):
         return target - self.seen
 
     def moved(self, values: np.ndarray, amount: float, rng: np.random.Generator) -> np.ndarray:
-        _, bottom = stats.CONTRASTS[str(self.what.contrast)]
         columns = dict(zip(self.names, values.T, strict=True))
         i, weight = next(iter(self.weights.items()))
         values = values.copy()
-        values[:, i] += amount / weight * (bottom(columns) if bottom else 1.0)
+        values[:, i] += amount / weight * (self.bottom(columns) if self.bottom else 1.0)
         return values
 
 
@@ -246,67 +196,48 @@ TRANSFORMS: dict[str, Transform] = {
 
 
 class Transformed(Rows):
-    """Any statistic of the rows."""
+    """Any statistic of the rows. transform: what moves such rows; ends: the least and the greatest amount of it."""
 
-    def value_of(self, values: np.ndarray) -> float:
-        assert callable(self.what.contrast)
-        return float(self.what.contrast(values))
+    def __init__(self, what: Any, times: float = 1.0):
+        super().__init__(what, times)
+        self.value_of: Callable[[np.ndarray], float] = what.contrast
+        self.seen = float(self.value_of(self.values))
+        self.transform, self.ends = TRANSFORMS[self._kind()]
+        values = [float(self.value_of(self.transform(self.values, end))) for end in self.ends]
+        self.reach, self.sign = (min(values), max(values)), 1.0 if values[1] >= values[0] else -1.0
 
-    @property
-    def seen(self) -> float:
-        return self.value_of(self.values)
-
-    @cached_property
-    def transform(self) -> Transform:
-        """The transform for such rows, and the least and greatest amount of it."""
+    def _kind(self) -> str:
+        """The name of the transform for such rows."""
         columns = self.values.shape[1]
-        flagged = columns == 2 and set(self.values[:, -1]) <= {0.0, 1.0}
-        ratio = (self.values > 0).all() and math.isclose(self.value_of(2 * self.values), self.seen, abs_tol=1e-9)
         if columns > 4:
-            return TRANSFORMS["mixed"]
-        if flagged:
-            return TRANSFORMS["flagged"]
-        if not ratio:
-            return TRANSFORMS["shifted"]
-        return TRANSFORMS["powered" if columns == 1 else "scaled"]
-
-    @property
-    def reach(self) -> tuple[float, float]:
-        move, ends = self.transform
-        values = [self.value_of(move(self.values, end)) for end in ends]
-        return min(values), max(values)
+            return "mixed"
+        if columns == 2 and set(self.values[:, -1]) <= {0.0, 1.0}:
+            return "flagged"
+        if (self.values > 0).all() and math.isclose(self.value_of(2 * self.values), self.seen, abs_tol=1e-9):
+            return "powered" if columns == 1 else "scaled"  # ratios
+        return "shifted"
 
     def amount(self, target: float) -> float:
-        move, (low, high) = self.transform
-        values = self.values
-        up = self.value_of(move(values, high)) >= self.value_of(move(values, low))
-        sign = 1.0 if up else -1.0
-        return _solved(lambda x: sign * self.value_of(move(values, x)), sign * target, low, high)
+        def value(x: float) -> float:
+            return self.sign * self.value_of(self.transform(self.values, x))
+
+        return _solved(value, self.sign * target, *self.ends)
 
     def moved(self, values: np.ndarray, amount: float, rng: np.random.Generator) -> np.ndarray:
-        return self.transform[0](values, amount)
+        return self.transform(values, amount)
 
 
 class Sides(Source):
     """An `Unpaired`: scores of the first sample are moved to a bound, then those of the second."""
 
-    @cached_property
-    def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        a, b = (np.asarray(side, float) for side in (self.what.a, self.what.b))
-        return a[~np.isnan(a)], b[~np.isnan(b)]
-
-    @property
-    def n(self) -> int:
-        return min(map(len, self.parts))
-
-    @property
-    def seen(self) -> float:
-        return float(self.parts[0].mean() - self.parts[1].mean())
-
-    @property
-    def reach(self) -> tuple[float, float]:
-        low, high = self.what.bounds
-        return low - high, high - low
+    def __init__(self, what: Any, times: float = 1.0):
+        super().__init__(what, times)
+        a, b = (np.asarray(side, float) for side in (what.a, what.b))
+        self.parts = a[~np.isnan(a)], b[~np.isnan(b)]
+        self.n = min(map(len, self.parts))
+        self.seen = float(self.parts[0].mean() - self.parts[1].mean())
+        low, high = what.bounds
+        self.reach = low - high, high - low
 
     def drawn(self, target: float, rng: np.random.Generator, picks: Picks) -> Unpaired:
         drawn = [side[rng.integers(0, len(side), self.many(len(side)))] for side in self.parts]
@@ -323,13 +254,9 @@ class Sides(Source):
 class Resampled(Source):
     """A `Drawn`: one of its resamples plays the estimate, and the others move with it."""
 
-    @property
-    def n(self) -> int:
-        return self.what.n
-
-    @property
-    def seen(self) -> float:
-        return self.what.value
+    def __init__(self, what: Any, times: float = 1.0):
+        super().__init__(what, times)
+        self.n, self.seen = what.n, what.value
 
     def drawn(self, target: float, rng: np.random.Generator, picks: Picks) -> Drawn:
         spread = (self.what.draws - self.what.value) / math.sqrt(self.times)

@@ -43,11 +43,6 @@ app = typer.Typer(add_completion=False)
 KEY = ["chapter", "engine", "who", "seed", "machine"]
 
 
-# ---- faults, each by the command that a reader would type
-
-ROWS = 33  # 11 items under the full cache, the policy of the fault and another
-
-
 @dataclass(frozen=True)
 class Fault:
     """How a fault is made in a call of `kvrepro`, and what its output says about it."""
@@ -61,10 +56,19 @@ class Fault:
     command: str = "run"
     signal: str = ""  # is sent when rows arrive
     nan: bool = False  # in the weights
+    harm: str = ""  # is done to the stored table: a name in `HARMS`
+    away: bool = True  # move the harmed file away afterwards, as the line says
+    around: str = ""  # a shell script with the right to mount, in which the call is "$@"
+    calls: int = 1  # at the same time
 
 
 WORDS = words("faults")
-FAULTS = {name: Fault(**entry) for name, entry in WORDS["faults"].items()}
+FAULTS, DAMAGES = ({name: Fault(**entry) for name, entry in WORDS[kind].items()} for kind in ("faults", "damages"))
+
+
+# ---- faults, each by the command that a reader would type
+
+ROWS = 33  # 11 items under the full cache, the policy of the fault and another
 
 
 def _command(fault: Fault, base: Path) -> list[str]:
@@ -133,18 +137,6 @@ ALONE = ("-o", "batch_rows=1")  # so that no row depends on which others are mis
 MORE = (*ALONE, "-b", "0.25")  # and what the call with the fault computes beyond what is stored
 
 
-@dataclass(frozen=True)
-class Damage:
-    """How the disk fails a call of `kvrepro run`, and what its output says about it."""
-
-    how: str  # in words, for the table
-    says: str  # part of the line that the reader sees
-    harm: Callable[[Path], object] | None = None  # is done to the stored table
-    away: bool = True  # move the harmed file away afterwards, as the line says
-    around: str = ""  # a shell script with the right to mount, in which the call is "$@"
-    calls: int = 1  # at the same time
-
-
 def _of_later_version(file: Path) -> None:
     table = pq.read_table(file)
     write(table.replace_schema_metadata({b"kvrepro": b"results %d" % (VERSION + 1)}), file)
@@ -164,7 +156,6 @@ HARMS: dict[str, Callable[[Path], object]] = {
     "cut": lambda file: os.truncate(file, file.stat().st_size // 2), "changed": _changed_byte,
     "later version": _of_later_version, "future": _from_the_future,
 }  # fmt: skip
-DAMAGES = {name: Damage(**entry | {"harm": HARMS.get(entry.get("harm"))}) for name, entry in WORDS["damages"].items()}
 
 
 def stored_and_whole(base: Path) -> tuple[Path, dict[str, pd.DataFrame]]:
@@ -202,7 +193,7 @@ def damaged(name: str, base: Path, kept: Path, whole: dict[str, pd.DataFrame]) -
     shutil.copytree(kept, results)
     file = results / "run" / "main.parquet"
     if damage.harm:
-        damage.harm(file)
+        HARMS[damage.harm](file)
     harmed = file.read_bytes()
     command = [*_command(Fault("", "", options=MORE), base)]
     script = damage.around.format(kept, results, out)
@@ -211,7 +202,7 @@ def damaged(name: str, base: Path, kept: Path, whole: dict[str, pd.DataFrame]) -
     code, left = _called([call] * damage.calls, base / "log")
     seconds = round(time.monotonic() - began, 1)
     lines = [line for line in (base / "log").read_text(errors="replace").splitlines() if damage.says in line]
-    touched = damage.harm is not None and damage.away and file.read_bytes() != harmed
+    touched = bool(damage.harm) and damage.away and file.read_bytes() != harmed
     if damage.harm and damage.away:
         file.rename(base / "away")
     elif out.is_dir():

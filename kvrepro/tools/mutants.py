@@ -59,27 +59,24 @@ def changes(table: pd.DataFrame) -> Iterator[tuple[str, ...]]:
 
 
 def counted(table: pd.DataFrame, explained: pd.DataFrame) -> pd.DataFrame:
-    """A row per module: `COUNTS`, and the share of the tried mutants that were killed or timed out."""
-    rows = []
-    for module, mutants in table.groupby("module"):
-        n, survivors = mutants.outcome.value_counts(), explained[explained.module == module]
-        row = {"module": module, "mutants": len(mutants), "tried": len(mutants) - n.get(NOT_TRIED, 0)}
-        row |= {KILLED: n.get(KILLED, 0), "timeouts": n.get(TIMEOUT, 0)}
-        rows.append(row | {SURVIVED: n.get(SURVIVED, 0), "explained": int((survivors.reason != "").sum())})
-    return with_share(pd.DataFrame(rows)).assign(date=f"{date.today()}", machine=provenance.machine())
-
-
-def with_share(counts: pd.DataFrame) -> pd.DataFrame:
-    """Counts with the share of the tried mutants that were killed or timed out."""
-    return counts.assign(share=(counts[KILLED] + counts.timeouts) / counts.tried.clip(lower=1))
+    """A row per module: `COUNTS`, the day and the machine."""
+    counts = pd.crosstab(table.module, table.outcome).rename(columns={TIMEOUT: "timeouts"})
+    counts["mutants"] = table.module.value_counts()
+    counts["tried"] = table.module[table.outcome != NOT_TRIED].value_counts()
+    counts["explained"] = explained.module[explained.reason != ""].value_counts()
+    counts = counts.reindex(columns=COUNTS).fillna(0).astype(int).reset_index()
+    return counts.assign(date=f"{date.today()}", machine=provenance.machine())
 
 
 def together(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """Counts per module, the new ones in the place of the old, and a row for all of them, of the newest date."""
+    """Counts per module, the new ones in the place of the old, and a row for all of them, of the newest date; with the
+    share of the tried mutants that were killed or timed out."""
     kept = old[~old.module.isin([*new.module, "all"])]
     counts = pd.concat([part for part in (kept, new) if len(part)]).sort_values("module")
-    of_all = pd.DataFrame([{"module": "all", **counts[COUNTS].sum(), "date": counts.date.max()}])
-    return pd.concat([counts, with_share(of_all).assign(machine=new.machine.iloc[0])], ignore_index=True)
+    of_all = {"module": "all", **counts[COUNTS].sum(), "date": counts.date.max(), "machine": new.machine.iloc[0]}
+    counts = pd.concat([counts, pd.DataFrame([of_all])], ignore_index=True)
+    share = (counts[KILLED] + counts.timeouts) / counts.tried.clip(lower=1)
+    return counts.assign(share=share)[["module", *COUNTS, "share", "date", "machine"]]
 
 
 @one_line_errors()

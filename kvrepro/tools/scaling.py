@@ -11,8 +11,10 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +40,8 @@ def measure(model: str, device: str, engine: str, count: int, n_items: int, cell
     """One measurement: `start`, seconds of a first study on other items; `seconds`, from the moment the jobs of the
     study are handed out until the last is stored; `wall`, with checks, estimate and reading of the rows."""
     torch.set_num_threads(1)
+    if device == "cuda":  # as many GPUs as workers, before anything asks how many there are
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
     batch = None if device == "cuda" else 16  # on the CPU a job for each item or two, for many workers to share
     given: dict[str, Any] = dict(device=device, engine=engine, workers=count, batch_rows=batch, cells=cells)
     warm, timed = (Settings(results=f"{folder}/{name}/{engine}-{count}", **given) for name in ("warm", "timed"))
@@ -56,20 +60,12 @@ def measure(model: str, device: str, engine: str, count: int, n_items: int, cell
 
 
 def measured_apart(*given: Any) -> dict[str, Any]:
-    """`measure` in a process of its own, which sees as many GPUs as there are workers. It and its workers are ended
-    when it has answered."""
-    with trial.spawned(_answer, *given) as (receiver, _):
+    """`measure` in a process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
         try:
-            return receiver.recv()
-        except EOFError:
+            return process.submit(measure, *given).result()
+        except BrokenProcessPool:
             raise InputError("the measurement's process ended, see above: fewer items or workers may do") from None
-
-
-def _answer(answer: Connection, model: str, device: str, engine: str, count: int, *given: Any) -> None:
-    """`measure` in this process; its result goes through `answer`."""
-    if device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
-    answer.send(measure(model, device, engine, count, *given))
 
 
 def table(folder: str, engine: str, count: int) -> pd.DataFrame:

@@ -12,12 +12,9 @@ import multiprocessing
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Lock
 from typing import Annotated, Any, get_args
 
 import pandas as pd
@@ -90,22 +87,6 @@ def checkpoint_for(items: Iterable[Item], folder: Path, shape: str, dtype: str =
     return path
 
 
-@contextlib.contextmanager
-def spawned(work: Callable[..., None], *given: Any) -> Iterator[tuple[Connection, BaseProcess]]:
-    """A function in a process of its own, which is killed in the end, and a connection through which what it sends to
-    its first argument arrives."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(sender, *given))
-    process.start()
-    sender.close()
-    try:
-        yield receiver, process
-    finally:
-        process.kill()
-        process.join()
-
-
 def _attempt(answer: Connection, name: str, parameters: dict[str, Any], counts: Sequence[int], log: Path) -> None:
     """Run a chapter in this process for each of `counts`, the number of items, and send a row for each: seconds, peak
     GiB, rows, failed rows, and its error or "". What the chapter prints goes to `log`."""
@@ -149,8 +130,12 @@ def attempt(name: str, parameters: dict[str, Any], counts: Sequence[int], limit:
     """A chapter's row for each number of items, fewest first. A larger size computes the new items alone; its seconds
     are those of the size before and of its own studies. A size that takes longer than `limit` seconds is stopped, and
     its row says so. Where one ends in an error, its last output is printed."""
-    log = Path(f"{parameters['results']}-{name}.log")
-    with spawned(_attempt, name, parameters, counts, log) as (receiver, process):
+    log, context = Path(f"{parameters['results']}-{name}.log"), multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_attempt, args=(sender, name, parameters, counts, log))
+    process.start()
+    sender.close()
+    try:
         for count in counts:
             row = {"chapter": name, "n_items": count, "seconds": limit, "error": f"not done after {limit:.0f} s"}
             if receiver.poll(limit):
@@ -164,6 +149,9 @@ def attempt(name: str, parameters: dict[str, Any], counts: Sequence[int], limit:
                 break
         else:
             process.join(10)  # it ends its workers
+    finally:
+        process.kill()
+        process.join()
     if row["error"] and log.is_file():
         last = log.read_text(encoding="utf-8").splitlines()[-8:]
         print("\n".join(line[:200] for line in last), flush=True)  # a figure is one long line
@@ -182,7 +170,6 @@ def main(
     chapter: Annotated[list[str], typer.Option(help=f"these alone, of {', '.join(CHAPTERS)}")] = [],  # noqa: B006
     items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval instead")] = "longbench",
     n_items: Annotated[list[int], typer.Option(help="of each study; repeat for what more items take")] = [2],  # noqa: B006
-    together: Annotated[int, typer.Option(help="chapters side by side on the device", min=1)] = 1,
     limit: Annotated[float, typer.Option(help="seconds for a chapter, and for what a larger size adds")] = 600,
     out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
 ) -> None:
@@ -200,8 +187,7 @@ def main(
         raise InputError(f"{error}; or give a file of your own, --items FILE.jsonl") from None
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     run_facts = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
-    run_facts |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat()}
-    run_facts["note"] = "alone" if together == 1 else f"{together} chapters side by side"
+    run_facts |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat(), "note": "alone"}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
@@ -209,18 +195,11 @@ def main(
         print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
         parameters = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
         parameters |= {"items": items, "results": f"{folder}/results"}
-
-        lock = Lock()
-
-        def tried(name: str) -> None:
+        for name in chapter or CHAPTERS:
             for row in attempt(name, parameters, sorted(set(n_items)), limit):
-                with lock:
-                    rows.append(row | run_facts)
-                    print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
-                    replace_rows(out, pd.DataFrame(rows), KEY)
-
-        with ThreadPoolExecutor(together) as pool:
-            list(pool.map(tried, chapter or CHAPTERS))
+                rows.append(row | run_facts)
+                print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
+                replace_rows(out, pd.DataFrame(rows), KEY)
     print(f"the table: {out}")
     frame = pd.DataFrame(rows)
     if frame.error.any() or frame.failed.sum():

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,17 +75,19 @@ def tables_of(folder: Path) -> list[Path]:
     return sorted(path.relative_to(folder) for path in {*folder.glob("*/*.parquet"), *rows})
 
 
-def items_of(folder: Path) -> Iterator[tuple[Tables, str]]:
-    """The tables per item below a results folder, with the key of each item."""
-    for path in sorted({path.parent for path in folder.glob("*/*/*/*.parquet")}):
-        if KEY.fullmatch(path.name):
-            yield Tables(folder, path.parent.parent.name, path.parent.name), path.name
+def items_of(folder: Path) -> dict[str, Tables]:
+    """The tables of each item below a results folder, by <chapter>/<name>/<key of the item>."""
+    paths = sorted({path.parent for path in folder.glob("*/*/*/*.parquet")})
+    return {
+        str(path.relative_to(folder)): Tables(folder, path.parts[-3], path.parts[-2])
+        for path in paths if KEY.fullmatch(path.name)
+    }  # fmt: skip
 
 
 def ensure_results(*folders: Path) -> None:
     """Raise InputError for a folder without results. Otherwise a chapter's folder, or one too far above, would pass."""
     for folder in folders:
-        if not tables_of(folder) and next(items_of(folder), None) is None:
+        if not tables_of(folder) and not items_of(folder):
             raise InputError(f"no results in {folder}: give a folder of results, such as {USUAL}")
 
 
@@ -99,8 +101,8 @@ def faults(folder: Path) -> tuple[int, list[str]]:
         files, lines_of_table = unmoved(folder / name, _faults_of)
         count += files
         lines += lines_of_table
-    for tables, key in items_of(folder):
-        for path in (tables.folder / key).glob("*.parquet"):
+    for item in items_of(folder):
+        for path in (folder / item).glob("*.parquet"):
             count += 1
             try:
                 File(path, f"remove the folder {path.parent}, and it is computed again").table()
@@ -333,17 +335,12 @@ def diff(
         print(f"{claims.relative_to(a)}: {len(changed)} verdicts differ")
         print(*(f"    {row.claim} {row.reading}: {row.A} -> {row.B}\n" for row in changed.itertuples()), sep="", end="")
         unequal += len(changed)
-    in_a, in_b = _items_by_name(a), _items_by_name(b)
+    in_a, in_b = items_of(a), items_of(b)
     both = in_a.keys() & in_b.keys()
     items = sum(_unlike(in_a[name].read(Path(name).name), in_b[name].read(Path(name).name)) for name in both)
     only = [len(in_a) - len(both), len(in_b) - len(both)]
     print(f"tables per item: {only[0]:,} only in A, {only[1]:,} only in B, {items:,} of {len(both):,} differ")
     raise typer.Exit(1 if unequal + items + sum(only) else 0)
-
-
-def _items_by_name(folder: Path) -> dict[str, Tables]:
-    """The tables of each item below a results folder, by <chapter>/<name>/<key of the item>."""
-    return {f"{tables.folder.relative_to(folder)}/{key}": tables for tables, key in items_of(folder)}
 
 
 # ---- merge
@@ -364,7 +361,7 @@ def conflicts(folders: list[Path]) -> list[str]:
                 seen_rows = pd.concat([seen_rows, new_rows]) if len(seen_rows) else new_rows
     seen_items: dict[str, Tables] = {}
     for folder in folders:
-        for item, tables in _items_by_name(folder).items():
+        for item, tables in items_of(folder).items():
             key, first = Path(item).name, seen_items.setdefault(item, tables)
             if first is not tables and _unlike(first.read(key), tables.read(key)):
                 lines.append(f"{folder / item}: differs from that of the folders before")
@@ -393,8 +390,9 @@ def merge(
         for name in tables_of(folder):
             with Store(into, name.parent.name, name.stem) as table:
                 steadily(folder / name, partial(_add, table, added))
-        for tables, key in items_of(folder):
-            Tables(into, tables.folder.parent.name, tables.folder.name).add(key, tables.read(key))
+        for item, tables in items_of(folder).items():
+            chapter, study, key = Path(item).parts
+            Tables(into, chapter, study).add(key, tables.read(key))
     print(*conflict_lines, f"{sum(added):,} rows added to {into}", sep="\n")
 
 

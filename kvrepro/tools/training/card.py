@@ -51,14 +51,11 @@ def lowest(evaluation: pd.DataFrame) -> str:
 
 
 def right_of(check: pd.DataFrame) -> str:
-    """How many answers were right at each length, all tasks together."""
-    lengths = []
-    for tokens, rows in check.groupby("tokens"):
-        right, count = round((rows.exact_match * rows.n).sum()), rows.n.sum()
-        missed = ", ".join(f"`{task}`" for task in rows.task[rows.exact_match < 1])
-        text = f"{right:,} of {count:,} answers right at {tokens:,} tokens ({rows.n.iloc[0]} per task"
-        lengths.append(text + (f"; missed: {missed})" if missed else ")"))
-    return ", ".join(lengths)
+    """How many answers were right at each length, all tasks together, and which tasks missed some."""
+    sums = check.assign(right=check.exact_match * check.n).groupby("tokens")[["right", "n"]].sum()
+    lengths = [f"{row.right:.0f} of {row.n:.0f} answers right at {row.Index:,} tokens" for row in sums.itertuples()]
+    missed = [f"`{row.task}` at {row.tokens:,}" for row in check[check.exact_match < 1].itertuples()]
+    return f"{', '.join(lengths)}; missed: {', '.join(missed) or 'none'}"
 
 
 def sink_table(sinks: pd.DataFrame) -> str:
@@ -74,18 +71,13 @@ def sink_table(sinks: pd.DataFrame) -> str:
 
 def sink_summary(sinks: pd.DataFrame) -> str:
     """Which heads give position 0 at least a tenth of their attention, in a sentence."""
-    least = 0.1
     heads = sinks[sinks["head"] != "mean"]
-    strong = heads[heads.mass >= least]
-    if strong.empty:
-        why = "there is no sink, and claims about sinks need another model"
-        return f"No head gives position 0 as much as {least}: {why}."
+    strong = heads[heads.mass >= 0.1]
     places = "; ".join(f"layer {layer}, heads {', '.join(group['head'])}" for layer, group in strong.groupby("layer"))
-    rest = heads.mass[heads.mass < least].max()
     return (
-        f"{len(strong)} of {len(heads)} heads give position 0 at least {least} of their attention ({places}); all "
-        f"others stay at or below {rest:.3f}. Claims about sinks can be tried on these heads; a model with sinks in "
-        "most layers, as is reported of large ones, is a different case."
+        f"Heads that give position 0 at least 0.1 of their attention: {places or 'none'} ({len(strong)} of "
+        f"{len(heads)}; all others at most {heads.mass[heads.mass < 0.1].max():.3f}). Claims about sinks can be tried "
+        "on such heads alone; a model with sinks in most layers, as is reported of large ones, is a different case."
     )
 
 

@@ -59,10 +59,10 @@ def simulated(
     """Shares of the repeats in which a claim on data of that kind is reproduced, not reproduced, and inconclusive.
     Empty where some part cannot take the value that the kind asks for."""
     names = [(i, name) for i, parts_of_member in enumerate(parts) for name in parts_of_member]
-    hard = (kind == "one") and (len(names) > 1)
-    needed = {"one": ["true", "threshold"]}.get(kind, [kind])
-    nowhere = any(math.isnan(p.where[k]) for parts_of_member in parts for p in parts_of_member.values() for k in needed)
-    if nowhere or (kind == "one" and not hard):
+    hard = kind == "one"
+    needed = ["true", "threshold"] if hard else [kind]
+    nowhere = any(math.isnan(parts[i][name].where[k]) for i, name in names for k in needed)
+    if nowhere or (hard and len(names) == 1):
         return {}
     rng, verdicts = np.random.default_rng([0, KINDS.index(kind)]), []
     for repeat in range(repeats):

@@ -32,7 +32,7 @@ from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment.claims import KEPT, PLAIN
-from kvrepro.paths import ROOT
+from kvrepro.paths import DATA, GPU
 from kvrepro.tools import command, trial
 from kvrepro.tools.filterable import table
 
@@ -61,6 +61,7 @@ OWN_PRODUCTS = {  # policies by the matrix product that they need beside the for
     "H2O: one of attention's two products again": ("h2o",),
     "CriticalKV, DefensiveKV: the values behind the output projection": FIRST[8:],
 }
+PUBLISHED = {PLAIN: "Dynamic", "5% kept": "DropKV-Triton"}  # names in the papers' tables, where they differ
 SUSTAINED = 0.7e15  # bfloat16 operations a second of an H100 or H200 in a long matrix product: kernels/NOTES.md
 REGIMES = {"decode cap": DecodeCap(interval=8), "per step": PerStep(),
            "chunked, last": Chunked(chunk=2048), "chunked, every": Chunked(chunk=2048, when="every_chunk")}  # fmt: skip
@@ -275,9 +276,9 @@ def row(
     return measurement
 
 
-def page(root: Path = ROOT) -> str:
+def page() -> str:
     """The tables of data/gpu/models.csv beside the published ones, as markdown."""
-    ours = pd.read_csv(root / "data/gpu/models.csv")
+    ours = pd.read_csv(GPU / "models.csv")
     tools = ours[["device", "torch", "triton", "transformers", "date"]].drop_duplicates().to_numpy()
     devices = " and ".join("{}, torch {}, triton {}, transformers {}, {}".format(*tool) for tool in tools)
     prefills = ours[ours.part == "prefill"].drop_duplicates(["model", "tokens", "method"])
@@ -286,17 +287,17 @@ def page(root: Path = ROOT) -> str:
     parts = [
         f"Ours: {devices}. Theirs: A100-80GB, as printed. Weights are random, and shapes those of the public models; "
         "the papers' Mistral and Qwen are long-context versions of equal shape.",
-        "### Time to the first token, batch 1", table([_first(r, root) for r in prefills.itertuples()]),
-        "### Decoding at the largest batch", table([_step(r, root) for r in decodes[decodes.batch > 1].itertuples()]),
+        "### Time to the first token, batch 1", table([_first(r) for r in prefills.itertuples()]),
+        "### Decoding at the largest batch", table([_step(r) for r in decodes[decodes.batch > 1].itertuples()]),
         "### Decoding one row of 131072 tokens", table([_single(r) for r in single.itertuples()]),
-        "### 500 tokens after a prompt of 32768", table([_whole(r, root) for r in answers.itertuples()]),
+        "### 500 tokens after a prompt of 32768", table([_whole(r) for r in answers.itertuples()]),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
 def first_page() -> str:
     """What data/gpu/first_token.csv says, as markdown: time over the full cache of Hugging Face, and regimes."""
-    ours = pd.read_csv(ROOT / "data/gpu/first_token.csv").assign(over=lambda f: f.ratio_to_plain.map("{:.3f}".format))
+    ours = pd.read_csv(GPU / "first_token.csv").assign(over=lambda f: f.ratio_to_plain.map("{:.3f}".format))
     device = ", ".join(sorted(set(ours.device)))
     firsts = ours[(ours.part == "first") & (ours.method != PLAIN)]
     ratios = firsts.assign(where=firsts.model + ", " + firsts.tokens.astype(str)).pivot_table(
@@ -345,35 +346,35 @@ def projection(model: str, tokens: int) -> float:
     return float(2 * config.num_hidden_layers * tokens * config.hidden_size**2 / SUSTAINED)
 
 
-def _printed(file: str, root: Path, r: Any, method: str, *tasks: str) -> list[str]:
+def _printed(file: str, r: Any, *tasks: str) -> list[str]:
     """The published numbers for row `r`, by task; "-" where there is none. Published names of models may be longer."""
-    frame = pd.read_csv(root / f"data/published/{file}.csv", dtype=str)
+    frame = pd.read_csv(DATA / "published" / f"{file}.csv", dtype=str).fillna({"value": "out of memory"})
     same_model = frame.model.str.startswith(r.model) & (frame.context.str.lower() == f"{r.tokens // 1024}k")
-    printed = frame[same_model & (frame.method == method)].fillna({"value": "out of memory"}).set_index("task").value
+    printed = frame[same_model & (frame.method == PUBLISHED.get(r.method, r.method))].set_index("task").value
     return [str(printed.get(task, "-")) for task in tasks]
 
 
-def _first(r: Any, root: Path) -> dict:
+def _first(r: Any) -> dict:
     """A timing of the first token as a row of the page."""
     printed = {PLAIN: "61.5 GB", "DefensiveKV, plain PyTorch": "36 GB"}
     peak = printed.get(r.method, "-") if (r.model, r.tokens) == ("Llama-3.1-8B", 131072) else "-"
-    [theirs] = _printed("dropkv_t10_ttft", root, r, "Dynamic" if r.method == PLAIN else r.method, "batch 1")
     return {
         "model": r.model, "prompt": r.tokens, "method": r.method, "kept": f"{r.share:.0%}", "s": f"{r.seconds:.3f}",
         "over plain": f"{r.ratio_to_plain:.3f}", "peak GiB": f"{r.peak_gib:.1f}",
-        "printed s (DropKV, Table 10)": theirs, "printed peak (DefensiveKV, Figure 11)": peak,
+        "printed s (DropKV, Table 10)": _printed("dropkv_t10_ttft", r, "batch 1")[0],
+        "printed peak (DefensiveKV, Figure 11)": peak,
     }  # fmt: skip
 
 
-def _step(r: Any, root: Path) -> dict:
+def _step(r: Any) -> dict:
     """A timing of decoding at the largest batch as a row of the page."""
-    method = {PLAIN: "Dynamic", "5% kept": "DropKV-Triton"}.get(r.method, "")
     tasks = ("max batch", "decode throughput at max batch", "ratio to dynamic")
-    names = ("printed batch (DropKV, Table 9)", "printed tokens/s", "printed over plain")
+    batch, speed, ratio = _printed("dropkv_t09_throughput", r, *tasks)
     return {
         "model": r.model, "prompt": r.tokens, "method": r.method, "batch": r.batch, "ms/step": f"{r.seconds * 1e3:.1f}",
         "tokens/s": round(r.batch / r.seconds), "over plain": f"{r.ratio_to_plain:.1f}",
-    } | dict(zip(names, _printed("dropkv_t09_throughput", root, r, method, *tasks), strict=True))  # fmt: skip
+        "printed batch (DropKV, Table 9)": batch, "printed tokens/s": speed, "printed over plain": ratio,
+    }  # fmt: skip
 
 
 def _single(r: Any) -> dict:
@@ -385,13 +386,12 @@ def _single(r: Any) -> dict:
     }  # fmt: skip
 
 
-def _whole(r: Any, root: Path) -> dict:
+def _whole(r: Any) -> dict:
     """A timing of whole answers as a row of the page."""
-    method = "Dynamic" if r.method == PLAIN else r.method
     return {
         "model": r.model, "batch": r.batch, "method": r.method, "s": f"{r.seconds:.1f}",
         "over plain": f"{r.ratio_to_plain:.3f}",
-        "printed s (DropKV, Table 2)": _printed("dropkv_t02_e2e_latency", root, r, method, f"batch {r.batch}")[0],
+        "printed s (DropKV, Table 2)": _printed("dropkv_t02_e2e_latency", r, f"batch {r.batch}")[0],
     }  # fmt: skip
 
 
@@ -408,8 +408,8 @@ def main(
 ) -> None:
     """Measure, and append to the table as each part ends."""
     if show:
-        (ROOT / "data/gpu/models.md").write_text(page(), encoding="utf-8")
-        (ROOT / "data/gpu/first_token.md").write_text(first_page(), encoding="utf-8")
+        (GPU / "models.md").write_text(page(), encoding="utf-8")
+        (GPU / "first_token.md").write_text(first_page(), encoding="utf-8")
         return
     for name in model:
         ensure(tuple(SHAPES), model=name)

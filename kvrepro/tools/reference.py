@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -52,47 +53,33 @@ def _settings(title: str, settings_class: type, shared: set[str]) -> str:
 
 def _module(path: Path, root: Path) -> Iterator[str]:
     """Heading, docstring and members; nothing for a module without public members."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    source = path.read_text(encoding="utf-8")
+    tree, lines = ast.parse(source), source.splitlines()
     members = [node for node in tree.body if _public(node)]
     if not members:
         return
     name = ".".join(path.relative_to(root).with_suffix("").parts).removeprefix("kernels.").removesuffix(".__init__")
     yield f"## {name}\n\n{markdown(ast.get_docstring(tree))}"
     for node in members:
-        yield f"### {node.name}\n\n```python\n{signature(node)}\n```\n\n{markdown(ast.get_docstring(node))}"
+        yield f"### {node.name}\n\n```python\n{signature(node, lines)}\n```\n\n{markdown(ast.get_docstring(node))}"
         if isinstance(node, ast.ClassDef):
             for method in (inner for inner in node.body if _public(inner) and ast.get_docstring(inner)):
-                yield f"```python\n{signature(method)}\n```\n\n{markdown(ast.get_docstring(method))}"
+                yield f"```python\n{signature(method, lines)}\n```\n\n{markdown(ast.get_docstring(method))}"
 
 
 def _public(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
     return isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
 
 
-def signature(node: ast.FunctionDef | ast.ClassDef) -> str:
-    """The `def` line as written; of a class also its decorators and its fields with their defaults and comments."""
-    if isinstance(node, ast.ClassDef):
-        bases = f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
-        fields = [f"    {ast.unparse(line)}" for line in node.body if isinstance(line, ast.AnnAssign)]
-        return "\n".join([*(f"@{ast.unparse(d)}" for d in node.decorator_list), f"class {node.name}{bases}:", *fields])
-    a = node.args
-    plain = [*a.posonlyargs, *a.args]
-    parts = list(map(_argument, plain, [*[None] * (len(plain) - len(a.defaults)), *a.defaults]))
-    if a.posonlyargs:
-        parts.insert(len(a.posonlyargs), "/")
-    if a.vararg or a.kwonlyargs:
-        parts.append(f"*{ast.unparse(a.vararg)}" if a.vararg else "*")
-    parts += [*map(_argument, a.kwonlyargs, a.kw_defaults), *([f"**{ast.unparse(a.kwarg)}"] if a.kwarg else [])]
-    result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    line = f"def {node.name}({', '.join(parts)}){result}"
-    return line if len(line) <= 100 else f"def {node.name}(\n" + "".join(f"    {p},\n" for p in parts) + f"){result}"
-
-
-def _argument(name: ast.arg, value: ast.expr | None) -> str:
-    """An argument with its annotation and default."""
-    if value is None:
-        return ast.unparse(name)
-    return f"{ast.unparse(name)} = {ast.unparse(value)}" if name.annotation else f"{name.arg}={ast.unparse(value)}"
+def signature(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> str:
+    """The `def` line as written; of a class also its decorators and its fields with their defaults and comments.
+    lines: of the source."""
+    head = lines[node.lineno - 1 : max(node.lineno, node.body[0].lineno - 1)]
+    if isinstance(node, ast.FunctionDef):
+        return re.sub(r":( *#.*)?$", "", textwrap.dedent("\n".join(head)))
+    fields = (field for field in node.body if isinstance(field, ast.AnnAssign))
+    written = [line for field in fields for line in lines[field.lineno - 1 : field.end_lineno]]
+    return "\n".join([*(f"@{ast.unparse(decorator)}" for decorator in node.decorator_list), *head, *written])
 
 
 def markdown(docstring: str | None) -> str:

@@ -76,7 +76,7 @@ def signature(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> str:
     lines: of the source."""
     head = lines[node.lineno - 1 : max(node.lineno, node.body[0].lineno - 1)]
     if isinstance(node, ast.FunctionDef):
-        return re.sub(r":( *#.*)?$", "", textwrap.dedent("\n".join(head)))
+        return re.sub(r":( *#.*| \.\.\.)?$", "", textwrap.dedent("\n".join(head)))
     fields = (field for field in node.body if isinstance(field, ast.AnnAssign))
     written = [line for field in fields for line in lines[field.lineno - 1 : field.end_lineno]]
     return "\n".join([*(f"@{ast.unparse(decorator)}" for decorator in node.decorator_list), *head, *written])

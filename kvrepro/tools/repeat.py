@@ -122,10 +122,9 @@ def print_and_store(table: pd.DataFrame, out: Path) -> None:
         typer.echo(f"{row.varied}: of {row.rows} rows {row.text} have another text, {row.kept} other kept tokens, "
                    f"{row.score} another score; {row.changed} of {row.verdicts} verdicts are others")  # fmt: skip
     if len(table):
-        stored = pd.read_csv(out) if out.is_file() else table[:0]
-        others = stored[stored.varied.isin(table.varied) & ~stored.chapter.isin(table.chapter)]
-        parts = [part for part in (others, table[table.chapter != EVERY]) if len(part)]
-        replace_rows(out, with_sum(pd.concat(parts)), ["varied", "chapter"])
+        stored = replace_rows(out, table, ["varied", "chapter"])
+        chapters = stored[stored.varied.isin(table.varied) & (stored.chapter != EVERY)]
+        replace_rows(out, with_sum(chapters), ["varied", "chapter"])
 
 
 # ---------------------------------------------------------------- programs

@@ -30,7 +30,7 @@ import typer
 from kvrepro.errors import InputError, Stopped, first_line, program
 from kvrepro.experiment import store
 from kvrepro.experiment.sealed import File
-from kvrepro.experiment.sharing import UNFINISHED, leftovers, make_folder
+from kvrepro.experiment.sharing import UNFINISHED, leftovers
 from kvrepro.experiment.store import Store, Tables
 from kvrepro.experiment.table import (
     COLUMNS,
@@ -58,7 +58,6 @@ PASSING = {"key", "engine_hash", "chapter", "name", "profile", "seed", "processo
 COMPARED = [name for name in COLUMNS if name not in PASSING]  # two rows with equal values in these are the same
 TIMES = ("seconds", "time", "_ms", "peak", "compress", "decode")  # parts of names of columns that hold measured values
 STUDY = 6_000  # rows of the study that the bench looks up
-ROW_BYTES = 200  # of a row on the disk, about
 BLOCK = 5_000  # rows that merging adds at a time
 ASIDE = re.compile(r".+\.[0-9a-f]{8}\.tmp")  # how `sealed.write` and `paths.replaced` name their unfinished files
 KEY = re.compile(r"[0-9a-f]{16}")  # as `fingerprint.digest` names an item
@@ -433,20 +432,11 @@ def bench(
     rows: Annotated[list[int], typer.Option(help="of the tables; repeat")] = [10_000, 20_000_000],  # noqa: B006
     like: Annotated[Path, typer.Option(help="a table of real rows")] = USUAL / "leakage" / "answers.parquet",
     out: Annotated[Path, typer.Option(help="the table of seconds")] = DATA / "reliability" / "store.csv",
-    folder: Annotated[Path | None, typer.Option(help=f"for about {ROW_BYTES} bytes a row, deleted afterwards")] = None,
 ) -> None:
-    """Measure opening, adding, folding and reading with tables of several lengths."""
+    """Measure opening, adding, folding and reading with tables of several lengths, in the system's temporary folder."""
     measurements = []
-    if folder is not None:
-        make_folder(folder)
-    place = folder or Path(tempfile.gettempdir())
-    if (needed := ROW_BYTES * max(rows)) > (free := shutil.disk_usage(place).free):
-        raise InputError(
-            f"rows {max(rows):,} take about {needed / 1e9:,.0f} GB, and {place} has {free / 1e9:,.0f} GB: "
-            "take fewer, or give another --folder"
-        )
     for count in rows:
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with tempfile.TemporaryDirectory() as scratch:
             measurements.append(measured(Path(scratch), count, like))
         print(measurements[-1])
     print(replace_rows(out, pd.DataFrame(measurements), ["rows", "machine"]).to_string(index=False))

@@ -2,7 +2,6 @@ import os
 import sys
 from functools import partialmethod
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -101,10 +100,9 @@ def test_a_table_is_found_without_the_folder_beside_it_and_whatever_stands_in_it
 
 def test_folders_that_cannot_be_made_are_one_line(tmp_path):
     whole = filled(tmp_path / "made", {"a": 0.1})
-    for arguments in (("merge", whole, "--into", "/proc/nowhere"), ("bench", "--folder", "/proc/nowhere/x")):
-        done = CliRunner().invoke(tool.app, [str(argument) for argument in arguments])
-        assert isinstance(done.exception, InputError)
-        assert "cannot be written" in str(done.exception)
+    done = CliRunner().invoke(tool.app, ["merge", str(whole), "--into", "/proc/nowhere"])
+    assert isinstance(done.exception, InputError)
+    assert "cannot be written" in str(done.exception)
 
 
 def test_gc_deletes_what_no_one_reads_and_only_when_told(tmp_path):
@@ -304,12 +302,10 @@ def test_kills_while_merging_migrating_and_deleting_change_nothing(tmp_path, nur
     ("--rows", "0", "rows 0: a whole number, above 0"),
     ("--rows", "-1", "rows -1: a whole number, above 0"),
     ("--rows", f"1{'0' * 20}", "at most 1e+09"),
-    ("--rows", "900", "rows 900 take about 0 GB, and "),
     ("--out", "{}", "give a file in a folder that is there"),
     ("--out", "{}/none/t.csv", "give a file in a folder that is there"),
 ])  # fmt: skip
-def test_the_bench_refuses_what_it_cannot_measure_or_store_before_it_writes(tmp_path, monkeypatch, option, value, says):
-    monkeypatch.setattr(tool.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+def test_the_bench_refuses_what_it_cannot_measure_or_store_before_it_writes(tmp_path, option, value, says):
     value = value.format(tmp_path)
     done = CliRunner().invoke(tool.app, ["bench", "--rows", "10", "--like", "none", f"{option}={value}"])
     assert isinstance(done.exception, InputError)
@@ -318,7 +314,7 @@ def test_the_bench_refuses_what_it_cannot_measure_or_store_before_it_writes(tmp_
 
 def test_the_bench_measures_and_stores_its_rows(tmp_path):
     like = filled(tmp_path / "like", {str(i): i / 100 for i in range(70)}) / "c" / "n.parquet"
-    code, _ = called("bench", "--rows", 500, "--like", like, "--out", tmp_path / "t.csv", "--folder", tmp_path)
+    code, _ = called("bench", "--rows", 500, "--like", like, "--out", tmp_path / "t.csv")
     assert code == 0
     [measured] = pd.read_csv(tmp_path / "t.csv").to_dict("records")
     assert measured["rows"] == 500

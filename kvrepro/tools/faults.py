@@ -33,12 +33,11 @@ from kvrepro.experiment.sealed import write
 from kvrepro.experiment.table import VERSION
 from kvrepro.paths import DATA, ROOT
 from kvrepro.tools import trial
-from kvrepro.tools.kills import SECONDS, WHO, campaign, differences, end, last_words, stored_rows, tables
-from kvrepro.tools.rows import replace_rows, stamp, words
+from kvrepro.tools.kills import SECONDS, WHO, campaign, differences, end, last_words, stored_rows
+from kvrepro.tools.rows import answers_of, replace_rows, stamp, words
 
 OUT = DATA / "reliability"
 SMALL: dict[str, dict[str, Any]] = {"protection": {"capacities": [128]}, "fragility": {"shares": [0.2]}}  # to be quick
-TIMES = ("date", "prefill_seconds", "decode_seconds")  # columns of rows that no second run repeats
 app = typer.Typer(add_completion=False)
 KEY = ["chapter", "engine", "who", "seed", "machine"]
 
@@ -123,8 +122,7 @@ def meet(name: str, base: Path) -> dict[str, Any]:
         began = time.monotonic()
         code = process.wait(max(1.0, until - began))
     lines = [line for line in log.read_text(errors="replace").splitlines() if fault.says in line]
-    good = [frame for frame in tables(results).values() if "error" in frame]
-    after = stored_rows(results) if fault.signal else sum(int((frame.error == "").sum()) for frame in good)
+    after = stored_rows(results) if fault.signal else int(answers_of(results / "run").error.isna().sum())
     taken = round(time.monotonic() - began, 1) if fault.signal else None
     left = end(family) if fault.signal else 0
     return {"fault": name, "made": fault.how, "seen": lines[0].replace(str(base), "...") if lines else "",
@@ -158,8 +156,8 @@ HARMS: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
-def stored_and_whole(base: Path) -> tuple[Path, dict[str, pd.DataFrame]]:
-    """A folder of results with the rows of a first call, and all tables after a second call, with `MORE`."""
+def stored_and_whole(base: Path) -> tuple[Path, Path]:
+    """A folder of results with the rows of a first call, and one with those of a second call, with `MORE`, too."""
     whole, kept = base / "whole", base / "stored"
     for options, copy in ((ALONE, kept), (MORE, None)):
         command = [*_command(Fault("", "", options=options), base), "-o", f"results={whole}"]
@@ -167,7 +165,7 @@ def stored_and_whole(base: Path) -> tuple[Path, dict[str, pd.DataFrame]]:
             raise RuntimeError(f"a call without a fault ended with exit code {code}: {last_words(base / 'log')}")
         if copy:
             shutil.copytree(whole, copy)
-    return kept, tables(whole)
+    return kept, whole
 
 
 def _called(commands: list[list[str]], log: Path) -> tuple[int, int]:
@@ -182,7 +180,7 @@ def _called(commands: list[list[str]], log: Path) -> tuple[int, int]:
     return max(codes), end(left)
 
 
-def damaged(name: str, base: Path, kept: Path, whole: dict[str, pd.DataFrame]) -> dict[str, Any]:
+def damaged(name: str, base: Path, kept: Path, whole: Path) -> dict[str, Any]:
     """Call `kvrepro run` with a fault of the disk, do what its line says, call it again, and count the rows that are
     then lost, doubled or different from those without the fault."""
     damage, results, out = DAMAGES[name], base / "results", base / "out"
@@ -209,11 +207,10 @@ def damaged(name: str, base: Path, kept: Path, whole: dict[str, pd.DataFrame]) -
         shutil.rmtree(results)
         out.rename(results)
     _called([command], base / "log")
-    differing = differences(whole, tables(results))
-    differing = differing[~differing.column.isin(TIMES)]
-    lost = int(differing[["lost", "doubled", "different"]].to_numpy().sum()) + touched * ROWS
+    lost = int(differences(whole, results)[["lost", "doubled", "different"]].to_numpy().sum()) + touched * ROWS
     if not (damage.harm and damage.away):  # rows of the first call are still those, with their dates
-        lost += int(differences(tables(kept), tables(results))[["lost", "different"]].to_numpy().max(initial=0))
+        before, after = (answers_of(folder / "run").set_index("key").date for folder in (kept, results))
+        lost += int((after.reindex(before.index) != before).sum())
     seen = re.sub(r"@\S+\.parquet", "@....parquet", "; ".join(lines[-damage.calls :]).replace(str(base), "..."))
     return {"fault": name, "made": damage.how, "seen": seen, "exit_code": code, "lost": lost, "seconds": seconds,
             "processes_left": left}  # fmt: skip

@@ -1,6 +1,6 @@
 """A chapter's run that is killed again and again at seeded moments and resumed each time, and what that lost.
 
-It is compared, row by row, with what two runs without a fault store.
+It is compared, row by row, with what a run without a fault stores.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kvrepro.experiment.table import steadily
+from kvrepro.tools import store
 from kvrepro.tools.book import cells
 
 WHO = ("driver", "worker", "node")
@@ -117,39 +118,28 @@ def being_written(folder: Path) -> bool:
     return any(".tmp" in file for _, _, files in os.walk(folder) for file in files)
 
 
-def tables(folder: Path) -> dict[str, pd.DataFrame]:
-    """All tables that a finished run stored, their values as text: rows of answers by study, indexed by their keys;
-    tables of items and verdicts by their path in the folder, indexed by number."""
-    parts_of_table: dict[str, list[pd.DataFrame]] = {}
-    for file in sorted(folder.rglob("*.parquet")) + sorted(folder.rglob("*.csv")):
-        if ".tmp" in str(file):
-            continue
-        frame = pd.read_csv(file) if file.suffix == ".csv" else pq.read_table(file).to_pandas()
-        name = f"{file.relative_to(folder)}"
-        if {"key", "chapter", "name"} <= set(frame):
-            frame = frame.set_index("key", drop=False)
-            name = "/".join(frame.iloc[0][["chapter", "name"]]) if len(frame) else name
-        parts_of_table.setdefault(name, []).append(frame.astype(str).fillna(""))
-    return {name: pd.concat(frames) for name, frames in parts_of_table.items()}
-
-
-def differences(quiet: Mapping[str, pd.DataFrame], other: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Where two runs differ, with columns `table, column, lost, doubled, different`: a row for each table of which the
-    other run lacks rows or has some more than once, and a row for each column in which values differ."""
-    rows = []
-    for name in sorted({*quiet, *other}):
-        a, b = (side.get(name, pd.DataFrame()) for side in (quiet, other))
-        more = b.index.value_counts().sub(a.index.value_counts(), fill_value=0)
-        lost, doubled = int(-more[more < 0].sum()), int(more[more > 0].sum())
-        if lost or doubled:
-            rows.append((name, "", lost, doubled, 0))
-        a, b = (side[~side.index.duplicated()] for side in (a, b))
-        both = a.index.intersection(b.index)
-        for column in sorted({*a, *b} if len(both) else ()):
-            sides = [side[column].loc[both] if column in side else pd.Series("", both) for side in (a, b)]
-            if count := int((sides[0] != sides[1]).sum()):
-                rows.append((name, column, 0, 0, count))
-    return pd.DataFrame(rows, columns=["table", "column", "lost", "doubled", "different"])
+def differences(quiet: Path, other: Path) -> pd.DataFrame:
+    """A row for each table, each item's tables and each chapter's verdicts of a run without a fault: how many rows it
+    has, and how many of them another run lost, doubled, or has with other values. Columns that `kvrepro store diff`
+    does not compare, such as times, do not count."""
+    compared: list[tuple[Any, ...]] = []
+    for table in store.tables_of(quiet):
+        a, b = (store.latest_rows(folder / table).astype(str) for folder in (quiet, other))
+        stored = steadily(other / table, lambda files: sum(file.rows for file in files))
+        differs = store.differing(a, b)
+        compared.append((table, len(a), len(a) - len(differs), stored - len(differs), differs.any(axis=1).sum()))
+    items_of_other = store.items_of(other)
+    for item, tables in store.items_of(quiet).items():
+        whole, there = tables.read(Path(item).name), item in items_of_other
+        rows = sum(map(len, whole.values()))
+        different = there and store.unlike(whole, items_of_other[item].read(Path(item).name))
+        compared.append((item, rows, 0 if there else rows, 0, different))
+    for file in quiet.glob("*/claims.csv"):
+        name, rows = file.relative_to(quiet), len(pd.read_csv(file))
+        there = (other / name).is_file()
+        changed = len(store.verdicts_that_differ(file, other / name)) if there else 0
+        compared.append((name, rows, 0 if there else rows, 0, changed))
+    return pd.DataFrame(compared, columns=["table", "rows", "lost", "doubled", "different"])
 
 
 # ---- moments
@@ -244,26 +234,15 @@ def killed_run(
 
 
 def campaign(chapter: str, parameters: dict[str, Any], base: Path, who: str, count: int, seed: int) -> dict[str, Any]:
-    """Run a chapter twice without a fault and once with kills, in folders of `base`. Returns the counts.
-
-    Columns in which the two quiet runs differ are measured times, and are not compared with the third.
-    """
+    """Run a chapter once without a fault and once with kills, in folders of `base`. Returns the counts."""
     began = time.monotonic()
     seconds, curve = quiet_run(chapter, parameters, base / "quiet")
     print(f"{chapter}: {curve[-1][1]} rows in {seconds:.0f} s without a fault", flush=True)
-    quiet_run(chapter, parameters, base / "again")
     counted = killed_run(chapter, parameters, base / "killed", seconds, curve, who, count, seed)
-    first, again, last = (tables(base / name) for name in ("quiet", "again", "killed"))
-    times = differences(first, again)
-    if times.lost.any() or times.doubled.any():
-        raise RuntimeError(f"two quiet runs of {chapter} differ:\n{times.to_string()}")
-    differing = differences(first, last)
-    measured_times = pd.MultiIndex.from_frame(times[["table", "column"]])
-    differing = differing[~pd.MultiIndex.from_frame(differing[["table", "column"]]).isin(measured_times)]
-    if len(differing):
-        print(differing.to_string())
-    rows = {"rows": sum(map(len, first.values()))}
-    rows |= differing[["lost", "doubled", "different"]].sum().to_dict()
+    tables = differences(base / "quiet", base / "killed")
+    wrong = tables[tables[["lost", "doubled", "different"]].any(axis=1)]
+    if len(wrong):
+        print(wrong.to_string())
     left = sum(1 for _ in (base / "killed").rglob("*.tmp"))
     run_facts = {"files_left": left, "quiet_seconds": round(seconds), "seconds": round(time.monotonic() - began)}
-    return counted | rows | run_facts | {"times": " ".join(sorted(set(times.column)))}
+    return counted | tables.drop(columns="table").sum().astype(int).to_dict() | run_facts

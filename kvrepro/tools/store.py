@@ -270,7 +270,7 @@ def differing(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(differs, index=both)
 
 
-def _unlike(a: dict[str, pd.DataFrame], b: dict[str, pd.DataFrame]) -> bool:
+def unlike(a: dict[str, pd.DataFrame], b: dict[str, pd.DataFrame]) -> bool:
     """Do the tables of two items differ in more than columns of times?"""
     if a.keys() != b.keys():
         return True
@@ -287,7 +287,7 @@ def _named(row: pd.Series) -> str:
     return " ".join(f"{name}={f'{value:g}' if isinstance(value, float) else value}" for name, value in identity.items())
 
 
-def _verdicts(a: Path, b: Path) -> pd.DataFrame:
+def verdicts_that_differ(a: Path, b: Path) -> pd.DataFrame:
     """Claims whose verdict differs between two claims.csv, or that one of them lacks: claim, reading, A, B. Of each
     file the first model counts. InputError for a file that holds no verdicts."""
     frames = {}
@@ -317,26 +317,26 @@ def diff(
             continue
         rows_a, rows_b = latest_rows(a / name), latest_rows(b / name)
         differs = differing(rows_a, rows_b)
-        unlike = differs[differs.any(axis=1)]
+        changed_rows = differs[differs.any(axis=1)]
         only = [len(rows_a) - len(differs), len(rows_b) - len(differs)]
-        share = len(unlike) / max(1, len(differs))
+        share = len(changed_rows) / max(1, len(differs))
         print(f"{name}: {only[0]:,} only in A, {only[1]:,} only in B, "
-              f"{len(unlike):,} of {len(differs):,} differ ({share:.2%})")  # fmt: skip
-        if len(unlike):
+              f"{len(changed_rows):,} of {len(differs):,} differ ({share:.2%})")  # fmt: skip
+        if len(changed_rows):
             print("    " + ", ".join(f"{column} {count:,}" for column, count in differs.sum().items() if count))
-        for question, columns in unlike.head(show).iterrows():
+        for question, columns in changed_rows.head(show).iterrows():
             print(f"    {_named(rows_a.loc[question])}")
             for column in columns.index[columns]:
                 print(f"      {column}: {str(rows_a[column][question])[:150]} -> {str(rows_b[column][question])[:150]}")
-        unequal += len(unlike) + sum(only)
+        unequal += len(changed_rows) + sum(only)
     for claims in (path for path in sorted(a.glob("*/claims.csv")) if (b / path.relative_to(a)).is_file()):
-        changed = _verdicts(claims, b / claims.relative_to(a))
+        changed = verdicts_that_differ(claims, b / claims.relative_to(a))
         print(f"{claims.relative_to(a)}: {len(changed)} verdicts differ")
         print(*(f"    {row.claim} {row.reading}: {row.A} -> {row.B}\n" for row in changed.itertuples()), sep="", end="")
         unequal += len(changed)
     in_a, in_b = items_of(a), items_of(b)
     both = in_a.keys() & in_b.keys()
-    items = sum(_unlike(in_a[name].read(Path(name).name), in_b[name].read(Path(name).name)) for name in both)
+    items = sum(unlike(in_a[name].read(Path(name).name), in_b[name].read(Path(name).name)) for name in both)
     only = [len(in_a) - len(both), len(in_b) - len(both)]
     print(f"tables per item: {only[0]:,} only in A, {only[1]:,} only in B, {items:,} of {len(both):,} differ")
     raise typer.Exit(1 if unequal + items + sum(only) else 0)
@@ -362,7 +362,7 @@ def conflicts(folders: list[Path]) -> list[str]:
     for folder in folders:
         for item, tables in items_of(folder).items():
             key, first = Path(item).name, seen_items.setdefault(item, tables)
-            if first is not tables and _unlike(first.read(key), tables.read(key)):
+            if first is not tables and unlike(first.read(key), tables.read(key)):
                 lines.append(f"{folder / item}: differs from that of the folders before")
     return lines
 

@@ -1,45 +1,55 @@
 """The campaign of kills: it counts what is lost, and it finds its victims."""
 
+import shutil
 import sys
 import time
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import stored
 import typer
+from stored import row
 
 from kvrepro.errors import Stopped
-from kvrepro.paths import replaced
+from kvrepro.experiment.store import Store, Tables
 from kvrepro.tools import faults, kills
 
 
-def frames(**tables):
-    frame_of = {name: pd.DataFrame(rows, columns=["key", "value"]) for name, rows in tables.items()}
-    return {name: frame.set_index("key", drop=False) for name, frame in frame_of.items()}
+def filled(folder: Path, values: dict, name: str = "main") -> Path:
+    with Store(folder, "run", name) as table:
+        table.add([row(item, value) | {"prediction": item, "date": "2026-01-01"} for item, value in values.items()])
+    return folder
 
 
-def test_what_is_lost_doubled_and_different_is_counted():
-    quiet = frames(main=[("a", "1"), ("b", "2"), ("c", "3")], extra=[("d", "4")])
-    other = frames(main=[("a", "1"), ("b", "9"), ("a", "1")])
-    assert kills.differences(quiet, quiet).empty
-    differences = kills.differences(quiet, other).set_index(["table", "column"])
-    assert differences.loc[("main", "")].to_dict() == {"lost": 1, "doubled": 1, "different": 0}
-    assert differences.loc[("main", "value"), "different"] == 1
-    assert differences.loc[("extra", ""), "lost"] == 1
+def test_what_is_lost_doubled_and_different_is_counted(tmp_path):
+    quiet = filled(filled(tmp_path / "quiet", {"a": 0.1, "b": 0.2, "c": 0.3}), {"d": 0.4}, "extra")
+    other = filled(tmp_path / "other", {"a": 0.1, "b": 0.9})
+    shutil.copy(other / "run" / "main.parquet", other / "run" / "main.rows" / "00000001.parquet")
+    for folder, value in ((quiet, 1), (other, 2)):
+        Tables(folder, "run", "items").add("6b" * 8, {"t": pd.DataFrame({"x": [value], "seconds": [0.1]})})
+    Tables(quiet, "run", "items").add("6c" * 8, {"t": pd.DataFrame({"x": [1, 2]})})
+    for folder, verdicts in ((quiet, ["partly", "partly"]), (other, ["partly", "reproduced"])):
+        claims = pd.DataFrame({"claim": ["P1", "P2"], "reading": "as_run", "verdict": verdicts})
+        claims.to_csv(folder / "run" / "claims.csv", index=False)
+    assert not kills.differences(quiet, quiet)[["lost", "doubled", "different"]].to_numpy().any()
+    counts = kills.differences(quiet, other).astype({"table": str}).set_index("table").T.to_dict("list")
+    assert counts == {
+        "run/extra.parquet": [1, 1, 0, 0], "run/main.parquet": [3, 1, 2, 1],
+        f"run/items/{'6b' * 8}": [1, 0, 0, 1], f"run/items/{'6c' * 8}": [2, 2, 0, 0], "run/claims.csv": [2, 0, 0, 1],
+    }  # fmt: skip
 
 
 def work(chapter, parameters, log):
-    """In a chapter's place: ten files; those that are there are passed over. One that forgets loses a file in the
-    killed run, and writes something else into another."""
+    """In a chapter's place: ten rows; those that are there are passed over. One that forgets loses a row in the killed
+    run, and writes something else into another."""
     folder = Path(parameters["results"])
-    folder.mkdir(exist_ok=True)
     forgets = parameters["forgets"] and folder.name == "killed"
-    for i in range(10):
-        file = folder / f"{i}.parquet"
-        if not file.exists() and not (forgets and i == 4):
-            time.sleep(0.05)
-            with replaced(file) as aside:
-                pd.DataFrame({"value": [i + (forgets and i == 3)]}).to_parquet(aside)
+    with Store(folder, "run", "main") as table:
+        for i in range(10):
+            if table.missing([row(i)["key"]]) and not (forgets and i == 4):
+                time.sleep(0.05)
+                table.add([row(i, i + (forgets and i == 3))])
     time.sleep(0.5)  # its analysis
 
 
@@ -69,41 +79,39 @@ def test_a_node_is_killed_once_its_workers_are_busy(monkeypatch):
     assert kills._victims(None, "node") == [raylet]
 
 
-STORE = """import pathlib, sys, time
-import pandas as pd
-folder, count = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-folder.mkdir(parents=True, exist_ok=True)
-try:
-    known = pd.read_parquet(folder / "main.parquet")
-except FileNotFoundError:
-    known = pd.DataFrame()
-except Exception:
-    sys.exit("it is no whole parquet file: move it away")
-rows = pd.DataFrame({"key": [*"abcd"][:count], "chapter": "run", "name": "main", "value": range(count)})
-if sys.argv[3] == "forgets" and not len(known):
-    rows = rows[1:]
-rows["date"] = time.time()
-rows.to_parquet(folder / "main.parquet")
+STORE = """import sys
+from pathlib import Path
+from stored import row
+from kvrepro.experiment.store import Store
+folder, does = Path(sys.argv[1]), sys.argv[2]
+with Store(folder, "run", "main") as table:
+    rows = [row(item) | {"prediction": item, "date": "today"} for item in "abcd"]
+    missing = table.missing([row["key"] for row in rows])
+    if does == "forgets" and len(missing) == 4:
+        missing = missing[1:]
+    table.add([row for row in rows if row["key"] in missing or does == "repeats"])
 """
 
 
-@pytest.mark.parametrize(("does", "lost"), [("right", 0), ("forgets", 1)])
-def test_what_a_damaged_file_costs_is_counted(tmp_path, monkeypatch, does, lost):
-    """In the place of kvrepro, a program that stores, refuses and, in one case, does not compute everything again."""
+@pytest.mark.parametrize(
+    ("name", "does", "code", "lost"),
+    [
+        ("a results file is cut", "right", 1, 0), ("a results file is cut", "forgets", 1, 1),
+        ("files from the future", "right", 0, 0), ("files from the future", "repeats", 0, 4),
+    ],
+)  # fmt: skip
+def test_what_a_damaged_file_costs_is_counted(tmp_path, monkeypatch, name, does, code, lost):
+    """In the place of kvrepro, a program that stores what is missing, or in some cases less or more."""
 
     def command(fault, base):
-        return [sys.executable, "-c", STORE, str(base / "results" / "run"), "4", does]
+        return [sys.executable, "-c", STORE, str(base / "results"), does]
 
     monkeypatch.setattr(faults, "_command", command)
-    kept = tmp_path / "stored"
-    (kept / "run").mkdir(parents=True)
-    frame = pd.DataFrame({"key": [*"abcd"], "chapter": "run", "name": "main", "value": range(4), "date": 0.0})
-    frame.to_parquet(kept / "run" / "main.parquet")
-    row = faults.damaged("a results file is cut", tmp_path, kept, kills.tables(kept))
-    assert (row["exit_code"], row["lost"], row["processes_left"]) == (1, lost, 0)
-    assert row["seen"] == "it is no whole parquet file: move it away"
-    row = faults.damaged("files from the future", tmp_path, kept, kills.tables(kept))
-    assert row["lost"] == 4  # it computed what was stored once more
+    monkeypatch.setenv("PYTHONPATH", str(Path(stored.__file__).parent))
+    kept = filled(tmp_path / "stored", dict.fromkeys("abcd", 0.0))
+    of_fault = faults.damaged(name, tmp_path, kept, kept)
+    assert (of_fault["exit_code"], of_fault["lost"], of_fault["processes_left"]) == (code, lost, 0)
+    assert ("main.parquet is no whole parquet file" in of_fault["seen"]) == (code == 1)
 
 
 def test_a_fault_that_is_met_in_silence_fails(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sampl
 from kvrepro.experiment.stats import MIN_ITEMS
 from kvrepro.paths import DATA
 from kvrepro.tools import book, command
-from kvrepro.tools.known_truth import KINDS, Part, Picks, moved, sampled
+from kvrepro.tools.known_truth import KINDS, Picks, Source, moved, sampled
 from kvrepro.tools.rows import replace_rows
 
 SHORT = {"reproduced": "reproduced", "not reproduced": "not_reproduced", "inconclusive": "inconclusive"}
@@ -54,7 +54,7 @@ TestedClaim = tuple[Mapping[str, Any], str, list[Member]]  # claim, reading, mem
 
 
 def simulated(
-    claim: Mapping[str, Any], members: Sequence[Member], parts: Sequence[Mapping[str, Part]], kind: str, repeats: int
+    claim: Mapping[str, Any], members: Sequence[Member], parts: Sequence[Mapping[str, Source]], kind: str, repeats: int
 ) -> dict[str, float]:
     """Shares of the repeats in which a claim on data of that kind is reproduced, not reproduced, and inconclusive.
     Empty where some part cannot take the value that the kind asks for."""
@@ -116,7 +116,7 @@ def rates(
         return row | {"note": "ranges of timings, or facts beside samples: not tried"}
     else:
         parts = sampled(claim, members, times)
-        counts = [p.source.many(p.source.n) for parts_of_member in parts for p in parts_of_member.values()]
+        counts = [p.many(p.n) for parts_of_member in parts for p in parts_of_member.values()]
         if max(counts) < MIN_ITEMS:
             return row | {"note": f"{max(counts)} items: an interval needs at least {MIN_ITEMS}"}
         slow = any(isinstance(what, Sample) and callable(what.contrast) for what in tested)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,10 +42,11 @@ Picks = dict[Any, np.ndarray]  # rows or clusters drawn in one repeat, by what n
 class Source:
     """One tested thing, from which `drawn` makes new data. what: the sample of `judge`; times: draw so many times the
     items; n: items or clusters; seen: the value in the data as they are; reach: the least and the greatest value that
-    such data can be moved to."""
+    such data can be moved to; where: the value in each kind of data, as of `targets`."""
 
     n: int
     seen: float
+    where: Mapping[str, float]
     reach: tuple[float, float] = (-math.inf, math.inf)
 
     def __init__(self, what: Any, times: float = 1.0):
@@ -287,14 +288,6 @@ def source(what: Any, times: float = 1.0) -> Source | None:
 # ---- where the truth stands
 
 
-@dataclass(frozen=True)
-class Part:
-    """One tested thing of a member. where: its value in each kind of data."""
-
-    source: Source
-    where: Mapping[str, float]
-
-
 def targets(rule: Mapping[str, Any], source: Source) -> dict[str, float]:
     """The value in each kind of data, measured from the border of the rule that is nearest to the seen value. nan where
     such data cannot take that value."""
@@ -329,19 +322,22 @@ def targets(rule: Mapping[str, Any], source: Source) -> dict[str, float]:
 # ---- one claim
 
 
-def moved(member: Member, parts: Mapping[str, Part], kinds: Mapping[str, str], rng: Any, picks: Picks) -> Member:
+def moved(member: Member, parts: Mapping[str, Source], kinds: Mapping[str, str], rng: Any, picks: Picks) -> Member:
     """The member with new data. kinds: the kind of each part's data, by the part's name."""
-    drawn = {name: p.source.drawn(p.where[kinds[name]], rng, picks) for name, p in parts.items()}
+    drawn = {name: part.drawn(part.where[kinds[name]], rng, picks) for name, part in parts.items()}
     return replace(member, what=drawn if isinstance(member.what, Mapping) else drawn[""])
 
 
-def sampled(claim: Mapping[str, Any], members: Sequence[Member], times: float = 1.0) -> list[dict[str, Part]]:
+def sampled(claim: Mapping[str, Any], members: Sequence[Member], times: float = 1.0) -> list[dict[str, Source]]:
     """Parts of each member by name; the name is "" where a member has one part. InputError for what is no sample."""
-    parts = []
+    parts_of_members = []
     for member in members:
-        tested = member.what if isinstance(member.what, Mapping) else {"": member.what}
-        sources = {name: source(what, times) for name, what in tested.items()}
-        if any(s is None for s in sources.values()):
-            raise InputError(f"{member.label} is no sample")
-        parts.append({name: Part(s, targets(claim["rule"], s)) for name, s in sources.items() if s is not None})
-    return parts
+        parts = {}
+        for name, what in (member.what if isinstance(member.what, Mapping) else {"": member.what}).items():
+            part = source(what, times)
+            if part is None:
+                raise InputError(f"{member.label} is no sample")
+            part.where = targets(claim["rule"], part)
+            parts[name] = part
+        parts_of_members.append(parts)
+    return parts_of_members

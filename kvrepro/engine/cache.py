@@ -407,16 +407,6 @@ class EngineCache(DynamicCache):
         return taken
 
 
-def seen_by(layers: Sequence[RaggedLayer], device: torch.device) -> Tensor:
-    """`RaggedLayer.seen` of several layers, int64 [batch, all layers' kv_heads]. Layers without a tail or hidden
-    tokens, all on one device, need a single launch."""
-    bare = all(not layer.tail and layer.hidden is None for layer in layers)
-    if bare and len({(layer.offsets.device, layer.shape) for layer in layers}) == 1:
-        counts = torch.stack([layer.offsets for layer in layers]).diff()  # [layers, batch * kv_heads]
-        return counts.unflatten(1, layers[0].shape).transpose(0, 1).flatten(1).to(device)
-    return torch.cat([layer.seen().to(device) for layer in layers], 1)
-
-
 def joined_caches(caches: list[EngineCache]) -> EngineCache:
     """The rows of several caches as one batch, which takes their layers one by one to save memory."""
     whole = copy.copy(caches[0])

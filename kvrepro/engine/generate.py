@@ -96,24 +96,19 @@ def calls(
     for c in every:
         if c.policy != "full" and find(c.policy).repeated and not repeat:
             raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
-    return [
-        (Call(model, texts, [every[j] for j in columns], new, facts, list(repeat), backend=name, **options), columns)
-        for facts, name, columns in _views(model, facts, every, backends)
-    ]
-
-
-def _views(
-    model: PreTrainedModel, facts: ModelFacts, conditions: Sequence[Condition], backends: Sequence[str]
-) -> list[tuple[ModelFacts, str, list[int]]]:
-    """Group conditions by their backend and their view of the model: (facts, backend, numbers of the conditions).
-    If any condition is of `SharedCap`, those conditions and the full cache treat sliding layers like all others."""
-    views = []
-    one_set = bool(facts.sliding) and any(isinstance(c.regime, SharedCap) for c in conditions)
-    seen = [one_set and (c.policy == "full" or isinstance(c.regime, SharedCap)) for c in conditions]
-    for kind in dict.fromkeys(zip(seen, backends, strict=True)):
-        columns = [j for j, view in enumerate(zip(seen, backends, strict=True)) if view == kind]
-        views.append((ModelFacts.of(model, one_set=True) if kind[0] else facts, kind[1], columns))
-    return views
+    capped = [isinstance(c.regime, SharedCap) for c in every]
+    one_set = bool(facts.sliding) and any(capped)  # then these and the full cache treat sliding layers like all others
+    columns_by_kind: dict[tuple[bool, str], list[int]] = {}
+    for j, c in enumerate(every):
+        kind = one_set and (c.policy == "full" or capped[j]), backends[j]
+        columns_by_kind.setdefault(kind, []).append(j)
+    views = {False: facts, True: ModelFacts.of(model, one_set=True) if one_set else facts}
+    given = []
+    for (view, name), columns in columns_by_kind.items():
+        some = [every[j] for j in columns]
+        call = Call(model, texts, some, new, views[view], list(repeat), backend=name, **options)
+        given.append((call, columns))
+    return given
 
 
 def _answers(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvrepro.engine.cache import EngineCache, RaggedLayer, seen_by
+from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, Prompts, generator
 from kvrepro.engine.extend import Extend
@@ -306,7 +306,7 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
             continue
         survivors = cache.rows(torch.arange(len(members), device=call.device))
         survivors.ragged = {n: job.layers[n] for n in sorted(job.layers)}
-        seen = seen_by([survivors.ragged[n] for n in call.facts.evictable], held.device)
+        seen = torch.cat([survivors.ragged[n].seen().to(held.device) for n in call.facts.evictable], 1)
         lost = (seen < held).any(1) if job.signals is None else job.signals.evicted > 0
         tags, single = [(i, j) for i in members], [job.row(b) for b in range(len(members))]
         finished[j] = Rows(tags, single, texts, survivors, logits, prompts.lengths.clone(), lost.long(), job.signals)

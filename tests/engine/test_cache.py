@@ -17,7 +17,7 @@ from watched import watched_ends
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import attend
-from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, joined_caches, seen_by
+from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, joined_caches
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.quantise import Packed
@@ -419,18 +419,15 @@ def test_layers_that_were_chosen_together_are_taken_apart():
         assert storage(layer.keys) == storage(whole.keys)
 
 
-def test_what_a_query_may_see_is_counted_over_layers():
-    first, _ = ragged([0, 1], [[[0, 2], [1]], [[3], []]])
-    second, _ = ragged([0, 1], [[[0], [1, 2]], [[], [0, 1, 2]]])
-    device = first.offsets.device
-    assert seen_by([first, second], device).tolist() == [[2, 1, 1, 2], [1, 0, 0, 3]]
-    second.append(*tensors([0, 1], torch.tensor([[3], [4]])), torch.tensor([[3], [-1]]))
-    assert seen_by([first, second], device).tolist() == [[2, 1, 2, 3], [1, 0, 0, 3]]
-    shown = first.shown()
-    first.evict(shown.positions > 0, shown.index, masked=True)
-    assert seen_by([first], device).tolist() == [[1, 1], [1, 0]]
-    counts, positions = first.visible()
-    assert (counts.tolist(), positions.tolist()) == ([[1, 1], [1, 0]], [2, 1, 3])
+def test_what_a_query_may_see_is_counted():
+    layer, _ = ragged([0, 1], [[[0, 2], [1]], [[3], []]])
+    layer.append(*tensors([0, 1], torch.tensor([[3], [4]])), torch.tensor([[3], [-1]]))
+    assert layer.seen().tolist() == [[3, 2], [1, 0]]
+    shown = layer.shown()
+    layer.evict(shown.positions > 0, shown.index, masked=True)
+    assert layer.seen().tolist() == [[2, 2], [1, 0]]
+    counts, positions = layer.visible()
+    assert (counts.tolist(), positions.tolist()) == ([[2, 2], [1, 0]], [2, 3, 1, 3, 3])
 
 
 def test_what_was_padded_for_a_query_is_kept_until_the_flat_part_changes():

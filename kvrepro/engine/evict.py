@@ -77,14 +77,6 @@ class JudgedLayer:
 
 
 @dataclass
-class PendingLayer:
-    """A layer whose eviction waits for the others."""
-
-    observation: Observation
-    judged: JudgedLayer | None = None
-
-
-@dataclass
 class EvictionJob:
     """Rows of one policy whose conditions, one per row, differ at most in budget and guards."""
 
@@ -95,7 +87,8 @@ class EvictionJob:
     prompts: Prompts
     draws: list[Random] = field(default_factory=list)  # a generator per row, for policies that draw
     layers: dict[int, RaggedLayer] = field(default_factory=dict)  # the kept tokens of the layers decided so far
-    pending: dict[int, PendingLayer] = field(default_factory=dict)
+    pending: dict[int, Observation] = field(default_factory=dict)  # the layers whose evictions wait for the others
+    judged: dict[int, JudgedLayer] = field(default_factory=dict)  # those of them that are scored
     signals: Signals | None = None  # of `SharedCap`, after the prompt
     error: Exception | None = None  # raised by its policy
     doubts: list[Doubt] = field(default_factory=list)  # checks that are postponed until the GPU is waited for
@@ -135,7 +128,7 @@ class EvictionJob:
         p = self.prompts
         alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], p.seeds[b : b + 1])
         return replace(self, conditions=[self.conditions[b]], budgets=[self.budgets[b]], prompts=alone,
-                       draws=self.draws[b : b + 1], layers={}, pending={}, signals=None, doubts=[],
+                       draws=self.draws[b : b + 1], layers={}, pending={}, judged={}, signals=None, doubts=[],
                        protected=None)  # fmt: skip
 
     @cached_property
@@ -225,6 +218,7 @@ def attempt(job: EvictionJob) -> Iterator[None]:
         job.error = error
         job.layers.clear()
         job.pending.clear()
+        job.judged.clear()
 
 
 def generator(parameters: Mapping[str, Any], ids: Sequence[int]) -> Random:
@@ -399,7 +393,7 @@ def _quotas(job: EvictionJob, o: Observation, default: Mask | None) -> dict[str,
 def postpone(job: EvictionJob, seen: Mapping[int, Observation], o: Observation) -> None:
     """Let the layers `seen`, together observed as `o`, wait for the others. They are scored at once if their scorer
     needs nothing that comes later."""
-    job.pending |= {layer: PendingLayer(observation) for layer, observation in seen.items()}
+    job.pending |= seen
     if not job.repeated and job.reduction is None:
         judge_pending(job, list(seen), o)
 
@@ -411,18 +405,16 @@ def judge_pending(job: EvictionJob, layers: Sequence[int], o: Observation) -> No
     summary = None if job.policy.summary is None else call(job.policy.summary, o, parameters=job.parameters)
     summaries = [None] * n if summary is None else summary.chunk(n)
     for layer, *result in zip(layers, scores.chunk(n), protected.chunk(n), summaries, strict=True):
-        w = job.pending[layer]
-        w.observation = replace(w.observation)  # drops cached properties, such as the attention
-        w.judged = JudgedLayer(*result)
+        job.pending[layer] = replace(job.pending[layer])  # drops cached properties, such as the attention
+        job.judged[layer] = JudgedLayer(*result)
 
 
 def across(job: EvictionJob) -> dict[int, Mask]:
     """The tokens that stay in each layer, chosen with all layers' scores; layers may lie on several devices."""
-    for n, w in job.pending.items():
-        if w.judged is None:
-            judge_pending(job, [n], w.observation)
-    layers = {n: w.judged for n, w in job.pending.items() if w.judged is not None}
-    seen, home = {n: w.observation for n, w in job.pending.items()}, job.budget.device
+    for n, o in job.pending.items():
+        if n not in job.judged:
+            judge_pending(job, [n], o)
+    seen, layers, home = job.pending, job.judged, job.budget.device
     scores, protected = [w.scores.to(home) for w in layers.values()], [w.protected.to(home) for w in layers.values()]
     if job.policy.across is None:
         counts = [allocated(job, seen[n], w.scores, w.protected) for n, w in layers.items()]

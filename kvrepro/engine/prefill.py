@@ -309,12 +309,13 @@ class PrefillState:
         together = self._places_in(job, chosen) if one_shape and job.condition.execution == "physical" else None
         self.settle(job)
         for layer, stays in chosen.items() if job.error is None else ():
-            o = job.pending[layer].observation
+            o = job.pending[layer]
             if together is None:
                 self._store(job, layer, o, stays)
             else:
                 self._hold(job, layer, o, RaggedLayer.taken(o.keys, o.values, *together[layer], _carried(job, o)))
         job.pending.clear()
+        job.judged.clear()
 
     @staticmethod
     def _places_in(job: EvictionJob, chosen: dict[int, Mask]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
@@ -324,7 +325,7 @@ class PrefillState:
         offsets = pad(stays.sum(-1).flatten(1).cumsum(1), (1, 0))
         totals = offsets[:, -1].tolist()
         places = stays.nonzero_static(size=sum(totals))[:, 1:]
-        positions = job.pending[next(iter(chosen))].observation.positions[places.unbind(1)].int()
+        positions = job.pending[next(iter(chosen))].positions[places.unbind(1)].int()
         places_by_layer = zip(positions.split(totals), places.split(totals), offsets, strict=True)
         return dict(zip(chosen, places_by_layer, strict=True))
 
@@ -339,16 +340,15 @@ class PrefillState:
             with attempt(job):
                 if job.first_step == 0:
                     signals = job.signals = evict_shared(job, signals, 0)
-                observations = {layer: pending.observation for layer, pending in job.pending.items()}
-                first = next(iter(observations))
-                stays = signals.held_at(observations[first].positions, by_any=True)
+                first = next(iter(job.pending))
+                stays = signals.held_at(job.pending[first].positions, by_any=True)
                 [places] = self._places_in(job, {first: stays}).values()
-                for layer, o in observations.items():
+                for layer, o in job.pending.items():
                     if job.condition.execution == "masked":
                         self._store(job, layer, o, stays.to(o.keys.device))
                     else:
-                        here = (x.to(o.keys.device) for x in places)
-                        job.layers[layer] = RaggedLayer.taken(o.keys, o.values, *here, {})
+                        positions, at, offsets = (x.to(o.keys.device) for x in places)
+                        job.layers[layer] = RaggedLayer.taken(o.keys, o.values, positions, at, offsets, {})
             job.pending.clear()
 
 

@@ -27,14 +27,13 @@ def reconstruct(
     token to the observations of the jobs that need it: per KV head, and per query head after a division by the length
     of the layer's input at the query. Source: Kim et al. 2025; KVzip+ as in NVIDIA/kvpress."""
     jobs = [job for job in prefill.jobs if job.repeated and job.error is None]
-    for n, waiting in jobs[0].pending.items():
-        o = waiting.observation
+    for n, o in jobs[0].pending.items():
         rows, kv_heads, tokens = o.positions.shape
         heads = {"reconstruction": kv_heads, "reconstruction_per_norm": kv_heads * o.group}
         needed = set().union(*(job.repeated for job in jobs))
         best = {name: torch.zeros(rows, heads[name], tokens, device=o.positions.device) for name in needed}
-        for pending in (job.pending[n] for job in jobs):
-            pending.observation = replace(pending.observation, sums={**pending.observation.sums, **best})
+        for job in jobs:
+            job.pending[n] = replace(job.pending[n], sums={**job.pending[n].sums, **best})
     ask_ids = torch.tensor(list(ask), dtype=torch.long, device=ids.device).expand(len(ids), -1)
     n = ids.shape[1]
     for a in range(0, n, REPEAT_CHUNK):
@@ -80,7 +79,7 @@ class _Repeat:
             stored = self.job.layers[layer]
             parts = [*stored.parts(), (key, value, at[:, None])]
             return attend(query, at, parts, scaling, sliding)
-        o = self.job.pending[layer].observation
+        o = self.job.pending[layer]
         n = o.positions.shape[2]
 
         def watch(p: Tensor, queries: slice) -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import EvictionJob, PendingLayer, Prompts, across, judge_pending, select_tokens
+from kvrepro.engine.evict import EvictionJob, Prompts, across, judge_pending, select_tokens
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score import window
 from kvrepro.engine.select import select
@@ -369,7 +369,7 @@ def run(name, reading, layers, budget, **switches):
     if policy.across is None:
         return [select_tokens(job, o) for o in layers]
     for n, o in enumerate(layers):
-        job.pending[n] = PendingLayer(o)
+        job.pending[n] = o
         judge_pending(job, [n], o)
     return list(across(job).values())
 

@@ -272,24 +272,24 @@ class RaggedLayer:
 
     def slide(self, oldest: RowInts) -> None:
         """Drop the tokens before each row's `oldest` position, which a sliding layer never sees again. Settles."""
-        bits = self.keys.bits if isinstance(self.keys, Packed) else None
+        packed = isinstance(self.keys, Packed)
         self.settle()
         index = self.index()
         gone = self._positions(self.positions, index) < oldest.to(index.device)[:, None, None]
         if bool((gone & (index >= 0)).any()):
             self.evict(~gone, index)
-        if bits is not None:
-            self.quantise(bits)
+        if packed:
+            self.quantise()
 
-    def quantise(self, bits: int) -> None:
-        """Hold the flat part in `bits` bits, and the tail once it has RESIDUAL tokens, as transformers' cache does.
+    def quantise(self) -> None:
+        """Hold the flat part in 4 bits, and the tail once it has RESIDUAL tokens, as transformers' cache does.
 
         After an eviction all survivors are packed at once, the tail's too; packing twice does not change a number.
         """
         if isinstance(self.keys, Packed) and self.tail < RESIDUAL:
             return
         self.settle()
-        self.keys, self.values = Packed(_dense(self.keys), bits), Packed(_dense(self.values), bits)
+        self.keys, self.values = Packed(_dense(self.keys)), Packed(_dense(self.values))
 
     def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
         """Keep copies of the last `window` queries of each row, padding in front."""
@@ -394,10 +394,10 @@ class EngineCache(DynamicCache):
         """Bytes of all keys and values as allocated."""
         return sum(layer.bytes for layer in self.ragged.values())
 
-    def quantise(self, bits: int) -> None:
-        """Hold all layers in `bits` bits."""
+    def quantise(self) -> None:
+        """Hold all layers in 4 bits."""
         for layer in self.ragged.values():
-            layer.quantise(bits)
+            layer.quantise()
 
     def rows(self, rows: Tensor, spend: bool = False) -> "EngineCache":
         """A copy of these rows, in this order. spend: this cache is done, and frees each layer once it is copied."""

@@ -125,8 +125,8 @@ class Steps:
         self.forward(step, self.due(step))
         if self.due(step) and self.rows.signals is None and not self.evict(step):
             return False
-        if (bits := self.rows.conditions[0].bits) is not None:
-            self.rows.cache.quantise(bits)
+        if self.rows.conditions[0].bits is not None:
+            self.rows.cache.quantise()
         return True
 
     def pick(self, stops: Tensor) -> tuple[Tensor, Tensor]:

@@ -150,8 +150,8 @@ class EvictedCache(Cache):
         for each row. Raises ArithmeticError for NaN logits."""
         if self._steps is None:
             call, rows = self._begin(_unpadded(ids, mask, positions), self._most - ids.shape[1])
-            if (bits := rows.conditions[0].bits) is not None:
-                rows.cache.quantise(bits)
+            if rows.conditions[0].bits is not None:
+                rows.cache.quantise()
             self._steps = Steps.of(call, rows)
         else:
             self._next(self._steps, ids[:, 0])

@@ -161,15 +161,15 @@ def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf)
     for block in rows:
         row_bytes = room_taken(call, block) / len(block)
         for kind, numbers in _alike(block, call.backend).items():
-            bits = block.conditions[numbers[0]].bits
+            packed = block.conditions[numbers[0]].bits is not None
             while numbers:
-                free = 1 if bits is not None else most - sum(len(r) for r in waiting.get(kind, ()))
+                free = 1 if packed else most - sum(len(r) for r in waiting.get(kind, ()))
                 if room < math.inf:
                     free = max(1, min(free, int((room - held) / max(row_bytes, 1)) + 1))
                 part = block if len(numbers) == len(block) <= free else block.take(numbers[:free])
                 numbers = numbers[free:]
-                if bits is not None:
-                    part.cache.quantise(bits)
+                if packed:
+                    part.cache.quantise()
                 waiting.setdefault(kind, []).append(part)
                 held += room_taken(call, part)
                 for ready in sorted(waiting, key=evicts_again) if held > room else [kind] if len(part) == free else []:

@@ -16,18 +16,18 @@ RESIDUAL = 128  # newest tokens stay in the model's dtype until there are so man
 
 
 class Packed:
-    """A tensor `[tokens, dim]` in `bits` bits, a scale and a shift for each 64 numbers; `dense()` gives it back."""
+    """A tensor `[tokens, dim]` in 4 bits, a scale and a shift for each 64 numbers; `dense()` gives it back."""
 
-    def __init__(self, dense: Tensor, bits: int = 4):
+    def __init__(self, dense: Tensor):
         """Raises InputError for a head whose dim does not fit the groups."""
         if dense.shape[1] % GROUP:
             raise InputError(f"head dim {dense.shape[1]} is no multiple of {GROUP}, which share a scale: use bits=None")
-        self.dtype, self.shape, self.bits = dense.dtype, dense.shape, bits
-        self._codec = QuantoQuantizedLayer(nbits=bits, q_group_size=GROUP, residual_length=RESIDUAL)
+        self.dtype, self.shape = dense.dtype, dense.shape
+        self._codec = QuantoQuantizedLayer(nbits=4, q_group_size=GROUP, residual_length=RESIDUAL)
         self._codes = self._codec._quantize(dense.contiguous(), axis=0) if len(dense) else None
 
     def dense(self) -> Tensor:
-        """The tensor with every number rounded to one of its group's 2^bits levels."""
+        """The tensor with every number rounded to one of its group's 16 levels."""
         if self._codes is None:
             return torch.empty(self.shape, dtype=self.dtype)
         with _without_compiler():

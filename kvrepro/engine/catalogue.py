@@ -140,7 +140,6 @@ TOKENS: dict[str, Policy] = {
         "Scissorhands", "Liu et al. 2023, Algorithm 2", cumulative.scissorhands,
         {"signal": "low", "recent": 10}, {"signal": "mass"},
         code="Zefan-Cai/KVCache-Factory@c97f9d7", needs=("low", "mass"),
-        needs_if={name: ("signal", name) for name in ("low", "mass")},
     ),
     "tova": Policy(
         "TOVA", "Oren et al. 2024", cumulative.tova, {"window": 1, "recent": 0}, {"recent": 1},

@@ -78,8 +78,7 @@ class Policy:
     across(scores, protected, budget, ...) -> (scores, counts): budgets that need every layer's scores; lists over
     layers. It may also name `observations`, and `summaries`, the results of `summary(o, ...)` [batch] for each layer.
     Such a policy evicts after the last layer.
-    needs: `Observation.sums` that the forward pass must provide (`SUMS`); needs_if: sum -> (parameter, value) for sums
-    that are needed only with that value of a parameter.
+    needs: `Observation.sums` that the forward pass must provide (`SUMS`), or only the one that its `signal` names.
     """
 
     title: str
@@ -94,7 +93,6 @@ class Policy:
     shield: Callable[..., Any] | None = None
     refine: Callable[..., Any] | None = None
     needs: tuple[str, ...] = ()
-    needs_if: Mapping[str, tuple[str, object]] = field(default_factory=dict)
     budget: str = "uniform"  # or "per layer", "per head", "joint"
     refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
     ties: tuple[str, ...] | None = None  # `SharedCap`: sums that order equal scores, before the position does
@@ -155,12 +153,8 @@ class Policy:
 
     def needed(self, parameters: Parameters) -> set[str]:
         """The sums that it needs with these parameters."""
-        needed = set()
-        for name in self.needs:
-            parameter, value = self.needs_if.get(name, (None, None))
-            if parameter is None or parameters.get(parameter) == value:
-                needed.add(name)
-        return needed
+        signal = str(parameters.get("signal"))
+        return {signal} if signal in self.needs else set(self.needs)
 
     @property
     def repeated(self) -> set[str]:

@@ -35,7 +35,7 @@ class CapturedStep:
     def __init__(self, call: Call, rows: Rows, window: int, room: int, again: bool):
         """window: queries that an eviction needs. room: tokens until the next eviction. again: will there be one?"""
         self.call, self.window, self.batch = call, window, len(rows)
-        self.at = torch.zeros(1, dtype=torch.long, device=call.device)  # the place of the next token in all tails
+        self.slot = torch.arange(2, device=call.device)  # the next token's place in all tails, and their length with it
         self.cache = EngineCache(call.model.config)
         self.cache.scalings = rows.cache.scalings
         budget = max(job.budgets[0] for job in rows.jobs if job.evictor is not None) if again else 0
@@ -45,7 +45,7 @@ class CapturedStep:
             dense, most = rows.signals is not None or sliding_window(call.model.config, n) is not None, budget
             if again and n not in call.facts.evictable:  # a sliding layer, which grows until its window is full
                 most = min(call.facts.sliding[n] - 1, int(layer.lengths.max()) + call.max_new_tokens)
-            fixed = FixedLayer.of(layer, self.at, room, most, dense, window)
+            fixed = FixedLayer.of(layer, self.slot, room, most, dense, window)
             self.cache.ragged[n] = rows.cache.ragged[n] = fixed  # replaces the layer, so that memory holds none twice
         self.token = torch.zeros(self.batch, 1, dtype=torch.long, device=call.device)
         self.positions = rows.seen[:, None].clone()
@@ -90,7 +90,7 @@ class CapturedStep:
         attention = Extend(self.cache, self.positions, self.window, None, self.call.backend, self.seen, slides=False)
         self.logits = self.call.run(self.token, self.positions, self.cache, attention)
         self.positions.add_(1)
-        self.at.add_(1)
+        self.slot.add_(1)
 
     def loosen(self, rows: Rows, last: bool = False) -> None:
         """Give `rows` a cache that an eviction can change. last: the step ends, and frees each layer once copied."""
@@ -107,7 +107,7 @@ class CapturedStep:
             return False
         for layer in self.cache.ragged.values():
             layer.keep(place)
-        self.at.zero_()
+        torch.arange(2, out=self.slot)
         return True
 
     def take_back(self, rows: Rows) -> bool:
@@ -118,5 +118,5 @@ class CapturedStep:
         for n, layer in self.cache.ragged.items():
             layer.load(new[n])
         rows.cache.ragged = dict(self.cache.ragged)
-        self.at.zero_()
+        torch.arange(2, out=self.slot)
         return True

@@ -31,7 +31,7 @@ class FixedLayer:
     offsets: Tensor  # int64 [batch * kv_heads + 1]
     shape: tuple[int, int]  # batch, kv_heads
     sums: dict[str, Tensor]  # float32 [places]
-    at: Tensor  # int64 [1], the place of the next token in the tail; the same tensor in all layers
+    slot: Tensor  # int64 [2]: the next token's place in the tail, and the tail's length with it; shared by all layers
     tail_keys: KeyValue  # [batch, kv_heads, room, dim]
     tail_values: KeyValue
     tail_positions: TokenInts  # [batch, room], -1 where nothing is stored
@@ -41,7 +41,7 @@ class FixedLayer:
     most: int = 0  # tokens of a head for which the flat part needs room
 
     @classmethod
-    def of(cls, layer: RaggedLayer, at: Tensor, room: int, most: int, dense: bool, window: int) -> "FixedLayer":
+    def of(cls, layer: RaggedLayer, slot: Tensor, room: int, most: int, dense: bool, window: int) -> "FixedLayer":
         """A settled layer's tokens with room for `room` new ones. most: the most tokens of a head after later
         evictions; 0: there are none, and the flat part is not copied. window: queries to remember."""
         keys, values, positions, sums = _tokens(layer)
@@ -54,11 +54,11 @@ class FixedLayer:
         tail_keys, tail_values = (keys.new_zeros(batch, heads, room, keys.shape[1]) for _ in range(2))
         tail_positions = torch.full((batch, room), -1, device=keys.device)
         tail_sums = {name: torch.zeros(batch, heads, room, device=keys.device) for name in sums}
-        queries, asked_at = layer.queries, layer.query_positions
+        queries, at = layer.queries, layer.query_positions
         if window and queries is not None and (missing := window - queries.shape[2]) > 0:
-            queries, asked_at = pad(queries, (0, 0, missing, 0)), pad(asked_at, (missing, 0), value=-1)
-        return cls(dense, keys, values, positions, layer.offsets.clone(), layer.shape, sums, at, tail_keys,
-                   tail_values, tail_positions, tail_sums, queries, asked_at, most)  # fmt: skip
+            queries, at = pad(queries, (0, 0, missing, 0)), pad(at, (missing, 0), value=-1)
+        return cls(dense, keys, values, positions, layer.offsets.clone(), layer.shape, sums, slot, tail_keys,
+                   tail_values, tail_positions, tail_sums, queries, at, most)  # fmt: skip
 
     def fits(self, layer: RaggedLayer) -> bool:
         """Is there room for a later state of the same rows, and not much more room than it needs?"""
@@ -180,13 +180,13 @@ class FixedLayer:
     @property
     def used(self) -> Tensor:
         """How many places of the tail hold a token once the step's is stored, int64 [1]."""
-        return self.at + 1
+        return self.slot[1:]
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
         """One new token `[batch, kv_heads, 1, dim]` of every row."""
-        self.tail_keys.index_copy_(2, self.at, keys)
-        self.tail_values.index_copy_(2, self.at, values)
-        self.tail_positions.index_copy_(1, self.at, positions)
+        self.tail_keys.index_copy_(2, self.slot[:1], keys)
+        self.tail_values.index_copy_(2, self.slot[:1], values)
+        self.tail_positions.index_copy_(1, self.slot[:1], positions)
 
     def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
         """Keep the last `window` queries of each row, if an eviction of this layer will need them."""

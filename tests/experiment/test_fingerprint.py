@@ -241,6 +241,11 @@ def test_code_of_one_regime_counts_for_a_study_that_reads_it_itself(reader, read
     assert read not in fingerprint.PROJECT.reached(("kvrepro.engine.generate", "generate"), apart=answers.of_others([]))
 
 
+def test_code_of_regimes_names_what_there_is():
+    for module, name in frozenset().union(*answers.CODE_OF_REGIMES.values()):
+        assert hasattr(importlib.import_module(module), name or "__name__"), (module, name)
+
+
 def test_what_a_regime_runs_is_in_its_keys_and_what_it_alone_runs_in_no_others():
     """Run a small model under each regime, and see which of the engine's functions it calls, and which it alone."""
     model, text = architecture("llama", 16), prompts(70)

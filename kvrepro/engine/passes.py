@@ -273,7 +273,8 @@ def _jobs(
     if positions is None:
         positions = call.padded([text.ids[:end] for text, end in zip(texts, ends, strict=True)])[1]
     compressed = [text.ids[:end] for text, end in zip(texts, ends, strict=True)]
-    seeds = [zlib.crc32(str(ids).encode()) + (call.seed << 32) for ids in compressed]  # whatever the place in a batch
+    of_call = call.seed % 2**31 << 32  # a tensor holds numbers below 2^63
+    seeds = [zlib.crc32(str(ids).encode()) + of_call for ids in compressed]  # whatever the place in a batch
     prompts = Prompts(positions, [text.spans for text in texts], seeds)
     jobs = []
     for j in columns:

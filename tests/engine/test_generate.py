@@ -452,6 +452,7 @@ def test_random_draws_anew_for_every_prompt_and_seed_and_never_for_the_batch():
     assert first[0] != second[0]
     assert kept(prompts, prompt_rows=2) == [first, second] == [kept([prompt])[0] for prompt in prompts]
     assert kept(prompts, seed=1) != [first, second]
+    assert kept(prompts, seed=2**31 + 1) == kept(prompts, seed=1)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova", "ada_kv", "critical_kv", "cake"])

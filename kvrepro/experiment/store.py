@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from kvrepro.experiment.table import (
 MANY = 64  # files that arrived, from which a running store folds them
 LEAST = 50_000  # rows of a file that every fold may write again
 MOST = 500_000  # rows of a file at most
+UNNAMED = 60.0  # seconds for which a lock may be empty, which takes microseconds unless its process is killed
 
 
 def read(
@@ -143,15 +145,20 @@ class Store(contextlib.AbstractContextManager["Store"]):
                     self.join(files, files[first:], index(files[first:]))
         except filelock.Timeout:
             if wait:
-                held = "fold.lock there is another process's, or left by a killed one (`kvrepro store gc` removes it)"
+                held = "fold.lock there is another process's; if no run is under way, remove it"
                 print(f"{self.folder} keeps its files: {held}", file=sys.stderr)
 
     @contextlib.contextmanager
     def locked(self, wait: float = 10) -> Iterator[None]:
         """Hold the lock under which files are changed; what killed processes left is removed first. The lock names host
-        and process: it counts for nothing once its process has ended on this host, but a lock of another host stays."""
-        lock = filelock.SoftFileLock(self.folder / "fold.lock", poll_interval=0.05)
-        with writing(self.folder), lock.acquire(timeout=wait):
+        and process: it counts for nothing once its process has ended on this host, but a lock of another host stays. A
+        lock that stays empty is that of a process that was killed before it wrote its name."""
+        lock_file = self.folder / "fold.lock"
+        with writing(self.folder), contextlib.suppress(FileNotFoundError):
+            stat = lock_file.stat()
+            if not stat.st_size and time.time() - stat.st_mtime > UNNAMED:
+                lock_file.unlink()
+        with writing(self.folder), filelock.SoftFileLock(lock_file, poll_interval=0.05).acquire(timeout=wait):
             for path in self.folder.glob("fold.lock.*"):  # left by a process that was killed as it took over a lock
                 path.unlink(missing_ok=True)
             for file in files_of(self.table, replaced=True):

@@ -23,13 +23,25 @@ def test_a_lock_of_another_host_is_respected_and_one_of_a_dead_process_is_not(tm
     table = Store(tmp_path, "c", "n")
     table.add([row("a", 0.5)])
     lock = table.folder / "fold.lock"
-    lock.write_text("4194304\nanother-host\n")
-    table.fold(wait=0.1)
-    assert "fold.lock there is another process's" in capsys.readouterr().err
-    assert len(parts(table.table)) == 1
+    for owner in ("4194304\nanother-host\n", ""):  # an empty one may get its name at any moment
+        lock.write_text(owner)
+        table.fold(wait=0.1)
+        assert "fold.lock there is another process's; if no run is under way, remove it" in capsys.readouterr().err
+        assert len(parts(table.table)) == 1
     lock.write_text(f"4194304\n{platform.node()}\n")  # no such process
     table.close()
     assert list(pd.read_parquet(table.table)["item"]) == ["a"]
+
+
+def test_a_lock_that_stays_empty_is_that_of_a_killed_process(tmp_path, capsys):
+    with Store(tmp_path, "c", "n") as table:
+        table.add([row("a", 0.5)])
+        lock = table.folder / "fold.lock"
+        lock.touch()
+        os.utime(lock, (lock.stat().st_mtime - store.UNNAMED - 1,) * 2)
+    assert [*table.folder.iterdir()] == []
+    assert dict(rows_of(tmp_path)) == {"a": 0.5}
+    assert not capsys.readouterr().err
 
 
 def test_a_host_without_a_name_recognises_its_files(tmp_path, monkeypatch):

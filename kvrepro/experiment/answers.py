@@ -1,5 +1,6 @@
 """How `Answers` are run: which rows a study wants, which of them are missing, and how a group of them is computed."""
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -74,11 +75,16 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
         policy.check(condition)
     build_prompt = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
     prompts = [build_prompt(loaded, item) for item in items]
-    for item, prompt, wanted in zip(items, prompts, conditions_by_item, strict=True):
+    new = [item.new_tokens(study.max_new_tokens) for item in items]
+    if not study.gaps:
+        with contextlib.suppress(InputError):  # of one item, which its error below names
+            engine.check_conditions(loaded.model, prompts, conditions_by_item, new)  # much quicker than one by one
+            return prompts
+    for item, prompt, wanted, most_new in zip(items, prompts, conditions_by_item, new, strict=True):
         gaps = unmet(loaded, [prompt], wanted, [range(len(wanted))]) if study.gaps else {}
         met = [condition for j, condition in enumerate(wanted) if (0, j) not in gaps]
         with data.named(item):
-            engine.check_conditions(loaded.model, [prompt], met, item.new_tokens(study.max_new_tokens))
+            engine.check_conditions(loaded.model, [prompt], met, most_new)
     return prompts
 
 

@@ -418,6 +418,13 @@ def test_items_that_cannot_meet_a_condition_are_left_out_and_a_condition_that_no
         answers.able(replace(study, conditions=[Condition("snap", 8, Prefill())]), loaded)
 
 
+def test_a_condition_is_looked_at_once_and_not_for_each_item(loaded, monkeypatch):
+    seen, checked = [], engine.checked
+    monkeypatch.setattr(engine, "checked", lambda c: seen.append(c) or checked(c))
+    answers.check(Answers("doors", "main", ITEMS, CONDITIONS, 8), loaded)
+    assert sorted(seen, key=str) == sorted(set(CONDITIONS), key=str)
+
+
 def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
     """What an item cannot meet is refused, or where a study allows for gaps, a row that says so."""
     conditions = [CONDITIONS[0], Condition("snapkv", 80, Prefill())]

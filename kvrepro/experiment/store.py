@@ -106,6 +106,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         numbers = [int(path.name[:8]) for path in parts(self.table)]
         path = self.folder / named(max(numbers, default=-1) + 1 if number is None else number)
         with writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the results away
             self._put(table, path, folded)
 
     def _put(self, table: pa.Table, path: Path, folded: Sequence[str]) -> None:

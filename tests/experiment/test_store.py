@@ -192,6 +192,15 @@ def test_two_open_stores_share_a_table(tmp_path):
     assert len(rows_of(tmp_path)) == 4
 
 
+def test_results_that_are_cleared_away_end_no_run(tmp_path):
+    with Store(tmp_path, "c", "n") as table:
+        table.add([row("a", 0.1)])
+        shutil.rmtree(tmp_path / "c")
+        assert table.missing(identities("a")) == ["a-e1"]
+        table.add([row("b", 0.2)])
+    assert dict(rows_of(tmp_path)) == {"b": 0.2}
+
+
 def test_unknown_columns_are_refused(tmp_path):
     with Store(tmp_path, "c", "n") as table, pytest.raises(InputError, match="colour"):
         table.add([row("a") | {"colour": "red"}])

@@ -104,18 +104,24 @@ def _is_worker(process: psutil.Process) -> bool:
 # ---- what is stored
 
 
+def files_below(folder: Path) -> list[str]:
+    """The files in a folder to which others write: what they rename or remove meanwhile may be missing."""
+    return [f"{path}/{name}" for path, _, files in os.walk(folder) for name in files]
+
+
 def stored_rows(folder: Path) -> int:
     """How many rows are stored so far."""
     count = 0
-    for file in folder.rglob("*.parquet"):
-        with contextlib.suppress(OSError, pa.ArrowException):  # folded in the meantime
-            count += pq.read_metadata(file).num_rows
+    for file in files_below(folder):
+        if file.endswith(".parquet") and ".tmp" not in file:
+            with contextlib.suppress(OSError, pa.ArrowException):  # folded in the meantime
+                count += pq.read_metadata(file).num_rows
     return count
 
 
 def being_written(folder: Path) -> bool:
-    """Is a file being written?"""
-    return any(".tmp" in file for _, _, files in os.walk(folder) for file in files)
+    """Is a file, or the folder of an item's tables, being written?"""
+    return any(".tmp" in file for file in files_below(folder))
 
 
 def differences(quiet: Path, other: Path) -> pd.DataFrame:

@@ -1,5 +1,6 @@
 """The campaign of kills: it counts what is lost, and it finds its victims."""
 
+import os
 import shutil
 import sys
 import time
@@ -40,6 +41,32 @@ def test_what_is_lost_doubled_and_different_is_counted(tmp_path):
     }  # fmt: skip
 
 
+def test_an_items_tables_count_as_rows_once_they_have_their_name(tmp_path):
+    tables = {"t": pd.DataFrame({"x": [1, 2]}), "u": pd.DataFrame({"x": [3]})}
+    Tables(tmp_path, "run", "items").add("6b" * 8, tables)
+    assert (kills.stored_rows(tmp_path), kills.being_written(tmp_path)) == (3, False)
+    folder = tmp_path / "run" / "items" / ("6b" * 8)
+    folder.rename(folder.with_suffix(".tmp"))
+    assert (kills.stored_rows(tmp_path), kills.being_written(tmp_path)) == (0, True)
+
+
+def test_rows_are_counted_while_others_rename_folders(tmp_path, monkeypatch):
+    """A folder that is there when its parent is listed, and has another name when it is looked into."""
+    Tables(tmp_path, "run", "items").add("6b" * 8, {"t": pd.DataFrame({"x": [1, 2]})})
+    aside = tmp_path / "run" / "items" / "other.tmp"
+    aside.mkdir()
+    scandir = os.scandir
+
+    def renamed_meanwhile(path):
+        if Path(path) == aside and aside.is_dir():
+            aside.rename(aside.with_suffix(""))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", renamed_meanwhile)
+    assert kills.stored_rows(tmp_path) == 2
+    assert not aside.is_dir()
+
+
 def work(chapter, parameters, log):
     """In a chapter's place: ten rows; those that are there are passed over. One that forgets loses a row in the killed
     run, and writes something else into another."""
@@ -47,7 +74,7 @@ def work(chapter, parameters, log):
     forgets = parameters["forgets"] and folder.name == "killed"
     with Store(folder, "run", "main") as table:
         for i in range(10):
-            if table.missing([row(i)["key"]]) and not (forgets and i == 4):
+            if table.missing(stored.identities(i)) and not (forgets and i == 4):
                 time.sleep(0.05)
                 table.add([row(i, i + (forgets and i == 3))])
     time.sleep(0.5)  # its analysis
@@ -81,12 +108,12 @@ def test_a_node_is_killed_once_its_workers_are_busy(monkeypatch):
 
 STORE = """import sys
 from pathlib import Path
-from stored import row
+from stored import identities, row
 from kvrepro.experiment.store import Store
 folder, does = Path(sys.argv[1]), sys.argv[2]
 with Store(folder, "run", "main") as table:
     rows = [row(item) | {"prediction": item, "date": "today"} for item in "abcd"]
-    missing = table.missing([row["key"] for row in rows])
+    missing = table.missing(identities(*"abcd"))
     if does == "forgets" and len(missing) == 4:
         missing = missing[1:]
     table.add([row for row in rows if row["key"] in missing or does == "repeats"])

@@ -40,7 +40,7 @@ from kvrepro.tools import command, edition, pages, web
 from kvrepro.tools.processes import in_turn, interruptible
 
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
-data/artifact/* constraints.txt""".split()
+data/artifact/* data/words/* constraints.txt""".split()
 PAGES = """_config.yml _toc.yml *.md constraints.txt book/**/* data/*.csv data/*/*.csv kvrepro/tools/*.py""".split()
 FIRST_PAGE = "_build/html/index.html"
 SHOWS = "kvrepro.experiment.figure.display"  # what figures are shown by
@@ -74,7 +74,7 @@ def studied(root: Path = ROOT) -> list[str]:
 
 def fingerprint(name: str, parameters: dict[str, Any], root: Path = ROOT) -> str:
     """Hash of what an executed chapter depends on: its notebook, its parameters and the files that they name, code,
-    weights, and pinned versions. The results, which the chapter writes, do not count."""
+    weights, words, and pinned versions. The results, which the chapter writes, do not count."""
     named = [root / value for key, value in parameters.items() if key != "results" and isinstance(value, str)]
     files = {file for path in named if path.exists() for file in [path, *path.rglob("*")]}
     return _hash_of([parameters], {root / "notebooks" / f"{name}.ipynb", *_found(INPUTS, root), *files}, root)

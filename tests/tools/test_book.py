@@ -83,6 +83,15 @@ def test_a_file_named_by_a_parameter_is_part_of_the_inputs(root):
     assert book.fingerprint("first", {"items": "items.jsonl"}, root) != before
 
 
+@pytest.mark.parametrize("file", ["data/words/world.yml", "data/words/book.mplstyle", "data/artifact/names.yml"])
+def test_words_prompts_and_looks_are_inputs_of_every_chapter(root, file):
+    (root / file).parent.mkdir(parents=True)
+    (root / file).write_text("a")
+    before = book.fingerprint("first", {}, root)
+    (root / file).write_text("b")
+    assert book.fingerprint("first", {}, root) != before
+
+
 def test_a_folder_of_results_is_no_input_of_the_chapter_that_writes_it(root, tmp_path):
     given = {"results": str(tmp_path / "rows")}
     before = book.fingerprint("first", given, root)

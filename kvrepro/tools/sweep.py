@@ -177,7 +177,9 @@ def run(sweep: Sweep) -> list[str]:
     to `<results>/sweep.log`."""
     failed, lines, log_file = [], {model: Line(model) for model in sweep.models}, sweep.results / LOG
     make_folder(sweep.results)
-    with writing(log_file), log_file.open("a", buffering=1, encoding="utf-8") as log:
+    with writing(log_file):
+        log = log_file.open("a", buffering=1, encoding="utf-8")
+    try:
         for model, name, parameters in _parts(sweep):
             began, line = time.monotonic(), lines[model]
             try:
@@ -188,6 +190,9 @@ def run(sweep: Sweep) -> list[str]:
                 outcome = f"failed: {error_line(error)}"
                 failed.append(f"{model}: {name}")
             line.end(f"{name:<14}{progress.clock(time.monotonic() - began):>10}  {outcome}")
+    finally:
+        with contextlib.suppress(OSError):  # where the disk is full, the log's last lines are lost
+            log.close()
     return failed
 
 

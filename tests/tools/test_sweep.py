@@ -232,3 +232,23 @@ def test_a_log_that_cannot_be_written_is_one_line_before_anything_runs(tmp_path,
     with pytest.raises(InputError, match=r"sweep.log cannot be written \(Is a directory\)") as refused:
         sweep.run(given)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_is_full_costs_chapters_and_not_the_sweeps_list_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "_studies", lambda *_: print("a line for the log"))
+    given = sweep.read(written(tmp_path, parameters={"results": str(tmp_path / "results")}))
+    given.results.mkdir()
+    (given.results / "sweep.log").symlink_to("/dev/full")
+    assert sweep.run(given) == ["small-gqa: own_policy"]
+
+
+def test_output_that_nobody_reads_any_more_is_no_fault_of_the_log(tmp_path, monkeypatch):
+    def unread(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(sweep, "_studies", lambda *_: None)
+    monkeypatch.setattr(sweep.Line, "end", unread)
+    given = sweep.read(written(tmp_path, parameters={"results": str(tmp_path / "results")}))
+    with pytest.raises(BrokenPipeError):
+        sweep.run(given)

@@ -118,7 +118,7 @@ def sections(tables_of: dict[str, pd.DataFrame]) -> str:
     """A section per part: what its columns mean, when and where it was measured, and its table, folded."""
     parts = []
     for name, frame in tables_of.items():
-        shown = frame.drop(columns=["machine", "torch", "date", "times"], errors="ignore")
+        shown = frame.drop(columns=["machine", "torch", "date"], errors="ignore")
         where = "; ".join(dict.fromkeys(f"{row.machine}, {row.date}" for row in frame.itertuples()))
         title, command, means = (PARTS[name][key] for key in ("title", "command", "means"))
         parts += [f"## {title}", means, f"Measured on {where}: `{command}`."]

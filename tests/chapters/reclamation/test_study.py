@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -235,6 +236,18 @@ def test_prompts_are_what_a_model_all_of_whose_layers_slide_can_hold(kinds, most
     prompts = r.prompts(loaded, str(items), 3, Settings(tmp_path, prompt_tokens=300))
     assert 0 <= most - max(map(len, prompts.values())) < 20
     assert ("prompts of 250 tokens at most" in capsys.readouterr().out) == (most == 250)
+
+
+def test_prompts_too_long_for_the_model_are_left_out_and_the_first_is_named(tmp_path, capsys):
+    loaded, items = models.load(str(checkpoint.save(tmp_path / "small", context=4096))), tmp_path / "items.jsonl"
+    rows = [{"id": f"{n} words", "context": "door " * n, "question": "Which?", "answer": "red"} for n in (200, 250)]
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = Settings(tmp_path, capacity=8, kept=(0.5,))
+    short, _ = map(len, r.prompts(loaded, str(items), 2, settings).values())
+    longest = replace(settings, timed_cadences=[(loaded.context - short - 1) // 2])
+    assert list(r.prompts(loaded, str(items), 2, longest)) == ["200 words"]
+    first = r"1 of 2 items left out, the first because: item 250 words: \d+ tokens of a prompt and \d+ after it exceed"
+    assert re.search(first, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -370,5 +370,14 @@ def _chunk_budget(job: EvictionJob, facts: ModelFacts, seen: int, last: bool) ->
 
 def check_shared(model: PreTrainedModel) -> None:
     """Raise InputError for a model in which one set of tokens cannot serve all layers."""
+    check_attention_only(model)
+    counts = sorted(set(ModelFacts.of(model).kv_heads.values()))
+    if len(counts) > 1:
+        named = " and ".join(map(str, counts))
+        raise InputError(f"layers have {named} KV heads: one set of tokens for all needs equally many in each")
+
+
+def check_attention_only(model: PreTrainedModel) -> None:
+    """Raise InputError for a model with layers that hold no keys and values, or a recurrent state beside them."""
     if unsuitable := ", ".join(sorted(set(layer_types(model.config.get_text_config())) - ATTENDING)):
         raise InputError(f"layers of type {unsuitable} hold no tokens to evict: use an attention-only model")

@@ -123,7 +123,7 @@ CODE_OF_REGIMES = {  # code that runs in these regimes only: a row of another re
         ("kvrepro.engine.rows", "keep_held"), ("kvrepro.engine.rows", "kept_by_all_layers"),
         ("kvrepro.engine.evict", "evict_shared"), ("kvrepro.engine.evict", "_selected_for_all_layers"),
         ("kvrepro.engine.evict", "generator"), ("kvrepro.engine.passes", "check_shared"),
-        ("kvrepro.engine.policy", "_check_shared"),
+        ("kvrepro.engine.passes", "check_attention_only"), ("kvrepro.engine.policy", "_check_shared"),
     },
     (Chunked,): {("kvrepro.engine.passes", "_chunked")},
     (Offline,): {("kvrepro.engine.passes", "_reused")},

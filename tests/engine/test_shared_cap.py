@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from families import build
 from slow_shared import run as slow_run
 from tiny import architecture
 from tiny import model as tiny_model
@@ -14,7 +15,7 @@ from kvrepro.engine.catalogue import SHARED as POLICIES
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
-from kvrepro.engine.regime import SharedCap
+from kvrepro.engine.regime import DecodeCap, SharedCap
 from kvrepro.errors import InputError
 
 EVERY = [
@@ -182,6 +183,16 @@ def test_bad_input_costs_no_computation(prompt, condition, says, monkeypatch):
     with pytest.raises(InputError) as error:
         answer(model, [[5] * 50, prompt], [Condition(), condition])
     assert says in str(error.value)
+
+
+def test_layers_with_unequal_kv_heads_are_refused_and_other_regimes_take_them():
+    more = {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    model, [prompt] = build("Gemma 4, text", **more), tiny_prompts(60)
+    assert set(ModelFacts.of(model).kv_heads.values()) == {1, 2}
+    with pytest.raises(InputError, match="layers have 1 and 2 KV heads: one set of tokens for all needs equally many"):
+        answer(model, [prompt], [Condition("lru", 20, SharedCap())])
+    [[cut]] = answer(model, [prompt], [Condition("k_norm", 20, DecodeCap())])
+    assert len(cut.tokens) == NEW
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])

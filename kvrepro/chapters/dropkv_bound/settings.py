@@ -6,7 +6,7 @@ from typing import Any
 from kvrepro.chapters.dropkv_bound.triples import check_softmax, spread
 from kvrepro.engine.allowed import Count, Odd, ProperShare, Size, ensure, ensure_once_each
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.passes import check_shared
+from kvrepro.engine.passes import check_attention_only
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
 from kvrepro.experiment.data import AtMost
@@ -54,7 +54,7 @@ class Settings(run.Settings, Sampling):
 
         Raises InputError for a model to which the theory does not apply: layers without keys, softcapped logits, sinks.
         """
-        check_shared(model)
+        check_attention_only(model)
         check_softmax(model)
         window = min(ModelFacts.of(model).sliding.values(), default=None)
         if window is None or self.tokens + self.max_new_tokens <= window:

@@ -210,6 +210,7 @@ def summary(path: Path = DATA / "coverage.csv") -> list[dict[str, str]]:
         rows.append({
             "quantity": str(quantity).replace("_", " "), "rule": str(rule), "populations and n": str(len(group)),
             "covers 93 to 97%": f"{group.coverage.between(0.93, 0.97).mean():.0%}",
+            "with 20 items or more": f"{group[group.n >= 20].coverage.between(0.93, 0.97).mean():.0%}",
             "less": f"{(group.coverage < 0.93).mean():.0%}", "more": f"{(group.coverage > 0.97).mean():.0%}",
             "median": f"{group.coverage.median():.1%}",
             "worst": f"{lowest.coverage:.1%} ({lowest.population}, n = {lowest.n})",

@@ -25,8 +25,8 @@ ANY_FOLDER = ("a word", "a folder", "no such path", "a path that leaves", "marku
 ANY_FILE = ("a word", "a negative number", "zero", "NaN", "infinity", "huge", "markup", "twins")
 TAKEN: dict[str, tuple[str, ...]] = {  # parameter of a notebook: what it may be after all
     **dict.fromkeys(  # nothing: as many as the profile says, or what is usual
-        """n_items options batch_rows workers positions triples ratios examples marks max_new_tokens repeats several
-        singles timed wording family cells engine address""".split(), ("nothing",),
+        """n_items options batch_rows workers positions triples ratios max_new_tokens
+        wording family cells engine address""".split(), ("nothing",),
     ),
     "time_limit": ("nothing", "a fraction", "above one"),  # seconds; none: no limit
     "family": ("nothing", "an empty list"),  # no model beside the first

@@ -13,7 +13,7 @@ TYPED = {  # no result: sizes, levels, exit codes, numbers of tables and theorem
     "audit": "1,919 256 1000 769 999 77 99 8 9",  # which positions a comparison as decimal strings keeps
     "claims": "95% 5% 6 200 93 97%",
     "cluster": "20 4,750 200 1,920",
-    "cost": "64 27 2026 16 900 32",
+    "cost": "28 2026 16 900 32",
     "decide": "95% 32,768 20%",
     "families": "32 16 2",
     "family": "0 0.10",

@@ -35,8 +35,9 @@ class Number:
 
     def __str__(self) -> str:
         kind = "an odd number" if self.odd else "a whole number" if self.whole else "a number"
-        low = "" if self.least == -math.inf else f", {'above' if self.above else 'at least'} {self.least:g}"
-        high = "" if self.most == math.inf else f", {'below' if self.below else 'at most'} {self.most:g}"
+        least, most = (f"{end:,.0f}" if end % 1 == 0 else f"{end:g}" for end in (self.least, self.most))
+        low = "" if self.least == -math.inf else f", {'above' if self.above else 'at least'} {least}"
+        high = "" if self.most == math.inf else f", {'below' if self.below else 'at most'} {most}"
         return kind + low + high
 
 

@@ -126,7 +126,7 @@ def refused(call: Callable[[], Any]) -> str:
         (str, 1, "x 1: a text"),
         (bool, 1, "x 1: True or False"),
         (int, "1", "x '1': a whole number"),
-        (Number(1.5, 1e7, odd=True), 0, "x 0: an odd number, at least 1.5, at most 1e+07"),
+        (Number(1.5, 1e7, odd=True), 0, "x 0: an odd number, at least 1.5, at most 10,000,000"),
     ],
 )
 def test_every_refusal_in_words(kind, value, text):

@@ -546,7 +546,7 @@ def test_several_references_count(loaded, fake, tmp_path):
 def test_workers_in_the_environment_are_a_number_that_can_be_read(monkeypatch):
     for given in ("many", "-1", "0", "1000000000", "\u00b2"):
         monkeypatch.setenv("KVREPRO_WORKERS", given)
-        with pytest.raises(InputError, match=rf"workers '?{given}'?: a whole number, at least 1, at most 10000"):
+        with pytest.raises(InputError, match=rf"workers '?{given}'?: a whole number, at least 1, at most 10,000"):
             Settings()
     monkeypatch.setenv("KVREPRO_WORKERS", "3")
     assert Settings().workers == 3

@@ -354,7 +354,7 @@ def test_a_rehearsal_goes_on_after_a_chapter_that_refuses(monkeypatch, capsys):
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_more_workers_than_a_cluster_has_are_refused_once_for_all_chapters(monkeypatch, dry_run):
     monkeypatch.setenv("KVREPRO_WORKERS", "")
-    with pytest.raises(InputError, match="^workers 1000000000: a whole number, at least 1, at most 10000"):
+    with pytest.raises(InputError, match="^workers 1000000000: a whole number, at least 1, at most 10,000"):
         book.main(parameter=[], force=False, workers=10**9, dry_run=dry_run)
 
 

@@ -18,13 +18,14 @@ MOST = 2  # findings of each chapter
 
 
 def answers(root: Path = ROOT) -> str:
-    """A list: each chapter's question, the first findings in its box, and a link; then the same of a language model."""
+    """A list: each chapter's question, the first findings in its box, and a link; then how many
+    verdicts are the same on a language model."""
     lines = []
     for chapter, question in QUESTIONS.items():
         text = " ".join(findings(chapter, root)[:MOST]) or "This chapter has no results yet."
         lines.append(f"- **{question}** {text} {{doc}}`The chapter <executed/{chapter}>`.".replace('"../', '"'))
-    elsewhere = [line.removeprefix("- ") for line in language_model_page.page()["found"].splitlines()]
-    other = f"{' '.join(elsewhere[:MOST])} {{doc}}`The page <language-model>`."
+    compared = language_model_page.page()["found"].splitlines()[0].removeprefix("- ")
+    other = f"{compared} {{doc}}`The page <language-model>`."
     return "\n".join([*lines, f"- **Does this hold on a language model?** {other}"])
 
 

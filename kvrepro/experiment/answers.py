@@ -81,8 +81,7 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
             engine.check_conditions(loaded.model, prompts, conditions_by_item, new)  # much quicker than one by one
             return prompts
     for item, prompt, wanted, most_new in zip(items, prompts, conditions_by_item, new, strict=True):
-        gaps = unmet(loaded, [prompt], wanted, [range(len(wanted))]) if study.gaps else {}
-        met = [condition for j, condition in enumerate(wanted) if (0, j) not in gaps]
+        met = met_by(loaded, prompt, wanted) if study.gaps else wanted
         with data.named(item):
             engine.check_conditions(loaded.model, [prompt], met, most_new)
     return prompts
@@ -112,6 +111,12 @@ def unmet(
             except InputError as error:
                 errors[i, j] = error
     return errors
+
+
+def met_by(loaded: Loaded, prompt: Prompt, conditions: Sequence[Condition]) -> list[Condition]:
+    """Those of the conditions that a prompt can meet."""
+    gaps = unmet(loaded, [prompt], conditions, [range(len(conditions))])
+    return [condition for j, condition in enumerate(conditions) if (0, j) not in gaps]
 
 
 # ---- what decides a row

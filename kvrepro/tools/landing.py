@@ -18,8 +18,8 @@ MOST = 2  # findings of each chapter
 
 
 def answers(root: Path = ROOT) -> str:
-    """A list: each chapter's question, the first findings in its box, and a link; then how many
-    verdicts are the same on a language model."""
+    """A list: each chapter's question, the first findings in its box, and a link; then how many verdicts are the same
+    on a language model."""
     lines = []
     for chapter, question in QUESTIONS.items():
         text = " ".join(findings(chapter, root)[:MOST]) or "This chapter has no results yet."

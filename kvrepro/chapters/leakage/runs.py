@@ -23,7 +23,7 @@ from kvrepro.engine.regime import Offline
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment import run as runs
-from kvrepro.experiment.answers import unmet
+from kvrepro.experiment.answers import met_by
 from kvrepro.experiment.claims import READINGS
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem
@@ -91,10 +91,10 @@ def seconds(
 ) -> pd.DataFrame:
     """`timing` of one item."""
     text, rows = prompt(loaded, item), []
-    gaps = unmet(loaded, [text], [condition for *_, condition in cells], [range(len(cells))])
+    met = met_by(loaded, text, [condition for *_, condition in cells])
     for repeat in range(repeats + 1):
-        for j, (name, variant, condition) in enumerate(cells):
-            if (0, j) in gaps:
+        for name, variant, condition in cells:
+            if condition not in met:
                 continue
             [[answer]] = engine.generate(loaded.model, [text], [condition], max_new_tokens=tokens, stop_ids=())
             times = {"compress": answer.prefill_seconds, "decode": 100 * answer.decode_seconds / tokens}

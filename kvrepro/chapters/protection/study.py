@@ -19,7 +19,7 @@ from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.guard import protected_count
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
-from kvrepro.experiment.answers import able, prompt_limit, unmet
+from kvrepro.experiment.answers import able, met_by, prompt_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
@@ -213,8 +213,7 @@ def retention(
     """
     prompt = data.build_prompt(item, loaded.tokenizer, paper_limit(loaded, [item], settings.max_new_tokens))
     conditions = grid.main(capacities, policies, settings.protect_frac, reading)[1:]
-    gaps = unmet(loaded, [prompt], conditions, [range(len(conditions))])
-    conditions = [condition for j, condition in enumerate(conditions) if (0, j) not in gaps]
+    conditions = met_by(loaded, prompt, conditions)
     [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
     columns = ["policy", "reading", "capacity", "protected", "position"]
     rows = [

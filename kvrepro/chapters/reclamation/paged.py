@@ -46,9 +46,8 @@ class PagedCache:
         kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         shape = (blocks, block_size, kv_heads, dim)
         self.config, self.ledger = model.config, Ledger(blocks, block_size)
-        empty = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.keys = [empty.clone() for _ in range(text.num_hidden_layers)]
-        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        layers, kind = range(text.num_hidden_layers), {"dtype": model.dtype, "device": model.device}
+        self.keys, self.values = ([torch.zeros(shape, **kind) for _ in layers] for _ in range(2))
 
     @property
     def stored(self) -> list[Tensor]:

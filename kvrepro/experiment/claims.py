@@ -23,6 +23,7 @@ from kvrepro.paths import DATA, write_table
 
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
 NOT_TESTABLE = "not testable here"
+FIRST = ", as first written"  # after the id of a claim in its first form
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", NOT_TESTABLE)
 STORED = "stored timings"  # the `model` of verdicts that rest on data/gpu, and not on this run
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of libyaml takes a quarter of the time
@@ -36,8 +37,12 @@ COLUMNS = [
 
 
 def load_claims(chapter: str, folder: Path = DATA / "claims") -> dict[str, Any]:
-    """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`, ids checked to be unique. Those
-    whose ids are listed under "timed" rest on seconds."""
+    """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`, ids checked to be unique, and
+    what they presume to be claims of the same file. Those whose ids are listed under "timed" rest on seconds.
+
+    A claim whose rule could never hold, or never fail, when data/error_rates.csv tried it has these rows as `tried`, by
+    reading, and its first form has its own.
+    """
     path = Path(folder) / f"{chapter}.yml"
     if not path.is_file():
         raise InputError(f"no claims for chapter {chapter!r}: {path} does not exist")
@@ -45,7 +50,30 @@ def load_claims(chapter: str, folder: Path = DATA / "claims") -> dict[str, Any]:
     ids = [claim["id"] for claim in book["claims"]]
     if len(ids) != len(set(ids)):
         raise InputError(f"{path}: claim ids repeat: {sorted({i for i in ids if ids.count(i) > 1})}")
+    presumed = {claim["id"]: claim["presumes"] for claim in book["claims"] if claim.get("presumes")}
+    for chain in [[name] for name in presumed]:
+        while premise := presumed.get(chain[-1]):
+            if premise not in ids or premise in chain:
+                fault = "goes round in a circle" if premise in chain else "is no claim of this file"
+                raise InputError(f"{path}: {chain[-1]} presumes {premise}, which {fault}: name another claim, or none")
+            chain.append(premise)
+    tried = one_sided(chapter)
+    for claim in book["claims"]:
+        claim["tried"] = tried.get(claim["id"], {})
+        if "first" in claim:
+            claim["first"]["tried"] = tried.get(claim["id"] + FIRST, {})
     return book
+
+
+@lru_cache(maxsize=8)
+def one_sided(chapter: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows of data/error_rates.csv of rules that could never hold or never fail, by claim and reading."""
+    table = pd.read_csv(DATA / "error_rates.csv")
+    table = table[(table.chapter == chapter) & (table.can_hold.eq(False) | table.can_fail.eq(False))]
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in table[["claim", "reading", "rule", "n", "can_hold", "can_fail", "enough"]].to_dict("records"):
+        rows.setdefault(row["claim"], {})[row["reading"]] = row
+    return rows
 
 
 @lru_cache(maxsize=64)
@@ -185,7 +213,7 @@ def claims_on_own(claims: Iterable[dict[str, Any]], policies: Iterable[str]) -> 
     return [
         claim | {
             "id": f"{claim['id']} {find(name).title}", "over": {**claim["over"], "policy": [name]},
-            "statement": f"Asked of {find(name).title}: {claim['statement']}",
+            "statement": f"Asked of {find(name).title}: {claim['statement']}", "tried": {},
         }
         for name in filter(is_own, dict.fromkeys(policies)) for claim in general
     ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Claims that were written, or changed, when results were known: the table of verdicts says so.
 
 Such a claim of `data/claims/` has an entry `exploratory:` (it was written with results in sight) or `changed:` (its
-rule or members were), each with the reason. `first:` holds the first form's entries, by which rows are judged too.
+rule or members were), each with the reason. `first:` holds the first form's entries, by which rows are judged too;
+null takes an entry away. What a claim `presumes` is no part of its first form.
 """
 
 import re
@@ -11,9 +12,7 @@ from typing import Any
 import pandas as pd
 
 from kvrepro.experiment import judge
-from kvrepro.experiment.claims import LABELS, label
-
-FIRST = ", as first written"  # after the id of a claim in its first form
+from kvrepro.experiment.claims import FIRST, LABELS, label
 
 
 def verdicts(
@@ -28,7 +27,8 @@ def verdicts(
         note = f" (Not in the {whose}'s words.)" if whose and "ours" in claim else ""
         claims.append({**claim, "statement": claim["statement"] + note})
         if "first" in claim:
-            claims.append({**claims[-1], **claim["first"], "id": claim["id"] + FIRST})
+            first = {**claims[-1], "presumes": None, **claim["first"], "id": claim["id"] + FIRST}
+            claims.append({name: value for name, value in first.items() if value is not None})
     return _marked(judge.verdicts([*claims, *own], members, readings, model=model, profile=profile), book)
 
 
@@ -42,7 +42,10 @@ def _marked(frame: pd.DataFrame, book: Sequence[Mapping[str, Any]]) -> pd.DataFr
 
 
 def _note(claim: Mapping[str, Any], first: pd.DataFrame) -> str:
-    kind = {"exploratory": "Exploratory: written when results were known", "changed": "Changed when results were known"}
+    kind = {
+        "exploratory": "Exploratory: written when results were known", "changed": "Changed when results were known",
+        "presumes": "Its premise was added when results were known",
+    }  # fmt: skip
     notes = [text for name, text in kind.items() if name in claim][:1]
     if len(first):
         texts = [f"{label(row.verdict)} with the {LABELS.get(row.reading, '')}" for row in first.itertuples()]

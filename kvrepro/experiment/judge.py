@@ -8,13 +8,15 @@ where no part of the interval does; else it is *open*. Rules:
 
 - at_least, at_most b: the bound itself satisfies both. above, below b: it satisfies neither.
 - between [b, c]; size_at_least, size_at_most b: of the absolute value.
-- no_difference b: within b of 0, and the test finds no difference. Where it finds one, the member fails if its interval
-  lies to one side of 0 as well, because a test of ranks can also find equal means that are spread unevenly.
+- no_difference b: within b of 0, where neither the test nor the interval finds a difference. Where both find one, the
+  member fails. Where one does, it is open: ranks can differ where means are equal, and means where ranks are.
 - equivalent b: TOST at 5%.
 
 A member may have parts, such as all pairs of policies. Then all of them must hold (each is tested at 5%: an
 intersection of claims needs no correction), or with `some` one of them (tested at 5% divided by their number). No
 maximum and no range is ever estimated: both are biased upwards.
+
+A test of ranks agrees with an interval if it is significant and its ranks lie on the same side of 0 as the mean.
 
 A claim marked `exact: true` is a theorem or arithmetic: its members list every case, and one counterexample refutes it.
 
@@ -25,9 +27,10 @@ Verdicts:
   members at the threshold one fails by chance; a score without bounds needs more than six items: `stats.fewest`).
 - *partly*: some hold, some do not.
 - *inconclusive*: tested, and none of the above.
-- *not testable here*: there is no member to test.
+- *not testable here*: there is no member to test, or the claim `presumes` another that is not reproduced here.
 
-`data/error_rates.csv`, by `kvrepro.tools.error_rates`, says how often each claim's rule errs.
+`data/error_rates.csv`, by `kvrepro.tools.error_rates`, says how often each claim's rule errs. Where it says that a rule
+can never hold, or never fail, with as many items as a claim has, the verdict is *inconclusive* whatever they say.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ import pandas as pd
 
 from kvrepro.errors import InputError, counted
 from kvrepro.experiment import stats
-from kvrepro.experiment.claims import COLUMNS, NOT_TESTABLE, paper_text
+from kvrepro.experiment.claims import COLUMNS, NOT_TESTABLE, label, paper_text
 from kvrepro.experiment.stats import ANY, MIN_ITEMS, UNIT, Estimate
 
 MIN_CEILING = 0.10  # lower bound of the full cache's score below which a claim about quality says nothing
@@ -311,30 +314,36 @@ def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequenc
     if not test:
         return list(judged)
     frames = [m.what.data.dropna() if isinstance(m.what, Sample) else None for m in members]
+    alike = [True] * len(judged)
     if test == "sign":
         ps = [stats.sign_test([j.ours.value for j in judged], [0.0] * len(judged))] * len(judged)
     elif any(f is None for f in frames):
         raise InputError(f"claim {claim['id']}: test {test} needs paired columns a and b in every member")
     elif test == "wilcoxon_holm":
         ps = stats.holm([stats.wilcoxon(f.a, f.b) for f in frames if f is not None])
+        up = [stats.wilcoxon(f.a, f.b, greater=True) < 0.5 for f in frames if f is not None]
+        alike = [side == (j.ours.value > 0) for side, j in zip(up, judged, strict=True)]
     elif test == "tost":
         ps = [stats.tost(f.a, f.b, margin, bounds=UNIT) for f in frames if f is not None]
     else:
         raise InputError(f"claim {claim['id']}: unknown test {test!r}: known are {', '.join(filter(None, TESTS))}")
-    heard = [replace(j, p=p, state=_heard(kind, j, p)) for j, p in zip(judged, ps, strict=True)]
+    heard = [replace(j, p=p, state=_heard(kind, j, p, side)) for j, p, side in zip(judged, ps, alike, strict=True)]
     return [replace(j, refuted=j.refuted or (kind == "no_difference" and j.state == "fails")) for j in heard]
 
 
-def _heard(kind: str, j: Judged, p: float) -> str:
-    """A member's state after its test. kind: of the claim's rule."""
+def _heard(kind: str, j: Judged, p: float, alike: bool = True) -> str:
+    """A member's state after its test. kind: of the claim's rule; alike: mean and ranks lie on the same side of 0."""
     significant = p < 0.05
     if math.isnan(j.ours.low):
         return j.state
     if kind == "no_difference":
-        return j.state if not significant else "fails" if j.ours.low > 0 or j.ours.high < 0 else "open"
+        apart = j.ours.low > 0 or j.ours.high < 0
+        if significant or apart:
+            return "fails" if significant and apart else "open" if j.state == "holds" else j.state
+        return j.state
     if kind == "equivalent":
         return "holds" if significant else "open" if j.state == "holds" else j.state
-    return "open" if j.state == "holds" and not significant else j.state
+    return "open" if j.state == "holds" and not (significant and alike) else j.state
 
 
 def judge(claim: Mapping[str, Any], members: Sequence[Member]) -> list[Judged]:
@@ -397,7 +406,23 @@ def _without_value(judged: Judged) -> NotTestable:
     return NotTestable(f"{what}{judged.ours.n} items give no value, as a ratio to nothing has none")
 
 
-def _row(claim: Mapping[str, Any], members: Members | NotTestable) -> tuple[dict[str, Any], dict[str, str]]:
+UNTESTED = {"verdict": NOT_TESTABLE, "test": "none", "members": "", "decided_by": ""}  # of a row without a verdict
+
+
+def _one_sided(claim: Mapping[str, Any], reading: str, n: int) -> tuple[str, float] | None:
+    """What n items can never make a claim's rule do (hold, fail), and how many can do both; None where they can.
+
+    It is known by `claim["tried"]`, rows of data/error_rates.csv by reading. Rows of another rule do not count.
+    """
+    tried = claim.get("tried", {}).get(reading)
+    if not tried or tried["rule"] != rule_text(claim) or n > tried["n"]:
+        return None
+    return "fail" if tried["can_hold"] else "hold", tried["enough"]
+
+
+def _row(
+    claim: Mapping[str, Any], members: Members | NotTestable, reading: str
+) -> tuple[dict[str, Any], dict[str, str]]:
     """One row of the table, and the state of every member."""
     unit, exact = claim.get("unit", "F1"), claim.get("exact")
     row = {
@@ -419,8 +444,7 @@ def _row(claim: Mapping[str, Any], members: Members | NotTestable) -> tuple[dict
         if not judged:
             raise untestable[-1]
     except NotTestable as reason:
-        untested = {"test": "none", "members": "", "decided_by": ""}
-        return row | untested | {"verdict": NOT_TESTABLE, "note": str(reason)}, {}
+        return row | UNTESTED | {"note": str(reason)}, {}
     scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]
     counts = [f"{states.count(state)} {state}" for state in STATES if state in states]
     decision = verdict_of(claim, judged)
@@ -431,6 +455,12 @@ def _row(claim: Mapping[str, Any], members: Members | NotTestable) -> tuple[dict
     counts += [f"{len(untestable)} not testable ({untestable[0]})"] if untestable else []
     undecided = [j for j in judged if j.state == "open" or (j.state == "fails" and decision == "inconclusive")]
     needed = [j.needed for j in undecided if not math.isnan(j.needed)]
+    if one_sided := _one_sided(claim, reading, min(j.ours.n for j in judged)):
+        never, enough = one_sided
+        needed += [] if math.isnan(enough) else [enough]
+        if decision != "inconclusive":
+            decision = "inconclusive"
+            counts += [f"though with {counted(worst.ours.n, 'item')} this rule can never {never}"]
     return row | {
         "ours": worst.ours.value * scale, "low": worst.ours.low * scale, "high": worst.ours.high * scale,
         "p": worst.p, "n": worst.ours.n, "verdict": decision, "members": ", ".join(counts),
@@ -457,11 +487,43 @@ def verdicts(
                 supplied: Members | NotTestable = members(claim, reading)
             except NotTestable as reason:
                 supplied = reason
-            row, states_of_members = _row(claim, supplied)
+            row, states_of_members = _row(claim, supplied, reading)
             states.setdefault(claim["id"], []).append(states_of_members)
             table.append(row | {"reading": reading})
+    table = _where_premises_hold(table, {claim["id"]: claim.get("presumes") for claim in claims})
     frame = pd.DataFrame(table).reindex(columns=COLUMNS).assign(model=model, profile=profile)
     return frame.assign(depends_on_reading=frame.claim.map({name: depends(s) for name, s in states.items()}))
+
+
+def _where_premises_hold(table: Sequence[dict[str, Any]], presumed: Mapping[str, str | None]) -> list[dict[str, Any]]:
+    """The rows of a table of verdicts; those whose premise is not reproduced in their reading are not testable.
+
+    presumed: the premise of each claim. A premise that is not among the rows is not asked; of a claim for both
+    readings it must hold in one. The note says what the premise found, and what the verdict would be without it.
+    """
+
+    def refusal(row: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The row of a premise that is not reproduced, or whose own premise is not."""
+        of_premise = [r for r in table if r["claim"] == presumed[row["claim"]]]
+        rows = [r for r in of_premise if row["reading"] == "any" or r["reading"] in ("any", row["reading"])]
+        refusing = [r for r in rows if r["verdict"] != "reproduced" or refusal(r)]
+        return refusing[0] if refusing and len(refusing) == len(rows) else None
+
+    def judged(row: dict[str, Any]) -> dict[str, Any]:
+        premise = refusal(row)
+        if row["verdict"] == NOT_TESTABLE or premise is None:
+            return row
+        unit, value = "%" if premise["unit"] == "%" else f" {premise['unit']}", ""
+        if "ours" in premise:
+            value = f" ({premise['ours']:.3g}{unit} [{premise['low']:.3g}, {premise['high']:.3g}])"
+        note = (
+            f"it presumes {premise['claim']}, which is {label(premise['verdict'])}{value}: {premise['statement']} "
+            f"Without this premise it would be {label(row['verdict'])}"
+        )
+        numbers = ("ours", "low", "high", "p", "n", "needed")
+        return {name: value for name, value in row.items() if name not in numbers} | UNTESTED | {"note": note}
+
+    return [judged(row) for row in table]
 
 
 def depends(states: Sequence[Mapping[str, str]]) -> str:

@@ -259,7 +259,9 @@ def evidence(row: Any) -> str:
         why = case(note).rstrip(".")
         return f"{why[:1].upper()}{why[1:]}." if why else ""
     total = sum(map(int, re.findall(r"\d+(?= (?:holds|fails|open))", members)))
-    cases = f"of {total} cases, " + re.sub(r"(\d+) (holds|fails|open)", _cases, members) if total > 1 else ""
+    cases = members.partition(", though ")[2]
+    if total > 1:
+        cases = f"of {total} cases, " + re.sub(r"(\d+) (holds|fails|open)", _cases, members)
     p = "" if pd.isna(row.p) else f"{row.test}: p {'< 0.001' if row.p < 0.001 else f'= {row.p:.3f}'}"
     needed = f"{_needed(row)} would settle what is open" if _needed(row) else ""
     parts = [f"Decided by {case(decided)}" if decided else "", cases, p, needed]

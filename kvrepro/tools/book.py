@@ -40,7 +40,7 @@ from kvrepro.tools import command, edition, pages, web
 from kvrepro.tools.processes import in_turn, interruptible
 
 INPUTS = """kvrepro/**/*.py kernels/**/*.py data/published/* data/claims/* data/models/**/* data/gpu/*
-data/artifact/* data/words/* constraints.txt""".split()
+data/artifact/* data/words/* data/error_rates.csv constraints.txt""".split()
 PAGES = """_config.yml _toc.yml *.md constraints.txt book/**/* data/*.csv data/*/*.csv kvrepro/tools/*.py""".split()
 FIRST_PAGE = "_build/html/index.html"
 SHOWS = "kvrepro.experiment.figure.display"  # what figures are shown by

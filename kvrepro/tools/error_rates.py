@@ -3,7 +3,8 @@
 `python -m kvrepro.tools.error_rates`, after `make book`. The data are those of `kvrepro.tools.known_truth`, in the
 shape of what the claim was tested on in the last run: its members and their parts, items, clusters, bounds, the spread
 and the zeros and ones that were seen. The claim's own rule judges five kinds of them. A rule that is never reproduced
-on the kind *far* cannot hold, one that is never refuted there cannot fail.
+on the kind *far* cannot hold, one that is never refuted there cannot fail. With so few items the judge lets it decide
+nothing; column `enough` says with how many it can do both.
 
 Wanted: at most 5% "reproduced" where the claim is false or just not true, and at most 5% "not reproduced" where it is
 true or just true. With 150 repeats a rate of 5% has a standard error of 1.8 points, with the 60 of rules that
@@ -40,10 +41,11 @@ from kvrepro.tools.rows import replace_rows
 SHORT = {"reproduced": "reproduced", "not reproduced": "not_reproduced", "inconclusive": "inconclusive"}
 COLUMNS = [
     "chapter", "claim", "reading", "rule", "members", "parts", "n", "repeats", "wrongly_reproduced",
-    "wrongly_not_reproduced", "decided", "can_hold", "can_fail", "wrongly_reproduced_above",
-    "wrongly_not_reproduced_above",
+    "wrongly_not_reproduced", "decided", "can_hold", "can_fail", "enough",
+    "wrongly_reproduced_above", "wrongly_not_reproduced_above",
     *(f"{kind}_{name}" for kind in KINDS[:4] for name in SHORT.values()), "note",
 ]  # fmt: skip
+FAR = {"far_true": "reproduced", "far_false": "not_reproduced"}  # kind -> the verdict that a rule must reach there
 WRONG = 0.05  # of either false verdict, at most
 REPEATS, SLOW_REPEATS, FAR_REPEATS = 150, 60, 20
 SLOW_DRAWS, MANY = 120, 25  # resamples; parts from which on a claim counts as slow
@@ -124,10 +126,28 @@ def rates(
         with mock.patch.object(stats, "DRAWS", SLOW_DRAWS):
             repeats_of_kind = {k: min(n_repeats, FAR_REPEATS) if "far" in k else n_repeats for k in KINDS}
             shares = {k: simulated(claim, members, parts, k, count) for k, count in repeats_of_kind.items()}
-        row |= {"n": min(counts), "repeats": n_repeats}
+            row |= {
+                "n": min(counts),
+                "repeats": n_repeats,
+                "enough": _enough(claim, members, shares, min(counts), times),
+            }
     for kind in KINDS[:4]:
         row |= {f"{kind}_{name}": shares.get(kind, {}).get(name, math.nan) for name in SHORT.values()}
     return row | summary(claim, shares, row["repeats"])
+
+
+def _enough(
+    claim: Mapping[str, Any], members: Sequence[Member], shares: Mapping[str, Mapping[str, float]], n: int, times: float
+) -> float:
+    """Of 2, 4 .. 64 times n items the fewest with which a rule can hold and fail that cannot do both with n, by its
+    shares on the kinds *far*. nan: it can do both with n, or with none of these."""
+    for factor in (1, 2, 4, 8, 16, 32, 64):
+        if factor > 1:
+            parts = sampled(claim, members, times * factor)
+            shares = {kind: simulated(claim, members, parts, kind, FAR_REPEATS) for kind in FAR}
+        if all(shares.get(kind, {}).get(name, 0.0) > 0 for kind, name in FAR.items()):
+            return factor * n if factor > 1 else math.nan
+    return math.nan
 
 
 def summary(claim: Mapping[str, Any], shares: Mapping[str, Mapping[str, float]], repeats: int) -> dict[str, Any]:
@@ -146,10 +166,9 @@ def summary(claim: Mapping[str, Any], shares: Mapping[str, Mapping[str, float]],
     chance = 2 * math.sqrt(WRONG * (1 - WRONG) / repeats)
     above = {f"{name}_above": bool(share > WRONG + chance) for name, share in wrong.items()}
     sides = [shares[k][name] for k, name in (("true", "reproduced"), ("false", "not_reproduced")) if shares.get(k)]
-    far = {"can_hold": ("far_true", "reproduced"), "can_fail": ("far_false", "not_reproduced")}
     return {
         **wrong, **above, "decided": float(np.mean(sides)) if sides else math.nan,
-        **{c: shares.get(kind, {}).get(name, 0.0) > 0 for c, (kind, name) in far.items()},
+        **{c: shares.get(k, {}).get(FAR[k], 0.0) > 0 for c, k in (("can_hold", "far_true"), ("can_fail", "far_false"))},
     }  # fmt: skip
 
 

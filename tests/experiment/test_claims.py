@@ -81,6 +81,29 @@ def test_a_reference_to_no_printed_number_raises():
         claims.cells("protection_t08_protection_sweep_qwen25_3b.csv", {"protect_frac": 0.33})
 
 
+def test_what_a_claim_presumes_is_another_of_its_file(tmp_path):
+    def written(*presumed):
+        entries = "".join(f"  - {{id: X{i}, presumes: {name}}}\n" for i, name in enumerate(presumed))
+        (tmp_path / "mine.yml").write_text(f"claims:\n{entries}")
+        return claims.load_claims("mine", tmp_path)
+
+    assert [claim["presumes"] for claim in written("X1", "X2", "null")["claims"]] == ["X1", "X2", None]
+    with pytest.raises(InputError, match=r"X0 presumes P4, which is no claim of this file: name another claim, or none"):
+        written("P4")
+    for circle, last in ((("X1", "X2", "X0"), "X2"), (("X0",), "X0")):
+        with pytest.raises(InputError, match=f"{last} presumes X0, which goes round in a circle"):
+            written(*circle)
+
+
+def test_a_claim_knows_with_how_many_items_its_rule_can_decide_nothing():
+    rates = pd.read_csv(DATA / "error_rates.csv").set_index(["chapter", "claim", "reading"])
+    rows = rates.loc["protection"]
+    assert BY_ID["P4"]["tried"] == {}
+    for claim, of_claim in (("P10", BY_ID["P10"]), ("P1, as first written", BY_ID["P1"]["first"])):
+        assert not rows.can_hold[claim, "as_run"]
+        assert of_claim["tried"]["as_run"]["n"] == rows.n[claim, "as_run"]
+
+
 def test_an_unknown_chapter_raises():
     with pytest.raises(InputError, match="no claims for chapter 'nothing'"):
         claims.load_claims("nothing")

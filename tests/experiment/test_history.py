@@ -16,14 +16,20 @@ BOOK = [
     {**OLD, "id": "X3", "exploratory": "why", "first": {"shift": -0.5}},
     {**OLD, "id": "X4", "exploratory": "why", "changed": "too"},
 ]
+PREMISED = [
+    {**OLD, "id": "X5", "presumes": "X6", "changed": "why", "only": "some", "first": {"only": None}},
+    {**OLD, "id": "X6", "shift": -0.5},
+    {**OLD, "id": "X7", "presumes": "X6"},
+]
 
 
-def table(readings=("any",)) -> pd.DataFrame:
+def table(readings=("any",), book=BOOK) -> pd.DataFrame:
     def members(claim, reading):
+        assert ("only" in claim) == (claim["id"] == "X5")
         gain = 0.4 + claim["shift"] - 0.8 * (reading == "as_run")
         return [Member("all", Sample(pd.DataFrame({"a": [gain, gain + 0.01] * 20}), bounds=None))]
 
-    return history.verdicts(BOOK, members, lambda _: readings, model="m", profile="quick")
+    return history.verdicts(book, members, lambda _: readings, model="m", profile="quick")
 
 
 def test_both_forms_are_judged_by_the_same_rows_and_the_first_is_told_in_the_statement():
@@ -35,6 +41,14 @@ def test_both_forms_are_judged_by_the_same_rows_and_the_first_is_told_in_the_sta
     assert verdicts.statement["X2"] == late
     assert verdicts.statement["X3"].endswith("known; as first written (above 0): *not reproduced*.)")
     assert verdicts.statement["X4"] == "It helps. (Exploratory: written when results were known.)"
+
+
+def test_a_premise_is_no_part_of_a_first_form_and_null_takes_an_entry_away():
+    verdicts = table(book=PREMISED).set_index("claim")
+    assert verdicts.verdict.tolist() == ["not testable here", "not reproduced", "not testable here"]
+    assert verdicts.statement["X5"].endswith("(Changed when results were known; as first written (above 0): *reproduced*.)")
+    assert verdicts.statement["X7"] == "It helps. (Its premise was added when results were known.)"
+    assert verdicts.note["X7"].endswith("Without this premise it would be reproduced")
 
 
 def test_readings_that_differ_are_both_told():

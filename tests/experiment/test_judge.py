@@ -293,6 +293,26 @@ def test_ranks_alone_refute_no_equality_of_means():
     assert row.verdict == "inconclusive"
 
 
+def test_an_interval_alone_refutes_no_equality_either():
+    """Few items gain much, many lose a little: the mean is not 0, and Wilcoxon's test finds nothing."""
+    gained = pd.DataFrame({"a": [0.49] * 30 + [1.0] * 8 + [0.5] * 22, "b": [0.5] * 60})
+    row = table({"no_difference": 0.2}, [Member("x", Sample(gained, "difference"))], test="wilcoxon_holm")
+    assert row.p > 0.1
+    assert 0 < row.low < row.high < 0.2
+    assert (row.verdict, row.members) == ("inconclusive", "1 open")
+
+
+def test_ranks_on_the_other_side_of_0_agree_with_no_mean():
+    most_lose = pd.DataFrame({"a": [0.09] * 80 + [1.0] * 12, "b": [0.1] * 92})
+    row = table({"above": 0.0}, [Member("x", Sample(most_lose, "difference"))], test="wilcoxon_holm")
+    assert row.p < 0.001
+    assert row.low > 0
+    assert row.verdict == "inconclusive"
+    mirrored = most_lose.rename(columns={"a": "b", "b": "a"})
+    row = table({"below": 0.0}, [Member("x", Sample(mirrored, "difference"))], test="wilcoxon_holm")
+    assert row.verdict == "inconclusive"
+
+
 def test_what_a_claim_cannot_mean_raises():
     with pytest.raises(InputError, match="unknown rule 'about'"):
         table({"about": 1}, [Member("x", paired(0.1))])
@@ -557,6 +577,9 @@ def test_the_worst_case_is_named_by_all_of_its_names():
         ("no_difference", "holds", -0.1, -0.01, 0.01, "fails"),
         ("no_difference", "holds", 0.0, 0.1, 0.01, "open"),
         ("no_difference", "holds", -0.1, 0.0, 0.01, "open"),
+        ("no_difference", "holds", 0.01, 0.1, 0.05, "open"),  # the interval alone finds a difference
+        ("no_difference", "holds", -0.1, -0.01, 0.05, "open"),
+        ("no_difference", "fails", 0.3, 0.4, 0.05, "fails"),
         ("equivalent", "open", -0.1, 0.1, 0.01, "holds"),
         ("equivalent", "holds", -0.1, 0.1, 0.05, "open"),
         ("equivalent", "fails", 0.1, 0.2, 0.5, "fails"),
@@ -712,6 +735,49 @@ def test_the_worst_member_is_shown_and_what_undecided_ones_need():
         row = table({"equivalent": 0.4}, [Member("x", paired(0.1))], test=test)
         assert (row.test, row.p < 1) == (test_name, test != "sign")
     assert table({"at_least": 0}, [Member("x", Facts(pd.Series([1])))], exact=True).test == "every case"
+
+
+def test_a_claim_whose_premise_is_not_reproduced_is_not_testable():
+    of = {"code": 0.9, "text": 0.1}
+
+    def members(claim, reading):
+        return [Member("all", Band(of.get(reading, 0.9) if claim["id"] in "ADE" else 0.8, 0.1))]
+
+    ids = {"B": "A", "A": None, "C": "B", "D": "E", "E": "X", "F": "A"}  # B stands before its premise
+    claims = [CLAIM | {"id": name, "rule": {"at_least": 0.5}, "presumes": premise} for name, premise in ids.items()]
+    readings = {"F": ["any"]}
+    frame = judge.verdicts(
+        claims, members, lambda claim: readings.get(claim["id"], ["code", "text"]), model="m", profile="quick"
+    )
+    verdicts = frame.set_index(["claim", "reading"]).verdict
+    assert verdicts["B", "code"] == verdicts["C", "code"] == verdicts["D", "code"] == "reproduced"
+    assert verdicts["B", "text"] == verdicts["C", "text"] == verdicts["D", "text"] == "not testable here"
+    assert verdicts["E", "text"] == "not reproduced"  # what it presumes was not asked
+    assert verdicts["F", "any"] == "reproduced"  # its premise holds in one reading
+    row = frame.set_index(["claim", "reading"]).loc[("B", "text")]
+    assert row.note == (
+        "it presumes A, which is not reproduced (0.1 F1 [0, 0.2]): It is so. Without this premise it would be reproduced"
+    )
+    assert (row.test, row.members, row.decided_by, row.depends_on_reading) == ("none", "", "", "no")
+    assert row[["ours", "low", "high", "p", "n", "needed"]].isna().all()
+
+
+def test_with_too_few_items_for_both_verdicts_there_is_neither():
+    tried = {"rule": "at least 0.4", "n": 20, "can_hold": False, "can_fail": True, "enough": 160.0}
+    failing = [Member("a", Band(0.1, 0.05)), Member("b", Band(0.2, 0.05))]
+    row = table({"at_least": 0.4}, failing, tried={"any": tried})
+    assert (row.verdict, row.needed, row.members) == (
+        "inconclusive", 160, "2 fails, though with 20 items this rule can never hold",
+    )  # fmt: skip
+    row = table({"at_least": 0.4}, [Member("a", Band(0.9, 0.05))], tried={"any": tried | {"can_hold": True}})
+    assert (row.verdict, row.members) == ("inconclusive", "1 holds, though with 20 items this rule can never fail")
+    for other in ({"n": 19}, {"rule": "at least 0.5"}):
+        assert table({"at_least": 0.4}, failing, tried={"any": tried | other}).verdict == "not reproduced"
+    assert table({"at_least": 0.4}, failing, tried={"as_run": tried}).verdict == "not reproduced"
+    row = table({"at_least": 0.4}, [Member("a", Band(0.5, 0.2))], tried={"any": tried | {"enough": 1e6}})
+    assert (row.verdict, row.needed, row.members) == ("inconclusive", 1e6, "1 open")
+    row = table({"at_least": 0.4}, failing, tried={"any": tried | {"enough": NAN}})
+    assert (row.verdict, math.isnan(row.needed)) == ("inconclusive", True)
 
 
 def test_each_reading_has_its_row():

@@ -35,13 +35,18 @@ def test_a_sound_rule_errs_seldom_and_decides_what_is_clear():
 
 def test_rules_that_cannot_hold_or_cannot_fail_are_found():
     few = [Member("m", Sample(F1[["a", "b"]][:8], "difference"))]
-    assert not error_rates.rates(claim({"equivalent": 0.02}, test="tost"), few, repeats=20)["can_hold"]
+    row = error_rates.rates(claim({"equivalent": 0.02}, test="tost"), few, repeats=20)
+    assert not row["can_hold"]
+    assert 8 < row["enough"] <= 64 * 8
+    enough = error_rates.rates(claim({"equivalent": 0.02}, test="tost"), few, repeats=20, times=row["enough"] / 8)
+    assert (enough["can_hold"], enough["can_fail"], math.isnan(enough["enough"])) == (True, True, True)
     share = [Member("m", Sample(F1[["a"]]))]
     above_all = error_rates.rates(claim({"at_most": 1.2}), share, repeats=20)
     assert above_all["can_hold"]
     assert not above_all["can_fail"]
     assert math.isnan(above_all["threshold_reproduced"])
-    assert not error_rates.rates(claim({"at_least": 1.2}), share, repeats=20)["can_hold"]
+    never = error_rates.rates(claim({"at_least": 1.2}), share, repeats=20)
+    assert (never["can_hold"], math.isnan(never["enough"])) == (False, True)
 
 
 def test_a_rule_that_errs_is_found():

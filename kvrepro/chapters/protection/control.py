@@ -86,7 +86,8 @@ def _of_lengths(rows: pd.DataFrame) -> Iterator[Panel]:
 def panel_verdicts(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:
     """Verdicts of the claims about a panel's study, in `COLUMNS`; those that it cannot test are among them."""
     about_study = [c for c in book["claims"] if c.get("study", "main") == panel.study]
-    tested = [c for c in about_study if not panel.topics or c["topic"] in panel.topics]
+    # Each rule by itself: most panels lack the full cache, and with it what claims presume.
+    tested = [c | {"presumes": None} for c in about_study if not panel.topics or c["topic"] in panel.topics]
     table = members.evaluate(
         panel.rows,
         {**book, "claims": tested},

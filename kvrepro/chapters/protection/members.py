@@ -245,12 +245,10 @@ def _of_attention(claim: Mapping, attention: pd.DataFrame) -> list[Member]:
     if claim["contrast"] == "sink_share":
         of_layers = attention[attention.region == "sink"].groupby("layer").mass.mean()  # over heads and items
         if not of_layers.max() >= MIN_SINK:
-            raise NotTestable(
-                "the last prompt token gives position 0 less than a tenth of its attention in every layer"
-            )
+            raise NotTestable("position 0 gets less than a tenth of the attention in every layer")
         frame = pd.DataFrame({"a": mass.sink, "full": mass.sink + mass.prefix})
         return [Member("all", Sample(frame, "share_of_ceiling", bounds=None))]
-    share = attention.pivot_table(index="item", columns="region", values="uniform", aggfunc="first")
+    share = attention.pivot_table(index="item", columns="region", values="uniform", aggfunc="mean")
     return [
         Member(
             region, Sample(pd.DataFrame({"a": mass[region], "full": share[region]}), "share_of_ceiling", bounds=None)

@@ -16,6 +16,7 @@ from kvrepro.chapters.protection.settings import Settings
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import watch_prompt
 from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.guard import protected_count
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
@@ -174,30 +175,35 @@ def attention(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int
 
 
 def attention_by_region(loaded: Loaded, item: Item, side: int, limit: int) -> pd.DataFrame:
-    """Where the last token of an item's prompt attends: a row per layer, query head and region.
+    """Where the tokens of an item's prompt attend: a row per layer, query head and region.
 
-    `mass` is its attention to the region, `uniform` the region's share of the tokens. Regions: sink (position 0),
-    prefix and suffix (`side` tokens at either end; the sink taken out), middle. Raises InputError for a prompt without
-    a middle.
+    `mass` is the attention that the region gets, the mean over all queries, and `uniform` what it would get if each
+    query attended evenly to the tokens that it sees. Regions: sink (position 0), prefix and suffix (`side` tokens at
+    either end; the sink taken out), middle. Raises InputError for a prompt without a middle.
     """
     ids = data.build_prompt(item, loaded.tokenizer, limit).ids
     n = len(ids)
     if 2 * side >= n:
         raise InputError(f"{side} tokens at either end leave no middle of {n}: lower the capacity or protect_frac")
-    seen: dict[int, Tensor] = {}
+    regions = {"sink": (0, 1), "prefix": (1, side), "middle": (side, n - side), "suffix": (n - side, n)}
+    masses: dict[int, Tensor] = {}
 
     def see(layer: int, p: Tensor, queries: slice) -> None:
-        seen[layer] = p[0, :, :, -1].flatten(0, 1).cpu()  # of the prompt's last query, which comes last
+        heads = p[0].flatten(0, 1).sum(1)  # [heads, tokens]: of this block of queries
+        part = torch.stack([heads[:, a:b].sum(-1) for a, b in regions.values()]).cpu() / n
+        masses[layer] = masses[layer] + part if layer in masses else part
 
     watch_prompt(loaded.model, ids, see)
-    last = torch.stack([seen[layer] for layer in sorted(seen)])  # [layers, heads, tokens]
+    sliding = ModelFacts.of(loaded.model).sliding
+    newest = np.arange(n)  # the last position that each query sees, its own
     parts = []
-    regions = {"sink": (0, 1), "prefix": (1, side), "middle": (side, n - side), "suffix": (n - side, n)}
-    for region, (a, b) in regions.items():
-        mass = last[..., a:b].sum(-1).numpy()  # [layers, heads]
-        layer, head = np.indices(mass.shape)
-        part = pd.DataFrame({"layer": layer.ravel(), "head": head.ravel(), "mass": mass.ravel()})
-        parts.append(part.assign(region=region, uniform=(b - a) / n))
+    for layer, of_layer in sorted(masses.items()):
+        oldest = np.maximum(newest - sliding.get(layer, n) + 1, 0)
+        for (region, (a, b)), mass in zip(regions.items(), of_layer.numpy(), strict=True):
+            visible = np.clip(np.minimum(newest + 1, b) - np.maximum(oldest, a), 0, None)
+            even = (visible / (newest + 1 - oldest)).mean()
+            part = pd.DataFrame({"layer": layer, "head": range(len(mass)), "mass": mass})
+            parts.append(part.assign(region=region, uniform=even))
     return pd.concat(parts, ignore_index=True)
 
 

@@ -143,10 +143,29 @@ def test_attention_by_region_sums_to_one_and_matches_eager(loaded):
     eager.set_attn_implementation("eager")
     p = torch.stack(eager(torch.tensor([ids]), output_attentions=True).attentions)[:, 0].detach()
     row = table[(table["layer"] == 1) & (table["head"] == 3)].set_index("region")
-    assert row.mass["prefix"] == pytest.approx(p[1, 3, -1, 1:5].sum().item(), abs=1e-6)
-    assert row.mass["suffix"] == pytest.approx(p[1, 3, -1, -5:].sum().item(), abs=1e-6)
+    received = p[1, 3].mean(0)  # over all queries
+    assert row.mass["sink"] == pytest.approx(received[0].item(), abs=1e-5)
+    assert row.mass["prefix"] == pytest.approx(received[1:5].sum().item(), abs=1e-5)
+    assert row.mass["suffix"] == pytest.approx(received[-5:].sum().item(), abs=1e-5)
+    assert row.uniform["sink"] == pytest.approx(sum(1 / t for t in range(1, len(ids) + 1)) / len(ids))
     with pytest.raises(InputError, match="100 tokens at either end leave no middle of"):
         study.attention_by_region(loaded, ITEM, 100, 200)
+
+
+def test_queries_that_attend_evenly_give_every_region_its_even_share(loaded):
+    """In layers that see all earlier tokens, and in layers that see the last 32."""
+    even = copy.deepcopy(loaded.model)
+    for layer, window in zip(even.model.layers, (None, 32), strict=False):
+        layer.self_attn.q_proj.weight.data.zero_()
+        if layer.self_attn.q_proj.bias is not None:
+            layer.self_attn.q_proj.bias.data.zero_()
+        layer.self_attn.sliding_window = window
+    even.config.sliding_window, even.config.use_sliding_window = 32, True
+    even.config.layer_types = ["full_attention", "sliding_attention"]
+    table = study.attention_by_region(replace(loaded, model=even), ITEM, 5, 200)
+    shares = table.groupby(["layer", "region"])[["mass", "uniform"]].mean().unstack("layer")
+    assert (shares["mass"] - shares.uniform).abs().max().max() < 1e-5
+    assert shares.uniform.loc["sink", 0] > 1.2 * shares.uniform.loc["sink", 1] > 0
 
 
 def chats(path, *words):

@@ -647,7 +647,8 @@ def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
     r, rows = chapter
     book = claims.load_claims("fragility")
     by_id = {claim["id"]: claim for claim in book["claims"]}
-    tested = {i: members.members(by_id[i], book["sets"], rows, r, "as_run") for i in ("C1", "C1b", "C6b", "C7b")}
+    asked = ("C1", "C1b", "C1m", "C1n", "C1p", "C1q", "C6b", "C7b")
+    tested = {i: members.members(by_id[i], book["sets"], rows, r, "as_run") for i in asked}
     labels = {i: [member.label for member in of_claim] for i, of_claim in tested.items()}
     assert labels["C1"] == ["list_all", "summary"]
     assert labels["C1b"] == ["layer 0", "layer 1", "layer 2"]
@@ -655,7 +656,16 @@ def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
     assert labels["C7b"] == ["10%", "20%"]
     wide = r.summary.query("setting == 'default' and layer == 1 and head == -1 and task == 'summary'")
     wide = wide.pivot_table(index="item", columns="rule", values="worst")
-    assert tested["C1"][1].what.estimate().value == pytest.approx((wide.defensive - wide["mean"]).mean())
+    parts = study.by_part(r).set_index(["setting", "part"]).value
+    apart = {"C1": "both", "C1m": "largest", "C1n": "prior", "C1p": "prior alone"}
+    for claim, part in apart.items():
+        a, b = retention.CHANGES[part]
+        assert tested[claim][1].what.estimate().value == pytest.approx((wide[a] - wide[b]).mean())
+    of_default = parts[retention.DEFAULT]
+    assert of_default["both"] == pytest.approx(of_default["largest"] + of_default["prior"])
+    assert labels["C1q"] == ["prior before the norm, list_all", "prior before the norm, summary"]
+    both = np.mean([member.what.estimate().value for member in tested["C1q"]])
+    assert parts["prior before the norm", "both"] == pytest.approx(both)
 
 
 def test_the_chapters_own_figures_show_what_they_are_given(chapter):
@@ -667,8 +677,11 @@ def test_the_chapters_own_figures_show_what_they_are_given(chapter):
     assert len(lines) == 6
     specs = retention.specifications(SHORT)
     table = pd.DataFrame({"setting": list(specs), "value": np.linspace(-1, 1, 128)})
-    above, below = figures.specifications(table.assign(low=table.value - 0.1, high=table.value + 0.1), specs).axes
-    assert len(above.collections[1].get_offsets()) == 128
+    table = table.assign(low=table.value - 0.1, high=table.value + 0.1, largest=table.value / 2)
+    above, below = figures.specifications(table, specs).axes
+    whole, alone = (np.asarray(drawn.get_offsets())[:, 1] for drawn in above.collections[1:3])
+    assert len(whole) == 128
+    assert alone == pytest.approx(whole / 2)
     assert len(below.get_yticklabels()) == 14
     table = pd.concat([retention.theory(Mixture(), [1, 8], 500), retention.survival(Mixture(), [1, 8], heads=20)])
     assert [axes.get_ylabel() for axes in figures.mixture(table, Mixture()).axes] == list(figures.PANELS.values())
@@ -808,4 +821,4 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     assert set(main.policy) == {"full", *study.POLICIES, *study.PLUG_IN} - {"duo_attention"}
     assert (grid[grid.change == "guards"].groupby("policy").size() == 2).all()
     frame = members.evaluate(grid, r, model=loaded.name, profile="quick")
-    assert set(frame[frame.claim.str.match("C1[a-k]?$|C2")].verdict) == {"not testable here"}
+    assert set(frame[frame.claim.str.match("C1[a-q]?$|C2")].verdict) == {"not testable here"}

@@ -19,6 +19,7 @@ LOOKS.update(  # of the rules that rank the tokens of the past
     {
         "single": Look("one past query", "#8C8C8C", "X"),
         "mean": Look("mean", "#E69F00", "s"),
+        "mean with prior": Look("mean and prior", "#D55E00", "v"),
         "max": Look("largest", "#56B4E9", "^"),
         "defensive": Look("defensive", "#0072B2", "o"),
         "true risk": Look("ranked by the answer", "#009E73", "D"),
@@ -72,10 +73,10 @@ def curves(answers: pd.DataFrame) -> Figure:
 
 
 def specifications(table: pd.DataFrame, settings: Mapping[str, Setting]) -> Figure:
-    """Every combination of the open choices by its difference: above, the difference with its interval; below, the
-    choices.
+    """Every combination of the open choices by its difference: above, the difference with its interval, and the largest
+    alone; below, the choices.
 
-    table: columns setting (a name in `settings`), value, low, high.
+    table: columns setting (a name in `settings`), value, low, high, and largest, a value.
     """
     table = table.sort_values("value", ignore_index=True)
     choices = [(field, value) for field, values in OPEN.items() for value in values]
@@ -85,7 +86,9 @@ def specifications(table: pd.DataFrame, settings: Mapping[str, Setting]) -> Figu
         top.vlines(table.index, table.low, table.high, color=colours, lw=1.1)
         top.scatter(table.index, table.value, color=colours, s=6, zorder=3)
         top.axhline(0, color="black", lw=0.8)
-        top.set_ylabel("defensive minus mean\n(worst retained share)")
+        _, light, triangle = look("max")
+        top.scatter(table.index, table.largest, color=light, s=8, marker=triangle, zorder=2)
+        top.set_ylabel("minus the mean\n(worst retained share)")
         for y, (field, value) in enumerate(choices):
             ranks = [x for x, name in enumerate(table.setting) if getattr(settings[name], field) == value]
             bottom.plot(ranks, np.full(len(ranks), y), "|", color="#333333", ms=5.5, mew=0.9)
@@ -95,8 +98,9 @@ def specifications(table: pd.DataFrame, settings: Mapping[str, Setting]) -> Figu
         bottom.set(ylim=(len(choices) - 0.5, -0.5), xlabel="combination of choices, by its difference", xticks=[])
         bottom.grid(visible=False)
         names = {"#0072B2": "interval above 0", "#9A9A9A": "undecided", "#D55E00": "interval below 0"}
-        handles = [Line2D([], [], color=c, marker=".", label=name) for c, name in names.items()]
-        drawn.legend(handles=handles, loc="outside upper center", ncols=3)
+        handles = [Line2D([], [], color=c, marker=".", label=f"defensive, {name}") for c, name in names.items()]
+        handles += [Line2D([], [], color=light, marker=triangle, ms=4, ls="none", label="largest alone")]
+        drawn.legend(handles=handles, loc="outside upper center", ncols=4)
     return done(drawn)
 
 

@@ -34,9 +34,8 @@ def _of_retained(claim: Mapping, sets: Mapping, r: Retained | None) -> list[Memb
 
     layers = sorted(set(r.summary.layer) - {-1}) if "layer" in over else [r.layer]
     groups = [("", run_tasks(over["pooled"]))] if "task" not in over else [(t, [t]) for t in run_tasks(over["task"])]
-    base, settings = r.summary[r.summary["head"] == -1], [DEFAULT]
-    if "token" in over:
-        settings = [name for name in base.setting.unique() if name.startswith(TOKEN)]
+    base, asked = r.summary[r.summary["head"] == -1], [TOKEN] if "token" in over else over.get("setting", [DEFAULT])
+    settings = [name for name in base.setting.unique() if name.startswith(tuple(asked))]
     tested = []
     for setting, layer, (label, group) in itertools.product(settings, layers, groups):
         rows = base[(base.setting == setting) & (base.layer == layer) & base.task.isin(group)]

@@ -32,14 +32,31 @@ from kvrepro.experiment import stats
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
 
-RULES = {  # that rank the history's tokens
-    "single": "importance for one past query",
-    "mean": "mean over the past queries",
-    "max": "largest over the past queries",
-    "defensive": "the largest, but no less than the head's mean of it (algorithm 1)",
-    "true risk": "largest over the answer itself, which the largest over the past estimates (definition 1)",
+
+@dataclass(frozen=True)
+class Rule:
+    """How the history's tokens are ranked: by the importance that `queries` give them."""
+
+    queries: Literal["single", "past", "answer"] = "past"
+    largest: bool = False  #: over queries, and over query heads that choose together; False: their mean
+    prior: bool = False  #: no score is less than the head's mean score
+
+
+RULES = {
+    "single": Rule("single"),
+    "mean": Rule(),
+    "mean with prior": Rule(prior=True),
+    "max": Rule(largest=True),
+    "defensive": Rule(largest=True, prior=True),  # algorithm 1, both of its parts
+    "true risk": Rule("answer", largest=True),  # which the largest over the past estimates (definition 1)
 }
-ANSWER = "true risk"
+AGGREGATIONS = [name for name, rule in RULES.items() if rule.queries == "past"]  # with and without each part
+CHANGES = {  # what each part of defensive aggregation changes, alone or on top of the other: rule minus rule
+    "largest": ("max", "mean"),
+    "prior alone": ("mean with prior", "mean"),
+    "prior": ("defensive", "max"),
+    "both": ("defensive", "mean"),
+}
 OUTLIER = 0.5  # a step that retains less is an outlier
 AttentionRows: TypeAlias = Float[Tensor, "kv_heads group queries tokens"]  # attention
 Norms: TypeAlias = Float[Tensor, "kv_heads group tokens"]
@@ -62,7 +79,7 @@ class Setting:
     joined: bool = True  #: the query heads of a KV head choose together; False: each keeps tokens of its own
     budget: Literal["head", "layer"] = "head"  #: the same for each head; "layer": shared by the heads of a layer
     forced: bool = True  #: the past queries' own tokens stay
-    prior: Literal["importance", "attention"] = "importance"  #: what the head's mean bounds; algorithm 2: attention
+    prior: Literal["importance", "attention"] = "importance"  #: what the prior bounds; attention: norm last
     ties: Literal["newest", "oldest"] = "newest"  #: who stays among equals, which the prior makes of half of the tokens
     later: bool = False  #: question and generated tokens, which nothing evicts, count: above and below the line
 
@@ -140,17 +157,14 @@ def score(p: AttentionRows, norm: Norms, rule: str, s: Setting) -> Scores:
     """Scores by which `rule` ranks the history's tokens; heads are KV heads, or query heads if each chooses for itself.
 
     p: pooled attention of the past queries (for "true risk": of the answer's queries) to the history; norm: of the
-    history's tokens. Query heads are joined by their mean, or by their largest where the rule takes a largest.
+    history's tokens.
     """
-    largest = rule in ("max", "defensive", ANSWER)
-    x = p[:, :, s.single - 1] if rule == "single" else p.amax(2) if largest else p.mean(2)
-    x = x if largest and s.prior == "attention" else x * norm
-    x = (x.amax(1) if largest else x.mean(1)) if s.joined else x.flatten(0, 1)
-    if rule == "defensive":
-        x = torch.maximum(x, x.mean(-1, keepdim=True))
-    if largest and s.prior == "attention":
-        x = x * (norm.mean(1) if s.joined else norm.flatten(0, 1))
-    return x
+    by, norm_first = RULES[rule], s.prior == "importance"
+    x = p[:, :, s.single - 1] if by.queries == "single" else p.amax(2) if by.largest else p.mean(2)
+    x = x * norm if norm_first else x
+    x = (x.amax(1) if by.largest else x.mean(1)) if s.joined else x.flatten(0, 1)
+    x = torch.maximum(x, x.mean(-1, keepdim=True)) if by.prior else x
+    return x if norm_first else x * (norm.mean(1) if s.joined else norm.flatten(0, 1))
 
 
 def keep(scores: Float[Tensor, "rules heads tokens"], s: Setting) -> Bool[Tensor, "rules heads tokens"]:
@@ -181,9 +195,10 @@ def retained(
     layer -1: all layers.
     summary: of the same curves, and of those of each query head in the default setting: setting, rule, layer, head (-1:
     together), worst, mean, below (share of steps under one half), at (the worst step), steps, tied (share of the kept
-    tokens whose score is the prior), counted (share of all importance that the measure looks at).
-    settings: by name; those of `specifications` and `singles` are looked at in `layer` only and without curves, by mean
-    and defensive aggregation, or by the single query. Raises InputError.
+    tokens that stayed by their place alone, as a token that left has the same score), counted (share of all importance
+    that the measure looks at).
+    settings: by name; those of `specifications` and `singles` are looked at in `layer` only and without curves, by the
+    rules `AGGREGATIONS`, or by the single query. Raises InputError.
     """
     sums = _Sums(model, prompt, len(answer), settings, layer)
     read_once(model, [*prompt.ids, *answer[:-1]], sums)
@@ -228,16 +243,15 @@ class _Sums:
             end, look = self.ends[s.until], (s.until, s.window, s.pool, s.kernel)
             if look not in pooled_by_look:
                 pooled_by_look[look] = pooled(p[:, :, [self.row[t] for t in self.past[s]]][..., :end], s.pool, s.kernel)
-            few = ["single"] if name.startswith(TOKEN) else ["mean", "defensive"]
-            rules = few if _is_further(name) else list(RULES)
+            rules = ["single"] if name.startswith(TOKEN) else AGGREGATIONS if _is_further(name) else list(RULES)
             parts[name] = (rules, *_weights(pooled_by_look[look], now, norms[s.norm], rules, end, s))
         sums = (now @ torch.cat([weights for _, weights, _ in parts.values()], -1)).permute(3, 0, 1, 2)
         columns = sums.flatten(1, 2).cpu().split([len(rules) + 2 for rules, *_ in parts.values()])  # [, heads, steps]
         for (name, (rules, _, tied)), of_setting in zip(parts.items(), columns, strict=True):
             for i, rule in enumerate(rules):
-                self._add(name, rule, layer, of_setting[[i, -2, -1]], tied.get(rule))
+                self._add(name, rule, layer, of_setting[[i, -2, -1]], tied[i])
 
-    def _add(self, name: str, rule: str, layer: int, heads: Float[Tensor, "three heads steps"], tied: float | None):
+    def _add(self, name: str, rule: str, layer: int, heads: Float[Tensor, "three heads steps"], tied: float):
         head = self.settings[name].head
         looked = heads.sum(1) if head is None else heads[:, head]
         where = {"setting": name, "rule": rule, "layer": layer}
@@ -259,22 +273,22 @@ class _Sums:
         table = table.loc[table.index.repeat(len(self.steps))].reset_index(drop=True)
         table["step"] = np.tile(np.arange(1, len(self.steps) + 1), len(curves))
         table["retained"] = torch.cat([part[0] / part[1] for part in curves.values()]).numpy()
-        return table, pd.DataFrame(self.rows).astype({"tied": float})
+        return table, pd.DataFrame(self.rows)
 
 
 def _weights(
     before: AttentionRows, now: AttentionRows, norm: Norms, rules: Sequence[str], end: int, s: Setting
-) -> tuple[Float[Tensor, "kv_heads group tokens sums"], dict[str, float]]:
+) -> tuple[Float[Tensor, "kv_heads group tokens sums"], list[float]]:
     """Weights whose product with a step's attention gives the importance that each rule keeps, that which counts, and
-    all; and by rule the share of the kept tokens whose score is the prior. before: pooled attention of the past."""
-    history = norm[..., :end]
-    scores = {rule: score(now[..., :end] if rule == ANSWER else before, history, rule, s) for rule in rules}
-    kept = dict(zip(rules, keep(torch.stack(list(scores.values())), s), strict=True))
-    tied = {}
-    if "defensive" in kept:
-        raised = scores["defensive"] > score(before, history, "max", s)
-        tied["defensive"] = float((kept["defensive"] & raised).sum() / kept["defensive"].sum())
-    counted = [heads[:, None].expand(history.shape) if s.joined else heads.view_as(history) for heads in kept.values()]
+    all; and by rule the share of the kept tokens that ties decide. before: pooled attention of the past."""
+    history, answer = norm[..., :end], now[..., :end]
+    looked = [answer if RULES[rule].queries == "answer" else before for rule in rules]
+    scores = torch.stack([score(p, history, rule, s) for p, rule in zip(looked, rules, strict=True)])
+    kept = keep(scores, s)
+    by_place = kept & (scores == scores.masked_fill(kept, -torch.inf).amax(-1, keepdim=True))
+    by_place[..., end - s.window * s.forced :] = False  # these stay whatever their score
+    tied = (by_place.sum((1, 2)) / kept.sum((1, 2))).tolist()
+    counted = [heads[:, None].expand(history.shape) if s.joined else heads.view_as(history) for heads in kept]
     counted.append(torch.ones_like(history, dtype=torch.bool))
     after = norm.shape[-1] - end
     weights = [F.pad(heads.float(), (0, after), value=float(s.later)) for heads in counted]

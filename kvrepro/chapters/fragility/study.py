@@ -20,7 +20,7 @@ from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.heads import learned
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, controls, data, longbench, measure
+from kvrepro.experiment import claims, controls, data, longbench, measure, stats
 from kvrepro.experiment.answers import able, check, prompt_limit, unmet
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
@@ -282,6 +282,20 @@ def headlines(r: Retained) -> pd.DataFrame:
         lowest(base[base["head"] >= 0]).assign(where="our default, worst query head"),
     ]
     return pd.concat(parts, ignore_index=True)
+
+
+def by_part(r: Retained) -> pd.DataFrame:
+    """What each part of defensive aggregation changes at the worst step of the long answers, at the headline's layer.
+
+    Columns setting, part (of `retention.CHANGES`), value, low, high, n.
+    """
+    rows = r.long[(r.long.layer == r.layer) & (r.long["head"] == -1)]
+    tables = []
+    for part, sides in retention.CHANGES.items():
+        of_rule, against = (rows[rows.rule == rule] for rule in sides)
+        table = stats.contrasts(of_rule, against, "setting", "worst", on=["item", "setting"], bounds=None)
+        tables.append(table.assign(part=part))
+    return pd.concat(tables, ignore_index=True)
 
 
 def printed(tasks: Iterable[str] = ()) -> pd.DataFrame:

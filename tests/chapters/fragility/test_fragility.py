@@ -49,11 +49,12 @@ def eager():
     return model, p, v, w
 
 
-def transcription(p, v, w, rule: str, s, end: int) -> np.ndarray:
-    """Shares [layers, steps] in plain loops: 6 query heads on 2 KV heads of 8 dimensions."""
+def transcription(p, v, w, rule: str, s, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sums [layers, steps, kept and all] and shares of ties [layers] in plain loops: 6 query heads on 2 KV heads of 8
+    dimensions."""
     steps = range(len(IDS) - 1, len(IDS) + len(ANSWER) - 1)
     past = range(end - s.window, end)
-    sums = np.zeros((len(p), len(steps), 2))
+    sums, tied = np.zeros((len(p), len(steps), 2)), np.zeros(len(p))
     for layer, (attention, values, weight) in enumerate(zip(p, v, w, strict=True)):
         for kv in range(2):
             group = range(3 * kv, 3 * kv + 3)
@@ -64,33 +65,41 @@ def transcription(p, v, w, rule: str, s, end: int) -> np.ndarray:
                 for h in group
             }
             importance = {h: attention[h] * norm[h] for h in group}
+            ranked = importance if s.prior == "importance" else {h: attention[h] for h in group}
             per_token = []
             for i in range(end):
                 if rule == "single":
-                    per_token.append(np.mean([importance[h][past[s.single - 1], i] for h in group]))
-                elif rule == "mean":
-                    per_token.append(np.mean([importance[h][t, i] for h in group for t in past]))
+                    per_token.append(np.mean([ranked[h][past[s.single - 1], i] for h in group]))
+                elif rule in ("mean", "mean with prior"):
+                    per_token.append(np.mean([ranked[h][t, i] for h in group for t in past]))
                 else:
                     over = steps if rule == "true risk" else past
-                    per_token.append(max(importance[h][t, i] for h in group for t in over))
-            if rule == "defensive":
+                    per_token.append(max(ranked[h][t, i] for h in group for t in over))
+            if rule in ("mean with prior", "defensive"):
                 prior = sum(per_token) / end
                 per_token = [max(x, prior) for x in per_token]
+            if s.prior == "attention":
+                per_token = [x * np.mean([norm[h][i] for h in group]) for i, x in enumerate(per_token)]
             order = sorted(range(end), key=lambda i: (i >= end - s.window, per_token[i], i), reverse=True)
-            kept = order[: int(s.share * end)]
+            kept, left = order[: int(s.share * end)], order[int(s.share * end) :]
+            chosen = [i for i in kept if i < end - s.window]
+            tied[layer] += sum(per_token[i] == per_token[left[0]] for i in chosen) / (2 * len(kept))
             for h in group:
                 for n, t in enumerate(steps):
                     sums[layer, n] += importance[h][t, kept].sum(), importance[h][t, :end].sum()
-    return sums
+    return sums, tied
 
 
-@pytest.mark.parametrize("until", ["question", ""])
-def test_shares_equal_a_transcription_in_loops(eager, until):
+@pytest.mark.parametrize("changed", [{}, {"until": ""}, {"prior": "attention"}])
+def test_shares_equal_a_transcription_in_loops(eager, changed):
     model, p, v, w = eager
-    s = replace(SHORT, until=until)
+    s = replace(SHORT, **changed)
     curves, summary = retention.retained(model, PROMPT, ANSWER, {"default": s})
     for rule in retention.RULES:
-        parts = transcription(p, v, w, rule, s, 50 if until else 60)
+        parts, tied = transcription(p, v, w, rule, s, 50 if s.until else 60)
+        of_layers = summary[(summary.rule == rule) & (summary.layer >= 0) & (summary["head"] == -1)]
+        assert of_layers.sort_values("layer").tied.to_numpy() == pytest.approx(tied)
+        assert tied.any() == ("prior" not in changed and rule in ("mean with prior", "defensive"))
         for layer, expected in [*enumerate(parts), (-1, parts.sum(0))]:
             curve = curves[(curves.rule == rule) & (curves.layer == layer)].sort_values("step").retained
             want = expected[:, 0] / expected[:, 1]
@@ -129,7 +138,7 @@ def test_one_pass_of_many_settings_equals_a_pass_each(eager):
         of_setting = together[(together.setting == name) & (together["head"] == -1)][columns].reset_index(drop=True)
         pd.testing.assert_frame_equal(of_setting, alone[columns], check_exact=False, rtol=1e-4)
         numbered = together[together.setting == f"#{name}"].set_index("rule").worst
-        expected = alone[alone.layer == 1].set_index("rule").worst[["mean", "defensive"]]
+        expected = alone[alone.layer == 1].set_index("rule").worst[retention.AGGREGATIONS]
         assert numbered[expected.index].to_numpy() == pytest.approx(expected.to_numpy(), rel=1e-4)
 
 
@@ -638,7 +647,8 @@ def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
     r, rows = chapter
     book = claims.load_claims("fragility")
     by_id = {claim["id"]: claim for claim in book["claims"]}
-    tested = {i: members.members(by_id[i], book["sets"], rows, r, "as_run") for i in ("C1", "C1b", "C6b", "C7b")}
+    asked = ("C1", "C1b", "C1m", "C1n", "C1p", "C1q", "C6b", "C7b")
+    tested = {i: members.members(by_id[i], book["sets"], rows, r, "as_run") for i in asked}
     labels = {i: [member.label for member in of_claim] for i, of_claim in tested.items()}
     assert labels["C1"] == ["list_all", "summary"]
     assert labels["C1b"] == ["layer 0", "layer 1", "layer 2"]
@@ -646,7 +656,16 @@ def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
     assert labels["C7b"] == ["10%", "20%"]
     wide = r.summary.query("setting == 'default' and layer == 1 and head == -1 and task == 'summary'")
     wide = wide.pivot_table(index="item", columns="rule", values="worst")
-    assert tested["C1"][1].what.estimate().value == pytest.approx((wide.defensive - wide["mean"]).mean())
+    parts = study.by_part(r).set_index(["setting", "part"]).value
+    apart = {"C1": "both", "C1m": "largest", "C1n": "prior", "C1p": "prior alone"}
+    for claim, part in apart.items():
+        a, b = retention.CHANGES[part]
+        assert tested[claim][1].what.estimate().value == pytest.approx((wide[a] - wide[b]).mean())
+    of_default = parts[retention.DEFAULT]
+    assert of_default["both"] == pytest.approx(of_default["largest"] + of_default["prior"])
+    assert labels["C1q"] == ["prior before the norm, list_all", "prior before the norm, summary"]
+    both = np.mean([member.what.estimate().value for member in tested["C1q"]])
+    assert parts["prior before the norm", "both"] == pytest.approx(both)
 
 
 def test_the_chapters_own_figures_show_what_they_are_given(chapter):
@@ -658,8 +677,11 @@ def test_the_chapters_own_figures_show_what_they_are_given(chapter):
     assert len(lines) == 6
     specs = retention.specifications(SHORT)
     table = pd.DataFrame({"setting": list(specs), "value": np.linspace(-1, 1, 128)})
-    above, below = figures.specifications(table.assign(low=table.value - 0.1, high=table.value + 0.1), specs).axes
-    assert len(above.collections[1].get_offsets()) == 128
+    table = table.assign(low=table.value - 0.1, high=table.value + 0.1, largest=table.value / 2)
+    above, below = figures.specifications(table, specs).axes
+    whole, alone = (np.asarray(drawn.get_offsets())[:, 1] for drawn in above.collections[1:3])
+    assert len(whole) == 128
+    assert alone == pytest.approx(whole / 2)
     assert len(below.get_yticklabels()) == 14
     table = pd.concat([retention.theory(Mixture(), [1, 8], 500), retention.survival(Mixture(), [1, 8], heads=20)])
     assert [axes.get_ylabel() for axes in figures.mixture(table, Mixture()).axes] == list(figures.PANELS.values())
@@ -799,4 +821,4 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     assert set(main.policy) == {"full", *study.POLICIES, *study.PLUG_IN} - {"duo_attention"}
     assert (grid[grid.change == "guards"].groupby("policy").size() == 2).all()
     frame = members.evaluate(grid, r, model=loaded.name, profile="quick")
-    assert set(frame[frame.claim.str.match("C1[a-k]?$|C2")].verdict) == {"not testable here"}
+    assert set(frame[frame.claim.str.match("C1[a-q]?$|C2")].verdict) == {"not testable here"}

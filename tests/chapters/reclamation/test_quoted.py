@@ -40,10 +40,10 @@ def test_the_quoted_claims_are_judged_once_there_are_rows():
     frame = members.verdicts({"quoted": quoted.table(rows())}, "Qwen3-8B", "full").set_index("claim")
     assert frame.verdict["R5"] == "not testable here"  # no problem of 2024
     assert frame.verdict["R5c"] == "not reproduced"
-    assert frame.verdict["R5e"] == "reproduced"
-    early = rows().assign(bytes_held=lambda x: x.bytes_held.where(x.policy != "full", 12_000 + x.index))
-    frame = members.verdicts({"quoted": quoted.table(early)}, "Qwen3-8B", "full").set_index("claim")
-    assert frame.verdict["R5e"] == "not reproduced"
+    for longest, verdict in ((32_000, "reproduced"), (12_000, "not reproduced")):  # tokens of full answers
+        ended = rows().assign(bytes_held=lambda x, n=longest: x.bytes_held.where(x.policy != "full", n + x.index))
+        frame = members.verdicts({"quoted": quoted.table(ended)}, "Qwen3-8B", "full").set_index("claim")
+        assert frame.verdict["R5e"] == verdict
     same = rows().assign(prediction="5", decode_seconds=[1.0 + 0.01 * (i % 7) for i in range(200)])
     frame = members.verdicts({"quoted": quoted.table(same)}, "Qwen3-8B", "full").set_index("claim")
     assert frame.verdict["R5d"] == "not reproduced"

@@ -363,6 +363,10 @@ def accepted() -> pd.DataFrame:
         shared=[False, False, False, True, True, False] * 7,
         slot_copies=5,
         decode_copies=5,
+        share=np.linspace(1.2, 1.3, 42),
+        source="chapter",
+        policy="window",
+        granularity="per head",
         identical=1.0,
         shared_slots_touched=0,
     )
@@ -395,8 +399,7 @@ def test_compared_rounds_and_passes_by_hand():
 
 
 def test_copy_loops_and_far_fewer_copies_are_judged_on_the_chapters_policies_as_they_decode():
-    rows = accepted().assign(source="chapter", granularity="per head", share=1.2)
-    rows = pd.concat([rows.assign(policy=name) for name in ("cumulative", "window", "redundancy")])
+    rows = pd.concat([accepted().assign(policy=name) for name in ("cumulative", "window", "redundancy")])
     rows["decode_copies"] = rows.layout.map({"repack": 40, "fill": 4}).fillna(0)
     tables = {"identity": rows, "traffic": r.cadence([16, 128, 512], budget=2048, draws=1)}
 
@@ -404,8 +407,9 @@ def test_copy_loops_and_far_fewer_copies_are_judged_on_the_chapters_policies_as_
         return members.verdicts(tables, "none", "quick").set_index("claim").loc[["R2d", "R6e"]]
 
     assert judged().verdict.tolist() == ["reproduced"] * 2
-    rows.loc[rows.policy == "window", ["share", "decode_copies"]] = 0.3, 40
-    assert judged().members.tolist() == ["5 hold, 1 fails", "2 hold, 1 fails"]
+    rows.loc[rows.policy == "window", "decode_copies"] = 40
+    rows["share"] = rows.share.where(rows.policy != "window", rows.share - 1)
+    assert judged().members.tolist() == ["5 holds, 1 fails", "2 holds, 1 fails"]
 
 
 def test_each_prompt_counts_once_and_too_few_are_not_judged():

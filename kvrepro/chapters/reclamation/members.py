@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.reclamation import quoted
-from kvrepro.chapters.reclamation.settings import SHAPES
 from kvrepro.chapters.reclamation.survivors import label
 from kvrepro.engine.policy import is_own
 from kvrepro.experiment import claims, history
@@ -40,26 +39,25 @@ def verdicts(
 
 def _identity(rows: pd.DataFrame) -> pd.DataFrame:
     """moved: copies were made, so that something could go wrong. pinned: without compaction fewer blocks are free than
-    arithmetic says. noticed_*: the test fails, as it should in a control."""
+    arithmetic says. noticed_*: the test fails, as it should in a control. copies_ratio: copies while decoding, over
+    those of a repack of the same choice."""
     choice = [name for name in ("item", "source", "policy", "granularity") if name in rows]
     missed = rows.as_predicted < 1
     plain = rows.assign(pinned=missed)[(rows.layout == "none") & ~rows.shared]
     rows = rows.assign(moved=rows.slot_copies > 0, noticed_blocks=1.0 * missed, noticed_tokens=1 - rows.identical)
-    return rows.merge(plain[[*choice, "pinned"]], on=choice, how="left")
-
-
-BATCH = 64
+    rows = rows.merge(plain[[*choice, "pinned"]], on=choice, how="left")
+    return rows.assign(copies_ratio=_over_repack(rows, "decode_copies", [*choice, "shared"]))
 
 
 def _traffic(rows: pd.DataFrame) -> pd.DataFrame:
-    """copies_ratio: copies over those of a repack in the same rounds. of_step: bytes copied over all bytes that a
-    decoding step reads, cache and weights, of Qwen3-8B in bfloat16 at batch 64."""
-    keys = ["every", "draw"]
-    repack = rows[rows.layout == "repack"].set_index(keys).copies_per_pass
-    layers, kv_heads, dim, weights = SHAPES["Qwen3-8B"]
-    cache = BATCH * rows.budget * 4 * layers * kv_heads * dim
-    ratio = rows.copies_per_pass / repack.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy()
-    return rows.assign(copies_ratio=ratio, of_step=rows.share * cache / (cache + weights))
+    """copies_ratio: copies over those of a repack in the same rounds."""
+    return rows.assign(copies_ratio=_over_repack(rows, "copies_per_pass", ["every", "draw"]))
+
+
+def _over_repack(rows: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
+    """A column over its value in the repack's row with the same `keys`; missing where that is 0."""
+    repack = rows[rows.layout == "repack"].set_index(keys)[column].replace(0, np.nan)
+    return rows[column] / repack.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy()
 
 
 def _passes(rows: pd.DataFrame) -> pd.DataFrame:
@@ -70,17 +68,11 @@ def _passes(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _published(rows: pd.DataFrame) -> pd.DataFrame:
-    """times_smaller: blocks before eviction over blocks after it, if each head packs its survivors;
-    times_smaller_by_slots: after a repack of slots, which all heads share."""
-    return rows.assign(
-        times_smaller=rows.blocks / (rows.blocks - rows.freed_packed),
-        times_smaller_by_slots=rows.blocks / (rows.blocks - rows.freed_repack),
-    )
+    """times_smaller: blocks before eviction over blocks after a repack of slots, which all heads share."""
+    return rows.assign(times_smaller=rows.blocks / (rows.blocks - rows.freed_repack))
 
 
-DERIVED = {
-    "identity": _identity, "traffic": _traffic, "oldest": _traffic, "passes": _passes, "published": _published,
-}  # fmt: skip
+DERIVED = {"identity": _identity, "traffic": _traffic, "passes": _passes, "published": _published}
 
 
 # ---- members
@@ -89,19 +81,22 @@ DERIVED = {
 def claims_on_own(book: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> list[dict[str, Any]]:
     """Claims about policies in general, asked of each of a reader's own policies, which have these titles.
 
-    Claims are general if their members name policies, or if they hold for whatever policy evicts; those that the guide
-    quotes are not. A new claim's id is the old one with the title: `R1f Mine`.
+    Claims are general if their members name policies, or if they hold for whatever policy evicts; not those that the
+    guide quotes or that `where` restricts to the chapter's policies, nor a member with a study of its own. A new
+    claim's id is the old one with the title: `R1f Mine`.
     """
     general = []
     for claim in book:
-        names_policies = any("policy" in member.get("where", {}) for member in claim.get("members", []))
+        asked = [member for member in claim.get("members", []) if "study" not in member]
+        names_policies = any("policy" in member.get("where", {}) for member in asked)
         holds_for_any = claim["study"] == "identity" and "column" in claim
-        if claim["study"] != "quoted" and (names_policies or holds_for_any):
-            general.append(claim)
+        restricted = claim["study"] == "quoted" or claim.get("where", {}).get("source") == "chapter"
+        if not restricted and (names_policies or holds_for_any):
+            general.append({**claim, "members": asked})
     new_claims = []
     for title, claim in itertools.product(titles, general):
         wheres: list[dict[str, Any]] = []
-        for member in claim.get("members", []):
+        for member in claim["members"]:
             where = {name: value for name, value in member["where"].items() if name != "policy"}
             if where not in wheres:
                 wheres.append(where)

@@ -37,11 +37,12 @@ def solved(prediction: str, answer: str) -> float:
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows (item, task, policy, budget): solved, 0 or 1; beyond_print, solved less the printed accuracy; lost, solved
-    with the full cache less solved here; faster, tokens per second over those of the full cache."""
+    with the full cache less solved here; faster, tokens per second over those of the full cache; smaller, bytes of the
+    full cache at the end of the answer over those held here."""
     problems = pd.DataFrame({
         "item": rows["item"], "task": rows.task, "policy": rows.policy.map(NAMES), "budget": rows.capacity.fillna(0),
         "solved": rows.apply(lambda row: solved(row.prediction or "", row.answer), axis=1),
-        "speed": rows.n_generated / rows.decode_seconds,
+        "speed": rows.n_generated / rows.decode_seconds, "bytes_held": rows.bytes_held,
     })  # fmt: skip
     printed = published("guide003_numbers.csv").query("metric == 'accuracy %'")
     printed = printed.assign(budget=printed.budget.str.extract(r"^(\d+)")[0].fillna("0").astype(float))
@@ -52,4 +53,5 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
         beyond_print=problems.solved - printed.reindex(cells).to_numpy(),
         lost=problems["item"].map(full.solved) - problems.solved,
         faster=problems.speed / problems["item"].map(full.speed),
+        smaller=problems["item"].map(full.bytes_held) / problems.bytes_held,
     )

@@ -7,9 +7,9 @@ of `streaming`, `sharing`, `sparsity` and `arithmetic`.
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,7 +30,7 @@ from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import Call, check_shared
 from kvrepro.engine.policy import find, is_own
-from kvrepro.engine.regime import DecodeCap, Prefill
+from kvrepro.engine.regime import Chunked, DecodeCap, Prefill, Regime
 from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import data
 from kvrepro.experiment import run as runner
@@ -40,11 +40,17 @@ from kvrepro.experiment.per_item import ONE
 from kvrepro.experiment.run import PerItem
 
 COMPARED_LAYOUTS = ("none", "repack", "fill")  # of `ledger.LAYOUTS`
-SINKS = 4
 SIZES = {  # prompts of each study; a claim on two cases needs seven (`stats.fewest`)
-    "quick": {"arising": 24, "published": 6, "identity": 7, "latency": 7, "sharing": 3, "sparsity": 24, "pages": 3},
-    "full": {"arising": 48, "published": 48, "identity": 24, "latency": 24, "sharing": 24, "sparsity": 48, "pages": 24},
-}
+    "quick": {
+        "arising": 24, "decoding": 12, "published": 6, "identity": 7, "latency": 7, "sharing": 3, "sparsity": 24,
+        "pages": 3,
+    },
+    "full": {
+        "arising": 48, "decoding": 24, "published": 48, "identity": 24, "latency": 24, "sharing": 24, "sparsity": 48,
+        "pages": 24,
+    },
+}  # fmt: skip
+DECODING = Chunked(16, "budget")  # a prompt is read as if its tokens were generated, and evicts every 16 of them
 
 
 def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> dict[str, list[int]]:
@@ -149,9 +155,21 @@ def patterns(tokens: int, random: np.random.Generator, block_size: int = 16) -> 
         "random 10%": random.random(tokens) < 0.1,
         "random 20%": random.random(tokens) < 0.2,
         "runs of 64": runs,
-        "sinks and recency": (position < SINKS) | (position >= tokens - tokens // 10 + SINKS),
+        "sinks and recency": (position < 4) | (position >= tokens - tokens // 10 + 4),
         "random 10% per head, 8 heads": random.random((1, 8, tokens)) < 0.1,
+        "random victims while decoding": decoded(tokens, tokens // 10, random),
     }
+
+
+def decoded(tokens: int, budget: int, random: np.random.Generator) -> np.ndarray:
+    """Survivors of decoding under a budget, bool [tokens]: each new token takes the place of one drawn at random.
+
+    Once the first tokens are gone, a token of age t is alive with probability exp(-t / budget), so that on average
+    budget / b * H_b blocks of b tokens hold some, with the harmonic number H_b = 1 + 1/2 + ... + 1/b.
+    """
+    place = np.append(np.arange(budget), random.integers(budget, size=tokens - budget))  # into which each token goes
+    _, age = np.unique(place[::-1], return_index=True)  # of the newest token in each place
+    return np.isin(np.arange(tokens), tokens - 1 - age)
 
 
 def synthetic(tokens: int = 16_000, block_size: int = 16, draws: int = 20, seed: int = 0) -> pd.DataFrame:
@@ -178,11 +196,13 @@ Tables: TypeAlias = pd.DataFrame | dict[str, pd.DataFrame]
 FAILED = "failed"
 
 
-def _cells(policies: Collection[str], granularities: Sequence[str], kept: Sequence[float], tokens: int) -> Cells:
+def _cells(
+    policies: Collection[str], granularities: Sequence[str], kept: Sequence[float], tokens: int, regime: Regime
+) -> Cells:
     """Policies at each granularity and share of `tokens`; "sinks_recency", which looks at positions only, chooses the
     same tokens at all of them and has the first."""
     return [
-        ({"policy": label(p), "granularity": g, "kept": share}, condition(p, g, round(share * tokens), Prefill()))
+        ({"policy": label(p), "granularity": g, "kept": share}, condition(p, g, round(share * tokens), regime))
         for p in policies
         for g in (granularities[:1] if p == "sinks_recency" else granularities)
         for share in kept
@@ -190,10 +210,11 @@ def _cells(policies: Collection[str], granularities: Sequence[str], kept: Sequen
 
 
 def arising(
-    loaded: Loaded, ids: list[int], kept: Sequence[float], policies: Collection[str], block_size: int = 16
-) -> Tables:
-    """`reclaim` of what each policy keeps of a prompt: rows (policy, granularity, kept)."""
-    return _reclaimed(loaded, ids, _cells(policies, GRANULARITIES, kept, len(ids)), block_size)
+    loaded: Loaded, ids: list[int], kept: Sequence[float], policies: Collection[str], block_size: int = 16,
+    granularities: Sequence[str] = GRANULARITIES, regime: Regime = Prefill(),  # noqa: B008
+) -> Tables:  # fmt: skip
+    """`reclaim` of what each policy keeps of a prompt: rows (policy, granularity, kept). regime: when it evicts."""
+    return _reclaimed(loaded, ids, _cells(policies, granularities, kept, len(ids), regime), block_size)
 
 
 def _reclaimed(loaded: Loaded, ids: list[int], cells: Cells, block_size: int) -> Tables:
@@ -281,7 +302,7 @@ def occupancy(
 ) -> pd.DataFrame:
     """Living slots of each block of one prompt after eviction, before compaction: rows (policy, granularity, kept,
     block). A policy that raises has none."""
-    cells, parts = _cells(policies, GRANULARITIES, [kept], len(ids)), []
+    cells, parts = _cells(policies, GRANULARITIES, [kept], len(ids), Prefill()), []
     for (cell, _), keep in zip(cells, _kept_sets(loaded, ids, [c for _, c in cells]), strict=True):
         if isinstance(keep, Exception):
             continue
@@ -310,9 +331,8 @@ def choices(
     """The chapter's policies at each granularity, which evict again while decoding, and those of the catalogue or a
     reader's own, which compress the prompt once and generate half as many tokens. Then rows of policies that raised."""
     failed, chosen = [], [
-        Choice({"source": "chapter", "policy": cell["policy"], "granularity": cell["granularity"]},
-               replace(c, regime=DecodeCap(every)), {}, new_tokens)
-        for cell, c in _cells(policies, JOINT, [1.0], budget)
+        Choice({"source": "chapter", "policy": cell["policy"], "granularity": cell["granularity"]}, c, {}, new_tokens)
+        for cell, c in _cells(policies, JOINT, [1.0], budget, DecodeCap(every))
     ]  # fmt: skip
     conditions = [_once(name, budget) for name in catalogue]
     for name, c, keep in zip(catalogue, conditions, _kept_sets(loaded, ids, conditions), strict=True):
@@ -331,7 +351,7 @@ TOGETHER = {"cpu": 1, "cuda": 12}  # choices in a batch, each with all its layou
 
 def identity(
     loaded: Loaded, ids: list[int], budget: int = 128, policies: Collection[str] = POLICIES,
-    catalogue: Sequence[str] = (), new_tokens: int = 8, every: int = 2, block_size: int = 16,
+    catalogue: Sequence[str] = (), new_tokens: int = 8, every: int = 1, block_size: int = 16,
 ) -> Tables:  # fmt: skip
     """Generation that evicts to `budget` after the prompt and (the chapter's policies) every `every` tokens, from
     caches of every layout. `choices` says which policies evict; each one's survivors are determined once, and all
@@ -406,12 +426,17 @@ def _agreement(ours: Tensor, reference: Tensor) -> dict[str, float]:
 
 
 def _summed(passes: list[Pass]) -> dict[str, float]:
-    """Columns of a row that summarise its passes."""
+    """Columns of a row that summarise its passes. decode_copies: slots that moved after the prompt's own pass; share:
+    what these copies read and write, over what attention reads meanwhile."""
+    later = passes[1:]
+    read = sum((b.seen - a.seen) * int(b.survivors.any((0, 1)).sum()) for a, b in pairwise(passes))
     return {
         "passes": len(passes),
         "as_predicted": float(np.mean([p.freed == p.predicted for p in passes])),
         "blocks_freed": sum(p.freed for p in passes),
         "slot_copies": sum(p.copies for p in passes),
+        "decode_copies": sum(p.copies for p in later),
+        "share": 2 * sum(p.copies for p in later) / read if read else np.nan,
         "shared_slots_touched": sum(p.foreign for p in passes),
     }
 
@@ -425,14 +450,14 @@ def _shared(tokens: int) -> int:
 
 
 def rounds(
-    every: int, layout: str, budget: int = 2048, tokens: int = 1024, block_size: int = 16, seed: int | None = 0
+    every: int, layout: str, budget: int = 2048, tokens: int = 1024, block_size: int = 16, seed: int = 0
 ) -> pd.DataFrame:
     """Decoding under a budget as index work: a row per token with blocks_held, tokens_alive, copies and freed.
 
-    The cache starts dense at its budget. Every `every` tokens random tokens leave (without a seed the oldest behind
-    four sinks), so that it is at its budget again, and it is compacted by `layout` ("none": not at all).
+    The cache starts dense at its budget. Every `every` tokens random tokens leave, so that it is at its budget again,
+    and it is compacted by `layout` ("none": not at all).
     """
-    random = None if seed is None else np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
     ledger, number = dense(budget, block_size, tokens + block_size)
     alive, rows = budget, []
     for t in range(1, tokens + 1):
@@ -448,14 +473,13 @@ def rounds(
     return pd.DataFrame(rows, columns=names).assign(layout=layout)
 
 
-def _evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Generator | None) -> None:
-    """Evict a sequence down to `budget` living tokens: random ones, but none of the newest eight; without `random` the
-    oldest behind four sinks."""
+def _evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Generator) -> None:
+    """Evict a sequence down to `budget` living tokens: random ones, but none of the newest eight."""
     s = ledger.sequences[number]
     living = np.sort(s.positions[s.positions >= 0])
     keep = np.ones(s.seen, bool)
     gone = max(0, len(living) - budget)  # a layer that slides forgets on its own
-    keep[random.choice(living[:-8], gone, replace=False) if random else living[SINKS : SINKS + gone]] = False
+    keep[random.choice(living[:-8], gone, replace=False)] = False
     ledger.evict(number, keep)
 
 
@@ -463,20 +487,19 @@ SPAN = 512  # tokens that the chapter decodes to compare layouts
 
 
 def cadence(
-    cadences: Sequence[int], budget: int = 2048, tokens: int = SPAN, block_size: int = 16, draws: int = 6,
-    oldest: bool = False,
-) -> pd.DataFrame:  # fmt: skip
+    cadences: Sequence[int], budget: int = 2048, tokens: int = SPAN, block_size: int = 16, draws: int = 6
+) -> pd.DataFrame:
     """Means over `rounds` of `tokens` (at least one pass): rows (every, layout, draw) with blocks_mean, blocks_max,
     copies_per_token, copies_per_pass, freed_per_pass, and `share`: what copies read and write, over what attention
-    reads of the cache, per token. oldest: the oldest tokens leave instead of random ones, and there is one draw."""
+    reads of the cache, per token."""
     rows = []
     for every in cadences:
         passes = max(tokens, every) // every
         for layout in COMPARED_LAYOUTS:
-            for draw in [None] if oldest else range(draws):
+            for draw in range(draws):
                 r = rounds(every, layout, budget, max(tokens, every), block_size, draw)
                 rows.append({
-                    "every": every, "layout": layout, "draw": draw or 0, "budget": budget,
+                    "every": every, "layout": layout, "draw": draw, "budget": budget,
                     "blocks_mean": r.blocks_held.mean(), "blocks_max": r.blocks_held.max(),
                     "copies_per_token": r.copies.sum() / (passes * every),
                     "copies_per_pass": r.copies.sum() / passes, "freed_per_pass": r.freed.sum() / passes,
@@ -575,7 +598,6 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         "synthetic": partial(synthetic, seed=settings.seed, block_size=block_size),
         "toy": toy,
         "traffic": partial(cadence, settings.cadences, settings.budget, block_size=block_size),
-        "oldest": partial(cadence, settings.cadences, settings.budget, block_size=block_size, oldest=True),
         "wall": streaming.wall,
         "passes": partial(streaming.passes, settings.lengths),
         "memory": arithmetic.memory,
@@ -612,9 +634,12 @@ def model_studies(
         raise InputError(f"policies {', '.join(policies)}: this model can have none of them")
     sources = {name: POLICIES.get(name, (name,)) for name in varied}  # the policies whose code decides their rows
     chapters = {name: source for name, source in sources.items() if name in POLICIES}
+    decoding = {p: s for p, s in sources.items() if p in POLICIES or DECODING.name not in find(p).refuses}
+    one = {"kept": shares[:1], "policies": decoding, "granularities": GRANULARITIES[-1:], "regime": DECODING}
     answers = {"budget": settings.capacity, "new_tokens": settings.max_new_tokens}
     return {
         "arising": (arising, {"kept": settings.kept, "policies": sources}),
+        **({"decoding": (arising, one)} if decoding else {}),
         "published": (published, {"kept": shares, "policies": at_shares}),
         "identity": (identity, {"policies": chapters, "catalogue": accepted, **answers}),
         "latency": (latency, {"cadences": settings.timed_cadences, "seed": settings.seed}),

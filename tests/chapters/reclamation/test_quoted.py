@@ -20,7 +20,7 @@ def rows(items=40):
     return pd.DataFrame([
         {"item": f"p{i}", "task": "AIME 2025", "policy": name, "capacity": budget, "answer": "5", "n_generated": 100,
          "prediction": "5" if name == "full" or (name == "tri_attention" and i % 2) else "6",
-         "decode_seconds": 1.0 if budget == 3072 else 3.0}
+         "decode_seconds": 1.0 if budget == 3072 else 3.0, "bytes_held": 3072 if budget else 32_768}
         for i in range(items) for name, budget in cases
     ])  # fmt: skip
 
@@ -33,12 +33,17 @@ def test_rows_are_held_against_the_printed_accuracy_and_the_full_cache():
     assert means.beyond_print["TriAttention", 3072] == pytest.approx(0.5 - 0.408)
     assert means.lost["TriAttention", 3072] == pytest.approx(0.5)
     assert means.faster["TriAttention", 3072] == pytest.approx(3.0)
+    assert table[table.budget == 3072].smaller.tolist() == pytest.approx([32_768 / 3072] * 40)
 
 
 def test_the_quoted_claims_are_judged_once_there_are_rows():
     frame = members.verdicts({"quoted": quoted.table(rows())}, "Qwen3-8B", "full").set_index("claim")
     assert frame.verdict["R5"] == "not testable here"  # no problem of 2024
     assert frame.verdict["R5c"] == "not reproduced"
+    for longest, verdict in ((32_000, "reproduced"), (12_000, "not reproduced")):  # tokens of full answers
+        ended = rows().assign(bytes_held=lambda x, n=longest: x.bytes_held.where(x.policy != "full", n + x.index))
+        frame = members.verdicts({"quoted": quoted.table(ended)}, "Qwen3-8B", "full").set_index("claim")
+        assert frame.verdict["R5e"] == verdict
     same = rows().assign(prediction="5", decode_seconds=[1.0 + 0.01 * (i % 7) for i in range(200)])
     frame = members.verdicts({"quoted": quoted.table(same)}, "Qwen3-8B", "full").set_index("claim")
     assert frame.verdict["R5d"] == "not reproduced"

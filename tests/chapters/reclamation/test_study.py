@@ -50,6 +50,22 @@ def test_chance_alone_follows_the_power_of_the_block_size():
         assert freed == pytest.approx(0.9**size, abs=0.02)
 
 
+@pytest.mark.parametrize(("tokens", "budget", "size"), [(16_000, 1_600, 16), (32_768, 2_048, 16), (8_000, 500, 4)])
+def test_decoding_with_victims_by_lot_holds_a_harmonic_number_of_blocks(tokens, budget, size):
+    keeps = [r.decoded(tokens, budget, np.random.default_rng(seed)) for seed in range(8)]
+    assert {keep.sum() for keep in keeps} == {budget}
+    assert all(keep[-1] for keep in keeps)
+    held = np.mean([row["blocks"] - row["freed_plain"] for row in (r.reclaim(keep, size) for keep in keeps)])
+    assert held == pytest.approx(budget / size * sum(1 / n for n in range(1, size + 1)), rel=0.02)  # 338, 433, 260
+
+
+def test_a_ledger_that_evicts_at_every_token_holds_as_many_blocks():
+    rows = r.rounds(1, "none", budget=128, tokens=6000)
+    harmonic = sum(1 / n for n in range(1, 17))
+    held = rows.blocks_held[1024:].mean()
+    assert held == pytest.approx(120 / 16 * harmonic + 8 / 16, rel=0.04)  # the newest eight are no victims
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_reclaim_obeys_its_arithmetic(data):
@@ -92,6 +108,14 @@ def test_arising_and_occupancy_tell_the_same(loaded):
     assert rows.living.is_monotonic_increasing  # more heads, more survivors in the union
 
 
+def test_eviction_while_decoding_meets_the_same_budget_with_other_tokens(loaded):
+    ids = tiny.prompts(300)[0]
+    once = r.arising(loaded, ids, (0.2,), ("window",), granularities=["per head"])
+    [row] = r.arising(loaded, ids, (0.2,), ("window",), granularities=["per head"], regime=r.DECODING).itertuples()
+    assert row.evicted == once.evicted[0] == 0.8
+    assert row.living != once.living[0]
+
+
 @pytest.mark.parametrize("together", [1, 3])
 def test_generation_is_identical_under_every_layout_and_the_control_is_not(loaded, monkeypatch, together):
     monkeypatch.setitem(r.TOGETHER, "cpu", together)
@@ -109,6 +133,10 @@ def test_generation_is_identical_under_every_layout_and_the_control_is_not(loade
     for policy in ("cumulative", "window"):
         assert one_set.blocks_freed[policy, "repack"] > one_set.blocks_freed[policy, "none"]
         assert one_set.slot_copies[policy, "repack"] > one_set.slot_copies[policy, "fill"]
+        assert 0 < one_set.share[policy, "repack"] <= 2
+        copied = 2 * one_set.decode_copies[policy, "repack"] / (2 * 4 * 48)  # two later passes, four tokens each
+        assert one_set.share[policy, "repack"] == pytest.approx(copied)
+    assert rows[rows.source == "catalogue"].share.isna().all()  # compressed once
     who = real.drop_duplicates(["source", "policy", "granularity"])
     assert who[who.source == "chapter"].granularity.tolist() == list(r.JOINT) * 2
     assert dict(zip(who.policy[8:], who.granularity[8:], strict=True)) == {
@@ -332,7 +360,15 @@ def accepted() -> pd.DataFrame:
     layouts = ["none", "repack", "fill", "repack", "fill", "storage positions"]
     rows = pd.DataFrame({"item": np.repeat([f"p{i}" for i in range(7)], 6), "layout": layouts * 7})
     rows = rows.assign(
-        shared=[False, False, False, True, True, False] * 7, slot_copies=5, identical=1.0, shared_slots_touched=0
+        shared=[False, False, False, True, True, False] * 7,
+        slot_copies=5,
+        decode_copies=5,
+        share=np.linspace(1.2, 1.3, 42),
+        source="chapter",
+        policy="window",
+        granularity="per head",
+        identical=1.0,
+        shared_slots_touched=0,
     )
     rows = rows.assign(as_predicted=1.0 * (rows.layout != "none"))
     rows.loc[rows.layout == "none", "slot_copies"] = 0
@@ -352,21 +388,28 @@ def test_a_case_that_no_broken_cache_would_fail_counts_for_nothing():
 
 
 def test_compared_rounds_and_passes_by_hand():
-    rows = pd.DataFrame({"every": 1, "draw": [0, 0, 1, 1], "layout": ["repack", "fill"] * 2, "budget": 2048,
-                         "copies_per_pass": [8.0, 1.0, 4.0, 1.0], "share": [1.0, 0.5, 1.0, 0.5]})  # fmt: skip
-    table = members._traffic(rows)
-    assert table.copies_ratio.tolist() == [1.0, 0.125, 1.0, 0.25]
-    cache = 64 * 2048 * 2 * 36 * 8 * 128 * 2
-    assert table.of_step.tolist() == pytest.approx([share * cache / (cache + 16.4e9) for share in rows.share])
+    rows = pd.DataFrame({"every": 1, "draw": [0, 0, 1, 1, 2, 2], "layout": ["repack", "fill"] * 3,
+                         "copies_per_pass": [8.0, 1.0, 4.0, 1.0, 0.0, 0.0]})  # fmt: skip
+    ratio = members._traffic(rows).copies_ratio
+    assert ratio[:4].tolist() == [1.0, 0.125, 1.0, 0.25]
+    assert ratio[4:].isna().all()  # a repack that moves nothing compares with nothing
     ways = pd.DataFrame({"tokens": 8, "repeat": 0, "way": ["fused attention", "eager"], "seconds": [2.0, 3.0],
                          "held_mib": [1.0, 4.0]})  # fmt: skip
     assert members._passes(ways)[["slower", "larger"]].to_numpy().tolist() == [[1.0, 1.0], [1.5, 4.0]]
 
 
-def test_the_oldest_behind_the_sinks_leave_and_a_repack_moves_all_that_follows():
-    rows = r.cadence([1], budget=64, tokens=32, oldest=True).set_index("layout")
-    assert rows.copies_per_pass[["none", "repack", "fill"]].tolist() == [0, 60, 1]
-    assert len(rows) == 3
+def test_copy_loops_and_far_fewer_copies_are_judged_on_the_chapters_policies_as_they_decode():
+    rows = pd.concat([accepted().assign(policy=name) for name in ("cumulative", "window", "redundancy")])
+    rows["decode_copies"] = rows.layout.map({"repack": 40, "fill": 4}).fillna(0)
+    tables = {"identity": rows, "traffic": r.cadence([16, 128, 512], budget=2048, draws=1)}
+
+    def judged():
+        return members.verdicts(tables, "none", "quick").set_index("claim").loc[["R2d", "R6e"]]
+
+    assert judged().verdict.tolist() == ["reproduced"] * 2
+    rows.loc[rows.policy == "window", "decode_copies"] = 40
+    rows["share"] = rows.share.where(rows.policy != "window", rows.share - 1)
+    assert judged().members.tolist() == ["5 holds, 1 fails", "2 holds, 1 fails"]
 
 
 def test_each_prompt_counts_once_and_too_few_are_not_judged():
@@ -407,7 +450,12 @@ def test_a_policy_of_ones_own_has_rows_and_verdicts_and_moves_no_others(loaded):
     ids = {name: tiny.prompts(150, seed=seed)[0] for seed, name in enumerate("abcdef")}
     both, kept = ("window", "mine"), (0.1, 0.5)
     parts = [r.arising(loaded, token_ids, kept, both).assign(item=name) for name, token_ids in ids.items()]
-    tables = {"arising": pd.concat(parts), "identity": r.identity(loaded, ids["a"], 48, (), ("snapkv", "mine"))}
+    decoding = [
+        r.arising(loaded, token_ids, kept[:1], both, granularities=["per head"], regime=r.DECODING).assign(item=name)
+        for name, token_ids in ids.items()
+    ]
+    tables = {"arising": pd.concat(parts), "decoding": pd.concat(decoding)}
+    tables |= {"identity": r.identity(loaded, ids["a"], 48, (), ("snapkv", "mine"))}
     own_rows = tables["arising"][tables["arising"].policy == "Mine"]
     assert own_rows.groupby("granularity").size().to_dict() == dict.fromkeys(r.GRANULARITIES, 12)
     assert (
@@ -475,5 +523,5 @@ def test_an_edit_of_the_policy_that_a_study_runs_makes_it_stale(loaded):
         studies = {name: PerItem("reclamation", name, {"a": [1]}, *study) for name, study in studies_by_name.items()}
         return {name: PerItemPlan(study, None, Settings()).keys["a"] for name, study in studies.items()}
 
-    assert stale(keys, *edit_of(window.snapkv)) == {"arising", "identity", "sharing"}
+    assert stale(keys, *edit_of(window.snapkv)) == {"arising", "decoding", "identity", "sharing"}
     assert stale(keys, *edit_of(cumulative.quest)) == {"identity", "pages"}

@@ -40,7 +40,7 @@ class Observation:
     inverse_frequencies: Tensor | None = None  # [dim / 2] of the rotation, radians per position
     seed: int | RowInts = 0  # for draws, one for all rows or one for each
     step: int = 0  # generated tokens so far, in `SharedCap`
-    backend: str = "torch"  # "triton": scorers that have a kernel use it
+    backend: str = "torch"  # "triton": scorers that have a kernel use it, where `by_kernels`
     log_sums: Tensor | None = None  # the window's log-sum-exp from the forward pass, float32 [batch, heads, window]
     window_outputs: Query | None = None  # the window's attention outputs from the forward pass
     softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
@@ -100,6 +100,12 @@ class Observation:
     @property
     def alive(self) -> Mask:
         return self.places.alive
+
+    @property
+    def by_kernels(self) -> bool:
+        """Do scorers use their kernels? Plain PyTorch scores what these do not know: a sliding window, queries that see
+        their own span only, another softmax."""
+        return self.backend == "triton" and self.sliding is None and not self.span_local and self.softmax is None
 
     @property
     def group(self) -> int:

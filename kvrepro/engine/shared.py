@@ -99,15 +99,22 @@ def sinks_and_window(
     o: Observation, scores: Scores, budget: RowInts, guarded: Mask, tie_break: str = "string",
     slw_window: str = "last_access",
 ) -> Mask:  # fmt: skip
-    """StreamingLLM's own shield among the unguarded tokens: the 4 oldest and the `budget - 4` latest.
+    """StreamingLLM's own shield, without the guarded tokens.
 
-    As run "oldest" orders by (I, position) and "latest" by (L, I, position), positions in the reading's tie order; as
-    described both order by position. Artifact's SLW; paper, Table 19.
+    As run, it takes the 4 oldest unguarded tokens, by (I, position), and the `budget - 4` latest, by (L, I, position):
+    with guards more than there is room for, so that LRU's order decides. As described, the 4 first tokens stay, and the
+    newest of the others as far as the budget has room beside them and the guards: the order is that of positions alone,
+    so that attention cannot hold a token in the middle. Artifact's SLW; paper, section 6 (the sink+window exception)
+    and Table 19.
     """
-    free = o.alive & ~guarded
-    by_position = slw_window == "position"
-    oldest = rank(tie_key(o, () if by_position else ("entered",), tie_break), free)
-    latest = rank(tie_key(o, () if by_position else ("last_use", "entered"), tie_break), free)
+    free, place = o.alive & ~guarded, tie_key(o, (), tie_break)
+    if slw_window == "position":
+        sinks = rank(place, o.alive) < SLW_SINKS
+        rest = free & ~sinks
+        room = budget[:, None] - (guarded | sinks).sum(-1)
+        return (free & sinks) | (rest & (rank(place, rest) >= (rest.sum(-1) - room)[..., None]))
+    oldest = rank(tie_key(o, ("entered",), tie_break), free)
+    latest = rank(tie_key(o, ("last_use", "entered"), tie_break), free)
     window = free.sum(-1) - (budget - SLW_SINKS)[:, None]
     return free & ((oldest < SLW_SINKS) | (latest >= window[..., None]))
 

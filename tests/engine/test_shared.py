@@ -84,6 +84,22 @@ def test_guardrail_deletes_streaming_llms_protected_prefix_as_run_only():
     assert set(kept(honoured, 1919)) >= set(ranges("0-24, 1894-1918"))
 
 
+def test_guarded_sink_and_window_is_rigid_as_described_where_lru_keeps_what_is_attended():
+    """Paper, section 6: under guards the rule still discards the middle, which LRU can retain. A token in the middle
+    gets all attention for seven steps; at the first reduction both policies keep the newest."""
+    left = {}
+    for name in ("slw", "lru"):
+        c = capped(name, 32, prefix=0.1, suffix=0.1, reading="as_described")
+        job, signals = after_prompt(c, 40, room=8)
+        signals = evict_shared(job, signals, 0)
+        assert signals.held[0, 0].nonzero()[:, 0].tolist() == ranges("0-3, 12-39")
+        on_the_middle = torch.nn.functional.one_hot(torch.tensor([12]), 48).float()
+        for step in range(1, 8):
+            signals = signals.enter(step).attended(step, on_the_middle, None)
+        left[name] = evict_shared(job, signals.enter(8), 8).held[0, 0].nonzero()[:, 0].tolist()
+    assert left == {"slw": ranges("0-3, 20-47"), "lru": ranges("0-3, 12, 21-47")}
+
+
 def sizes(c: Condition) -> tuple[int, int]:
     return guarded(c, c.budget, POLICIES[c.policy].reading(c.reading, c.switches))
 

@@ -78,15 +78,19 @@ def evict_global(state, retained, c, reading, t, n, rng):
     if c.prefix > 0 and c.suffix == 0 and reading.empty_suffix == "keeps_newest":
         inner = set()
     key = place(reading)
+    if c.policy == "slw" and reading.slw_window == "position":  # a fixed rule: nothing but positions counts
+        ascending = sorted(retained, key=key)
+        stays = shielded | set(ascending[:4])
+        newest = [i for i in reversed(ascending) if i not in stays]
+        return stays | set(newest[: c.budget - len(stays)])
     if c.policy == "random_sample":
         pool = sorted(inner)
         victims = set(rng.sample(pool, min(excess, len(pool))))
     else:
         pool = set(inner)
         if c.policy == "slw":
-            by_position = reading.slw_window == "position"
-            oldest = sorted(inner, key=lambda i: key(i) if by_position else (state[i].I, key(i)))
-            latest = sorted(inner, key=lambda i: key(i) if by_position else (state[i].L, state[i].I, key(i)))
+            oldest = sorted(inner, key=lambda i: (state[i].I, key(i)))
+            latest = sorted(inner, key=lambda i: (state[i].L, state[i].I, key(i)))
             pool -= set(oldest[:4]) | set(latest[max(0, len(latest) - (c.budget - 4)) :])
         ties = {"lru": "I", "slw": "I", "h2o_simple": "LI", "h2o_faithful": "LI"}.get(c.policy, "L")
 

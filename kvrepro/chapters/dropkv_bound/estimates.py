@@ -38,20 +38,21 @@ def selected(
 
 
 def disagreement(alignment: pd.DataFrame) -> pd.DataFrame:
-    """A row per triple, about the 20 keys of its pool whose values are most aligned with the output.
+    """A row per triple and stratum, about the 20 keys of its pool whose values are nearest to the output, or most
+    aligned with it.
 
     rho: Spearman's correlation of AnDPro's and DropKV's scores; rho_value: that of <a, v_j> and ||a - v_j||; kept:
-    share of the ten keys that DropKV evicts and AnDPro keeps; cosine: the median; distinct: number of distinct
-    <a, v_j>.
+    share of the ten keys that DropKV evicts and AnDPro keeps; distance: the largest ||a - v_j|| / ||a||; distinct:
+    number of distinct <a, v_j>.
     """
 
     def of_triple(f: pd.DataFrame) -> pd.Series:
         gone, stays = f.dropkv.rank(method="first") <= len(f) / 2, f.andpro.rank(method="first") > len(f) / 2
         rho, rho_value = stats.correlation(f.andpro, f.dropkv), stats.correlation(f.andpro_value, f.dropkv_value)
-        facts = {"kept": stays[gone].mean(), "cosine": f.cosine.median(), "distinct": f.andpro_value.nunique()}
+        facts = {"kept": stays[gone].mean(), "distance": f.distance.max(), "distinct": f.andpro_value.nunique()}
         return pd.Series({"rho": rho, "rho_value": rho_value, **facts})
 
-    return alignment.groupby(["item", *WHERE]).apply(of_triple, include_groups=False).reset_index()
+    return alignment.groupby(["item", *WHERE, "stratum"]).apply(of_triple, include_groups=False).reset_index()
 
 
 # ---------------------------------------------------------------- estimates with intervals; whole prompts are resampled

@@ -20,6 +20,7 @@ from kvrepro.world import ruler
 POINTS = (0.0, 100.0)  # bounds of F1 in points
 K = 200  # in the claims about theorem 1's factor, whatever `Settings.k` is
 HARD_K = 10  # in the claims about records
+NEAR = 0.5  # ||a - v|| / ||a|| of values near the output: removing one costs less than half of what a value of 0 would
 ITEMS: dict[str, Iterable[str]] = {"longbench": longbench.SETS, "ruler": ruler.TASKS}
 GENERAL = ("peer_minus_dropkv", "quality_lead")  # contrasts of claims about other policies in general
 
@@ -143,6 +144,21 @@ def _of_weights(claim: Mapping, study: Study) -> list[Member]:
     return [Member("all", _mean_over_prompts(log, wide["item"], bounds=None))]
 
 
+def _near(claim: Mapping, study: Study) -> pd.DataFrame:
+    """A row per triple that `disagreement` gives for the claim's stratum. The nearest keys count where all twenty lie
+    within `NEAR`; raises NotTestable, with what was measured, where too few prompts have such keys."""
+    ranks = disagreement(study.alignment)
+    f = ranks[ranks.stratum == claim["over"]]
+    if claim["over"] != "near":
+        return f
+    near = f[f.distance <= NEAR]
+    if (prompts := near["item"].nunique()) < judge.MIN_ITEMS:
+        found = f"{len(near)} of {len(f)} triples, of {prompts} prompts, have twenty keys with |a - v| <= {NEAR:g} |a|"
+        middle = f"the median distance of the twentieth is {f.distance.median():.2f} |a|"
+        raise NotTestable(f"{found} ({middle}): at least {judge.MIN_ITEMS} prompts are needed")
+    return near
+
+
 def _policies(claim: Mapping) -> list[str]:
     """The reader's own policies that a general claim is tested on."""
     return claim["over"]["policy"] if isinstance(claim["over"], Mapping) else []
@@ -174,10 +190,11 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
     if contrast == "slack_median":
         return [Member("all", statistic(finite.assign(slack=finite.bound / finite.ratio), _median, "slack"))]
     if contrast == "andpro_keeps":
-        f = disagreement(study.alignment)
+        f = _near(claim, study)
         return [Member("all", _mean_over_prompts(f.kept, f["item"]))]
     if contrast == "aligned_andpro_minus_dropkv":
-        r = study.records.query("rule == 'dropkv' and queries == 1 and stratum == 'aligned' and k == @HARD_K")
+        r = study.records.query("rule == 'dropkv' and queries == 1 and k == @HARD_K")
+        r = r.merge(_near(claim, study)[["item", *WHERE, "stratum"]])
         f = _with_other_rule(study, "andpro", 1, r)
         return [Member("all", _mean_over_prompts(f.log, f["item"], bounds=None))]
     raise InputError(f"claim {claim['id']}: unknown contrast {contrast!r}")
@@ -230,7 +247,7 @@ def _lead_growth(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
 
 def _from_timings(claim: Mapping) -> list[Member]:
     compute, file, _ = timings.CONTRASTS[claim["contrast"]]
-    table = compute(file, **{"tokens": claim["tokens"]} if "tokens" in claim else {})
+    table = compute(file, **{name: claim[name] for name in ("tokens", "kernel") if name in claim})
     if claim.get("exact"):
         return [Member(m.member, Facts(pd.Series([m.value], index=[file.name]))) for m in table.itertuples()]
     table = table.astype({"n": object}).where(table.notna(), None)
@@ -250,7 +267,10 @@ def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -
         return _of_weights(claim, study)
     if contrast in OF_POOL:
         pools = list(study.assumptions.groupby("pool", sort=False))
-        pools = pools[:1] if claim["over"] == "first pool" else pools
+        if claim["over"] != "pools":
+            pools = [(pool, f) for pool, f in pools if pool == claim["over"]]
+            if not pools:
+                raise NotTestable(f"not run: the pool of the {claim['over']} (the parameter pools)")
         return [Member(str(pool), OF_POOL[contrast](with_factor(f, K))) for pool, f in pools]
     return _of_records(claim, study)
 

@@ -109,8 +109,8 @@ class Study:
     lemma: a triple (largest relative errors of lemma 1).
     budgets: a layer, share kept, allocation, pooling and rounding (error: relative shift of the layer's output at the
     last query).
-    alignment: one of the 20 most aligned keys of a triple (cosine, ranks by AnDPro and DropKV, 1 = evicted first;
-    `_value`: without the attention weight).
+    alignment: one of the 20 nearest or most aligned keys of a triple (stratum; distance: ||a - v|| / ||a||; ranks by
+    AnDPro and DropKV, 1 = evicted first; `_value`: without the attention weight).
     weights: a triple, stratum, k and way to weigh a key, `triples.WEIGHTS` (shift of the query's output: query, of the
     window's: window, and of the query's after W_O: projected; same_alone: does the way choose DropKV's set for the last
     query alone?).
@@ -207,7 +207,7 @@ def prompt(
             rows["records"] += _records(triple, sets, s, loaded.model.device, policy)
             if not policy:
                 rows["lemma"].append(triple.where | lemma_error(triple, s.seed))
-                rows["alignment"] += _alignment(triple, sets["aligned"])
+                rows["alignment"] += _alignment(triple, sets)
                 rows["weights"] += _weights(triple, sets)
         if "budgets" in parts:
             rows["budgets"] += _budgets(layer, s)
@@ -292,15 +292,18 @@ def _by_rule(
     ]  # fmt: skip
 
 
-def _alignment(t: Triple, keys: Tensor) -> list[dict]:
-    """A row per key of the aligned stratum: its rank by AnDPro and DropKV for this query (1 = evicted first), and by
-    their scores without the attention weight, <a, v_j> and ||a - v_j||."""
-    a, v, r, p = t.window_a[-1], t.v[keys], t.r[keys], t.p[keys]
-    along, off = v @ a, r.norm(dim=-1)
-    scores = {"andpro": p * along, "dropkv": bound.single_cost(p, r), "andpro_value": along, "dropkv_value": off}
-    ranks = {name: scipy_stats.rankdata(score.numpy()) for name, score in scores.items()}
-    cosine = along / (v.norm(dim=-1) * a.norm())
-    return pd.DataFrame({"cosine": cosine.numpy(), **ranks}).assign(**t.where).to_dict("records")
+def _alignment(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
+    """A row per key of the strata near and aligned: ||a - v_j|| / ||a||, its rank by AnDPro and DropKV for this query
+    (1 = evicted first), and by their scores without the attention weight, <a, v_j> and ||a - v_j||."""
+    a, rows = t.window_a[-1], []
+    for stratum in ("near", "aligned"):
+        v, r, p = (x[sets[stratum]] for x in (t.v, t.r, t.p))
+        along, off = v @ a, r.norm(dim=-1)
+        scores = {"andpro": p * along, "dropkv": bound.single_cost(p, r), "andpro_value": along, "dropkv_value": off}
+        ranks = {name: scipy_stats.rankdata(score.numpy()) for name, score in scores.items()}
+        table = pd.DataFrame({"distance": (off / a.norm()).numpy(), **ranks})
+        rows += table.assign(stratum=stratum, **t.where).to_dict("records")
+    return rows
 
 
 def _weights(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:

@@ -16,7 +16,7 @@ from kvrepro.experiment.claims import KEPT, PLAIN
 from kvrepro.paths import GPU
 
 KERNELS, MODELS = GPU / "kernels.csv", GPU / "models.csv"
-SCORING = "perturbation sum mean"  # DropKV's row of the scoring kernel
+SCORING = "perturbation, two passes, three kernels"  # all of DropKV's scoring, as the references compute it
 REFERENCES = {"plain torch, grouped, lse given": "torch, grouped", "plain torch, repeated heads": "torch, repeated"}
 SHAPE = "32/8/128"  # query heads, KV heads, dimensions: Llama-3.1-8B, Mistral-7B
 TORCH = "DropKV, plain PyTorch"
@@ -27,35 +27,37 @@ def _frame(rows: Sequence[tuple]) -> pd.DataFrame:
 
 
 def kernels(file: Path = KERNELS) -> pd.DataFrame:
-    """Timings of the scoring kernel at the shape of the paper's models."""
+    """Timings of scoring at the shape of the paper's models."""
     f = pd.read_csv(file)
     return f[(f.kernel == "window_scores") & (f["shape"] == SHAPE) & (f.batch == 1)]
 
 
-def speedup(file: Path = KERNELS, tokens: int = 131072) -> pd.DataFrame:
-    """Speedup of the scoring kernel over each way to write the reference."""
+def speedup(file: Path = KERNELS, tokens: int = 131072, kernel: str = SCORING) -> pd.DataFrame:
+    """Speedup of the scoring kernels, or of the row `kernel`, over each way to write the reference."""
     f = kernels(file)
     f = f[f.tokens == tokens].set_index("variant")
-    ours = f.loc[SCORING]
+    ours = f.loc[kernel]
     low, middle, high = f.p20_us / ours.p80_us, f.p50_us / ours.p50_us, f.p80_us / ours.p20_us
     return _frame([(name, middle[name], low[name], high[name], None) for name in REFERENCES])
 
 
-def scratch(file: Path = KERNELS, tokens: int = 131072) -> pd.DataFrame:
-    """Memory that the scoring kernel allocates beside its inputs and scores, MB; counted, so without an interval."""
+def scratch(file: Path = KERNELS, tokens: int = 131072, kernel: str = SCORING) -> pd.DataFrame:
+    """Memory that the scoring kernels allocate beside their inputs and scores, MB; counted, so without an interval."""
     f = kernels(file)
-    megabytes = f[(f.tokens == tokens) & (f.variant == SCORING)].scratch_mib.item() * 2**20 / 1e6
+    megabytes = f[(f.tokens == tokens) & (f.variant == kernel)].scratch_mib.item() * 2**20 / 1e6
     return _frame([("all", megabytes, megabytes, megabytes, None)])
 
 
-def scratch_share(file: Path = KERNELS, tokens: int = 131072, held: bool = False) -> pd.DataFrame:
-    """Memory that the scoring kernel allocates over what each reference allocates. held: add a layer's keys and values,
+def scratch_share(
+    file: Path = KERNELS, tokens: int = 131072, kernel: str = SCORING, held: bool = False
+) -> pd.DataFrame:
+    """Memory that the scoring kernels allocate over what each reference allocates. held: add a layer's keys and values,
     in bfloat16, on both sides, which gives the call's peak."""
     f = kernels(file)
     f = f[f.tokens == tokens].set_index("variant").scratch_mib
     _, kv_heads, dim = map(int, SHAPE.split("/"))
     more = 2 * tokens * kv_heads * dim * 2 / 2**20 if held else 0.0
-    shares = {name: (f[SCORING] + more) / (f[name] + more) for name in REFERENCES}
+    shares = {name: (f[kernel] + more) / (f[name] + more) for name in REFERENCES}
     return _frame([(name, value, value, value, None) for name, value in shares.items()])
 
 

@@ -258,7 +258,8 @@ def strata(t: Triple, candidates: Tensor, size: int = 20, seed: int = 0) -> dict
     """By stratum `size` key numbers out of the pool `candidates` [pool], ascending.
 
     random; tail: the lowest p; threshold: the costs nearest to the pool's median; disagreement: ranks by p and by cost
-    that are farthest apart; and aligned, which the paper does not have: the largest cosine between v_j and a.
+    that are farthest apart; and two that the paper does not have: near, the smallest ||a - v_j||, and aligned, the
+    largest cosine between v_j and a.
     """
     p, r = t.p[candidates], t.r[candidates]
     cost = bound.single_cost(p, r)
@@ -269,6 +270,7 @@ def strata(t: Triple, candidates: Tensor, size: int = 20, seed: int = 0) -> dict
         "tail": p,
         "threshold": (cost - cost.median()).abs(),
         "disagreement": -(by_p - by_cost).abs().double(),
+        "near": r.norm(dim=-1),
         "aligned": -_cosine(t.v[candidates], t.window_a[-1]),
     }
     return {name: candidates[bound.smallest(order, size)] for name, order in chosen.items()}

@@ -74,7 +74,7 @@ def tova(o: Observation) -> Scores:
     With `span_local`, each span's last token takes the place of the last one. Source: Oren et al. 2024; TOVA's
     src/tova_cache.py.
     """
-    if o.backend == "triton":
+    if o.by_kernels:
         return windowed(o.last(1), attention, over="all").mean(1, keepdim=True).expand_as(o.positions)
     p = o.attention if o.span_local else o.last(1).attention
     return p.mean((1, 2)).sum(1)[:, None].expand_as(o.positions)

@@ -96,7 +96,7 @@ def windowed(
     pool_at, group = ("query", "max") if aggregate == "defensive" else (pool_at, group)
     outside = o.places.not_past if over == "past" else o.places.dead
     if callable(importance):
-        if o.backend == "triton" and (name := _kernel_of(importance)):
+        if o.by_kernels and (name := _kernel_of(importance)):
             x = _fused(o, name, aggregate, pool, kernel, group, pool_at, over, gamma, rescale, outside, extra)
             return _no_less_than_mean(x, outside) if aggregate == "defensive" else x
         importance = importance(o, **extra)
@@ -302,7 +302,7 @@ def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) 
     tau (1.6, 0.6) for every model and budget; the original tunes them (Llama-3.1: 1.6, 0.4 at 1,024 tokens).
     """
     past = o.places.past
-    if o.backend == "triton":
+    if o.by_kernels:
         indicators = [("attention", "variance"), ("entropy", "sum")] if o.queries.shape[2] > 1 else [("entropy", "sum")]
         *spread, entropy = ((_kernel(o, *names, "sum") * past).sum((1, 2)) for names in indicators)
         scatter = spread[0] if spread else torch.zeros_like(entropy)
@@ -357,7 +357,7 @@ def _andpro_chunks(
 ) -> Scores:
     """AnDPro as in its public code: the anchor comes from the droppable chunks, whose tokens share their score."""
     number, droppable = o.places.noted(("chunks", chunk, window), lambda: _chunks(o.alive, chunk, window))
-    if o.backend == "triton":
+    if o.by_kernels:
         x = _pulled(o, droppable, aggregate, pool, kernel)
     else:
         p, v = _pooled(o.attention, o.places.dead, pool, kernel), o.values.float()

@@ -13,7 +13,7 @@ def test_ranks_that_do_not_vary_have_no_correlation_and_no_warning():
     """Tied scores give one rank to all keys, on a model whose head attends to none of them, for instance."""
     random = np.random.default_rng(0)
     ranks = {name: random.permutation(20) + 1.0 for name in ("andpro", "dropkv", "andpro_value", "dropkv_value")}
-    varied = pd.DataFrame(ranks | {"cosine": 0.5}).assign(item="a", **dict.fromkeys(WHERE, 0))
+    varied = pd.DataFrame(ranks | {"distance": 0.5, "stratum": "near"}).assign(item="a", **dict.fromkeys(WHERE, 0))
     tied = varied.assign(item="b", andpro=10.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

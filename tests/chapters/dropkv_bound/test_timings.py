@@ -10,7 +10,7 @@ from kvrepro.chapters.dropkv_bound.timings import PLAIN, SCORING, TORCH
 @pytest.fixture
 def kernels(tmp_path):
     grouped, repeated = timings.REFERENCES
-    rows = [(SCORING, 1, 2, 4, 16.0), (grouped, 10, 12, 14, 100.0), (repeated, 20, 30, 40, 1000.0)]
+    rows = [(SCORING, 1, 2, 4, 16.0), ("scores alone", 0.5, 1, 2, 0.0), (grouped, 10, 12, 14, 100.0), (repeated, 20, 30, 40, 1000.0)]
     frame = pd.DataFrame(rows, columns=["variant", "p20_us", "p50_us", "p80_us", "scratch_mib"])
     frame = frame.assign(kernel="window_scores", shape=timings.SHAPE, batch=1, device="gpu", dtype="float16")
     file = tmp_path / "kernels.csv"
@@ -53,6 +53,17 @@ def test_the_kernel_s_members(kernels):
         16.777,
         16.777,
     ]
+
+
+def test_all_kernels_of_a_scoring_call_count_unless_a_claim_names_one(kernels):
+    """Figure 2 is of the whole call; first forms judged the kernel of the scores alone."""
+    of_scores = {"kernel": "scores alone"}
+    assert only(timings.speedup(kernels, **of_scores)) == [30, 10, 80]
+    assert timings.scratch(kernels, **of_scores).value.item() == 0
+    assert timings.scratch_share(kernels, **of_scores).value.tolist() == [0, 0]
+    measured = timings.kernels().set_index(["variant", "tokens"]).scratch_mib
+    assert timings.scratch().value.item() == pytest.approx(measured[SCORING, 131072] * 2**20 / 1e6)
+    assert timings.scratch().value.item() > 0  # outputs and log-sum-exp of the window
 
 
 def test_scratch_and_peak_are_shares_of_each_references(kernels):

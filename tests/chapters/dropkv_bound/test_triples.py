@@ -171,6 +171,8 @@ def test_strata_pick_what_they_are_named_for():
     ]
     gap = {j: abs(ranks[0][j] - ranks[1][j]) for j in candidates.tolist()}
     assert min(gap[j] for j in strata["disagreement"].tolist()) >= sorted(gap.values())[-6]
+    distance = t.r.norm(dim=-1)
+    assert distance[strata["near"]].max() <= distance[candidates].sort().values[5]
     cosine = torch.nn.functional.cosine_similarity(t.v, t.window_a[-1].expand_as(t.v), dim=-1)
     assert cosine[strata["aligned"]].min() >= cosine[candidates].sort().values[-6]
     again = triples.strata(t, candidates, size=6)

@@ -9,6 +9,7 @@ from observations import observation
 
 pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
+from kvrepro.engine.attention import Softmax
 from kvrepro.engine.catalogue import CATALOGUE, WINDOWS
 from kvrepro.engine.policy import call, named
 from kvrepro.engine.score import window
@@ -63,6 +64,30 @@ def test_scores_are_those_of_plain_pytorch(name, reading, kind):
         ours = call(policy.score, replace(o, backend="triton"), parameters=parameters)
         close = {"atol": 2e-2, "rtol": 2e-2} if parameters.get("round_p") else {"atol": 2e-5, "rtol": 1e-3}
         torch.testing.assert_close(ranked(o, ours), ranked(o, truth), **close)
+
+
+NO_KERNEL = {
+    "a sliding window": dict(sliding=20),
+    "queries that see their own span": dict(span_local=True, span_of=(torch.arange(37) > 12).long().expand(2, -1)),
+    "another softmax": dict(softmax=Softmax(0.25, softcap=2.0)),
+}
+
+
+@pytest.mark.parametrize("what", NO_KERNEL)
+@pytest.mark.parametrize(("name", "reading"), CASES.values())
+def test_what_no_kernel_knows_is_scored_by_plain_pytorch(name, reading, what):
+    """Also where a pass's log-sum-exp is at hand; without it the scores would be others."""
+    policy, free = CATALOGUE[name], with_forward_results(seen_by("whole"))
+    fields = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in NO_KERNEL[what].items()}
+    plain = replace(free, **fields)
+    parameters = policy.reading(reading) | {"budget": torch.tensor([6, 6], device=plain.keys.device)}
+    truth, ours, ignored = (
+        ranked(o, call(policy.score, o, parameters=parameters)) for o in (plain, replace(plain, backend="triton"), free)
+    )
+    torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-5)
+    assert (truth - ignored).abs().max() > 1e-3
+    preferences = [window.cake_preference(o) for o in (replace(plain, backend="triton"), plain)]
+    torch.testing.assert_close(*preferences, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", OBSERVED)

@@ -37,7 +37,7 @@ longbench:protection   its question sets as the protection paper asks them
 protection-panel       the 162 items of that paper; protection-panel:qasper are those of one of its six sets
 ruler, ruler:vt,cwe    RULER's thirteen tasks or some, made for the tokenizer of the model that runs
 questions.jsonl        a file of your own, described on the page `book/your-model.md`"""
-OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, workers=2, results=folder, dry_run=true"
+OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, enable_thinking=false, results=folder, dry_run=true"
 PROGRAMS = {  # name: module with a `main`, what it is for
     "book": ("kvrepro.tools.book", "Execute the chapters that changed and build the book."),
     "data": ("kvrepro.experiment.data", "Public data: list the sources with their checksums, or fetch one."),
@@ -101,7 +101,7 @@ def run(
     check_values(values | {"results": settings.results, "options": options})
     ensure((Number(1, 10**9, whole=True), None), max_new_tokens=max_new_tokens, limit=limit)
     ensure_name(name)
-    loaded = models.load(model, settings.device, settings.dtype)
+    loaded = models.load(model, settings.device, settings.dtype, settings.enable_thinking)
     new = 32 if max_new_tokens is None else max_new_tokens
     room = prompt_limit(loaded, new, limit)
     count = data.AtMost(12) if n_items is None else n_items
@@ -189,8 +189,9 @@ def items(
         )
     with contextlib.redirect_stdout(sys.stderr):  # remarks on items do not belong among their lines
         sample = data.load_items(name, n_items, seed, tokens, None if model is None else models.tokenizer(model))
+    ascii_only = sys.stdout.encoding.lower().replace("-", "") != "utf8"
     for item in sample:
-        print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=False))
+        print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=ascii_only))
 
 
 def _conditions(policies: list[str], budgets: list[str], regime: str, settings: dict[str, Any]) -> "list[Condition]":

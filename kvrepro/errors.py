@@ -4,6 +4,7 @@ import atexit
 import difflib
 import errno
 import gc
+import io
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ ENDING = tuple(  # of Ctrl-C, a batch system, a terminal that is closed, where t
 )
 TOO_SMALL = "memory is too small: free some, or raise the limit (ulimit -v); what was computed is stored"
 NO_MEMORY = "failed to map segment|cannot allocate memory"  # what the system says where memory is too small
+UNWRITTEN = (errno.ENOSPC, errno.EPIPE, errno.EBADF)  # a full disk, a reader that has gone, a stream without a file
 LONGEST = 4096  # characters that an argument, or the name of a model, may have
 LONG = 1500  # characters of an error's line; of a longer one the beginning and the end (the way out) are printed
 
@@ -84,12 +86,20 @@ def interrupted(interrupt: KeyboardInterrupt) -> int:
 
 
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
-    """Run a typer app and end the process. A wrong command line is one line on stderr and exit code 2; output that the
-    disk has no room for, and too little memory, are one line and code 1."""
+    """Run a typer app and end the process. A wrong command line is one line on stderr and exit code 2; output that
+    cannot be written, and too little memory, are one line and code 1. Where a stream was closed, nothing is printed;
+    characters that its encoding does not have are spelled out."""
     arguments, heard = sys.argv[1:] if arguments is None else arguments, list[int]()
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115, closed with the process
+        elif isinstance(getattr(sys, stream), io.TextIOWrapper):
+            getattr(sys, stream).reconfigure(errors="backslashreplace")
     atexit.register(gc.freeze)  # Python would look through all objects of all libraries as it ends: seconds when busy
     try:
         with signals_interrupt(heard), one_line_errors():
+            if sys.flags.optimize > 1:
+                raise InputError("python -OO drops the texts that kvrepro prints: start it without -OO")
             for word in arguments:
                 if not (word.isprintable() and 0 < len(word) <= LONGEST):
                     raise InputError(f"argument {word[:50]!r}: give 1 to {LONGEST} printed signs")
@@ -100,7 +110,7 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
     except Exception as error:
         if heard:  # typer, or a library that was being imported, turned an interrupt into another error
             raise SystemExit(interrupted(KeyboardInterrupt(heard[-1]))) from None
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # from a stream
+        if isinstance(error, OSError) and error.errno in UNWRITTEN and error.filename is None:  # from a stream
             print(f"the output cannot be written ({error.strerror}): what was computed is stored", file=sys.stderr)
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115, or Python would fail to flush at the very end
             raise SystemExit(1) from None

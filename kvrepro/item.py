@@ -25,6 +25,8 @@ class Item:
     messages: "" as in the protection paper, otherwise as in the set of LongBench that it names (see `build_prompt`).
     `task` groups the items of a per-domain table. `meta` holds what a checker needs: `answers` (all references),
     `metric` (a name of `kvrepro.experiment.measure.METRICS`), `classes` (all labels), `max_new_tokens` (of the answer).
+    `papers`: it is of a set of this project or of a paper, and its answers are scored exactly as the papers do. Answers
+    to readers' own items are compared in any script, and none of these may be empty.
     """
 
     id: str
@@ -36,6 +38,7 @@ class Item:
     question: str | None = None
     meta: dict = field(default_factory=dict)
     form: str = ""
+    papers: bool = False
 
     def new_tokens(self, usual: int) -> int:
         """Most tokens of an answer: the item's own number, or the usual one."""

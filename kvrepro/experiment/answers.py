@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from kvrepro.chat import answer_of, thinks
 from kvrepro.engine import generate as engine
 from kvrepro.engine import policy
 from kvrepro.engine.backend import obstacle, obstacles
@@ -71,6 +72,9 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     limits = {item.id: limit_of(study, loaded, item) for item in items}
     if (ids := len({item.id for item in items})) < len(items):
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
+    for item in items if study.prompt is None else ():
+        if not item.papers and not all(isinstance(a, str) and a.strip() for a in references(item)):
+            raise InputError(f"item {item.id}: answers {references(item)!r}: give texts that are not empty")
     for condition in dict.fromkeys(itertools.chain.from_iterable(conditions_by_item)):
         policy.check(condition)
     build_prompt = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
@@ -269,7 +273,7 @@ def answer_row(
     row = head | {"torch": torch.__version__, "transformers": transformers.__version__, "date": date}
     if isinstance(answer, Exception):
         return row | {"error": error_line(answer)}
-    text = loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    text, thought = answer_of(loaded.tokenizer, answer.tokens, prompt.ids)
     prediction = text.strip()
     if note is not None and (more := note(item, prompt, answer)):
         row["note"] = json.dumps(more)
@@ -278,7 +282,7 @@ def answer_row(
     same = """evicted policy_calls pages bytes_held bytes_state bytes_full prefill_seconds decode_seconds
         backend""".split()
     return row | {name: getattr(answer, name) for name in same} | {
-        "prediction": prediction, **measure.all_measures(prediction, references(item)),
+        "prediction": prediction, **measure.all_measures(prediction, references(item), item.papers), "thought": thought,
         **measure.official(text, references(item), item.meta),
         "evidence_coverage": measure.evidence_coverage(evidence, answer.kept_positions, end),
         "n_generated": len(answer.tokens), "kept": [round(count) for count in answer.kept],
@@ -316,7 +320,10 @@ class AnswersPlan(Plan):
     def _heads(self) -> dict[Pair, dict[str, Any]]:
         """The columns of each row that are known before it is computed; `key` hashes all that decides the others."""
         study, loaded, settings = self.study, self.loaded, self.settings
-        decisive = {"model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device}
+        decisive: dict[str, Any] = {"model": loaded.name, "model_hash": loaded.hash}
+        decisive |= {"dtype": loaded.dtype, "device": loaded.device}
+        if (enabled := thinks(loaded.tokenizer)) is not None:
+            decisive["enable_thinking"] = enabled
         noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
         note = fingerprint.of(study.note)
         backends = [{"backend": backend} for backend in self.backends]
@@ -329,8 +336,10 @@ class AnswersPlan(Plan):
             new, limit = item.new_tokens(study.max_new_tokens), limit_of(study, loaded, item)
             of_item = decisive | {"max_new_tokens": new, "limit": limit, "item": item.id}
             scored = [item.meta[name] for name in ("metric", "classes", "first_line") if name in item.meta]
+            any_script = {} if item.papers else {"any_script": True}
+            scored += [*any_script]
             of_item["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
-            notes = noted | {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
+            notes = noted | any_script | {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
             notes["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
             notes["evidence_at"] = measure.evidence_at(prompt.spans.get("evidence", ()), len(prompt.ids))
             for j in self.columns[i]:
@@ -491,6 +500,10 @@ class AnswersPlan(Plan):
                 f"{self.title}: {len(cut)} of {len(self.prompts)} passages were cut to prompts of {_range(cut.limit)} "
                 f"tokens, by {_range(cut.cut)}"
             )
+        if ended := int((frame.thought.notna() & (frame.prediction == "")).sum()):
+            what = "ended within their <think> block, and count as empty answers"
+            way_out = "give more max_new_tokens, or enable_thinking=False"
+            lines.append(f"{self.title}: {ended} of {len(frame)} outputs {what}: {way_out}")
         most = frame.evicted.groupby([j for _, j in self.pairs]).max()
         idle = [c for j, c in enumerate(self.conditions) if c.policy != "full" and c.budget != 1.0 and most[j] == 0]
         if idle:

@@ -137,8 +137,8 @@ def _row(entry: dict[str, Any], rouge: bool) -> dict[str, Any]:
     return {
         "prompt_tokens": entry["n_prompt_tokens"], "n_generated": entry["n_generated_tokens"],
         "prediction": prediction, "answer": answer, "token_f1": entry["token_f1"], "exact_match": entry["exact_match"],
-        "token_f1_longbench": measure.token_f1_longbench(prediction, answer),
-        "rouge_l": measure.rouge_l(prediction, answer) if rouge else math.nan,
+        "token_f1_longbench": measure.token_f1_longbench(prediction, answer, papers=True),
+        "rouge_l": measure.rouge_l(prediction, answer, papers=True) if rouge else math.nan,
         "repetition_4gram": measure.repetition_4gram(prediction),
         "kept_mean": entry.get("positions_retained", math.nan), "evicted": entry["eviction_count"],
         "policy_calls": entry["policy_call_count"],
@@ -152,8 +152,8 @@ def _first_word(prediction: str, answer: str) -> dict[str, float]:
     """Scores of the first word, which the full cache chooses under every policy."""
     first, first_gold = (" ".join(text.split()[:1]) for text in (prediction, answer))
     return measure.after_first(prediction, answer) | {
-        "first_f1": measure.token_f1(first, answer),
-        "first_gold_f1": measure.token_f1(first_gold, answer),
+        "first_f1": measure.token_f1(first, answer, papers=True),
+        "first_gold_f1": measure.token_f1(first_gold, answer, papers=True),
     }
 
 

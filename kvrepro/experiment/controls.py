@@ -34,7 +34,7 @@ def of_items(
     without_passage = dict(zip(rows["item"], rows.prediction, strict=True))
     return pd.DataFrame([
         {"item": item.id, "task": item.task, "control": name, "prediction": text, "answer": item.answer}
-        | measure.all_measures(text, references(item))
+        | measure.all_measures(text, references(item), item.papers)
         | measure.official(text, references(item), item.meta)
         for item in items
         for name, text in (

@@ -3,6 +3,7 @@
 data/sources.yml names public files with commit and checksum: `python -m kvrepro.experiment.data list`, or `fetch NAME`.
 """
 
+import ast
 import hashlib
 import http.client
 import json
@@ -12,7 +13,7 @@ import re
 import shutil
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from kvrepro.chat import rendered
+from kvrepro.chat import rendered, thinking
 from kvrepro.engine.allowed import Count, Number, Size, ensure
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError, counted, ensure_known, first_line, program, suggestion
@@ -45,7 +46,7 @@ ANSWERS = {  # metrics that take answers of one form only: the pattern, and its 
 }
 ROLES = ("system", "user", "assistant")
 FIELDS = """id task domain dataset answer answers context question input prompt messages spans max_new_tokens metric
-all_classes meta form word_count language length _id""".split()  # of a row of a .jsonl file; others are misspelt
+all_classes meta form papers word_count language length _id""".split()  # of a row of a .jsonl file; others are misspelt
 # The paper's system turn asks for a short factual answer from the passage. Its wording is not published; this is ours.
 SYSTEM = "Answer the question from the passage. Reply with a short, factual answer only."
 
@@ -92,7 +93,7 @@ def load_items(
     if kind == "longbench":
         loaded = _longbench(names)
     elif kind == PANEL_NAME:
-        loaded = [item for item in read_jsonl(fetch(PANEL)) if not names or item.task in names.split(",")]
+        loaded = [item for item in read_jsonl(fetch(PANEL), papers=True) if not names or item.task in names.split(",")]
     else:
         loaded = read_jsonl(_own_file(items))
     loaded = balanced(loaded, n_items, seed, items)
@@ -275,15 +276,15 @@ def _longbench(names: str) -> list[Item]:
     if not paper:
         return [item for name in sets for item in longbench.items(archive, name)]
     return [
-        _item(row, f"{name}-{i:03d}")
+        _item(row, f"{name}-{i:03d}", papers=True)
         for name in sets
         for i, row in enumerate(longbench.rows(archive, name))
         if row["length"] <= longbench.PAPER_WORDS
     ]
 
 
-def read_jsonl(path: Path) -> list[Item]:
-    """The items of a file, a JSON object on each line.
+def read_jsonl(path: Path, papers: bool = False) -> list[Item]:
+    """The items of a file, a JSON object on each line. papers: it is a set of a paper (`Item.papers`).
 
     A row has `answer`, a text, or `answers`, a list of texts of which the best counts. It also has either `context` and
     `question`, a passage (whose last tokens stay where it is cut to the prompt's length) and a question about it, or
@@ -297,7 +298,7 @@ def read_jsonl(path: Path) -> list[Item]:
     if not path.is_file():
         raise InputError(f"no file {path}: give a .jsonl, or fetch one (python -m kvrepro.experiment.data list)")
     needed = "answer, and messages or context and question"
-    return by_line(path, lambda row, number: _item(row, f"{path.stem}-{number - 1:03d}"), needed)
+    return by_line(path, lambda row, number: _item(row, f"{path.stem}-{number - 1:03d}", papers), needed)
 
 
 def by_line(path: Path, build: Callable[[dict[str, Any], int], Any], needed: str) -> list[Any]:
@@ -345,20 +346,23 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _item(row: dict[str, Any], identity: str) -> Item:
-    """The item of a .jsonl file's row; its id is `identity` where the row has none."""
+def _item(row: dict[str, Any], identity: str, papers: bool) -> Item:
+    """The item of a .jsonl file's row; its id is `identity` where the row has none. papers: unless the row says it."""
     if unknown := next((key for key in row if key not in FIELDS), None):
         raise ValueError(f"unknown field {unknown!r}{suggestion(unknown, FIELDS)}; anything else goes into meta")
     json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair can be stored nowhere: a ValueError
     if row.get("form") and not {"messages", "context"} <= row.keys():
         raise ValueError("form says how context and question became messages: give all of them, or leave it out")
-    meta, answers = row.get("meta") or {}, _answers(row)
+    papers = row.get("papers", papers)
+    ensure(bool, papers=papers)
+    meta, answers = row.get("meta") or {}, _answers(row, papers)
     if not isinstance(meta, dict):
         raise ValueError(f"meta is {meta!r}, not an object")
     for key in ("answers", "classes"):
         if key in meta and not _are_texts(meta[key]):
             raise ValueError(f"meta: {key} is {meta[key]!r}, not a list of texts")
     counted = meta.get("answers", answers)
+    _ensure_filled(counted, papers)
     if answers != counted and answers not in ([", ".join(counted)], *([answer] for answer in counted)):
         raise ValueError(f"answer {answers[0]!r} beside meta's answers, which count instead: leave these out")
     meta = meta | ({"answers": answers} if len(answers) > 1 else {})
@@ -368,7 +372,7 @@ def _item(row: dict[str, Any], identity: str) -> Item:
     task = _name("task", next((task for task in tasks if task is not None), "items"))
     if "messages" in row:
         spans = _spans(row)
-        item = Item(name, task, tuple(row["messages"]), answers[0], spans, meta=meta)
+        item = Item(name, task, tuple(row["messages"]), answers[0], spans, meta=meta, papers=papers)
         if not any(row.get(key) for key in ("context", "question", "input", "prompt")):
             return item
         item = replace(item, context=row.get("context"), question=row.get("question"), form=row.get("form", ""))
@@ -383,7 +387,7 @@ def _item(row: dict[str, Any], identity: str) -> Item:
     if row.get("spans"):
         raise ValueError("spans beside context: they are of messages, leave them out or give messages")
     messages, spans = _passage_messages(row["context"], question)
-    return Item(name, task, messages, answers[0], spans, row["context"], question, meta)
+    return Item(name, task, messages, answers[0], spans, row["context"], question, meta, papers=papers)
 
 
 def _name(field: str, value: object) -> str:
@@ -414,18 +418,30 @@ def _spans(row: dict[str, Any]) -> Spans:
     return tuple(Span(**span) for span in spans)
 
 
-def _answers(row: dict[str, Any]) -> list[str]:
+def _answers(row: dict[str, Any], papers: bool) -> list[str]:
     if "answer" in row and "answers" in row:
         raise ValueError("answer and answers: give one of them")
     answers = row.get("answers", row.get("answer"))
     if answers is None:
         raise KeyError("answer")
-    answers = [answers] if isinstance(answers, str) else answers
+    if isinstance(answers, str):
+        listed = None
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            listed = ast.literal_eval(answers.strip())
+        if _are_texts(listed):  # as spreadsheets write it
+            raise ValueError(f"answer {answers!r} is the text of a list: give the list itself, or [this text]")
+        answers = [answers]
     if not _are_texts(answers):
         raise ValueError(f"answer is {answers!r}, not a text or a list of texts")
-    if not any(answer.strip() for answer in answers):
-        raise ValueError(f"answer is {answers[0]!r}, which nothing equals: give a text that is not empty")
+    _ensure_filled(answers, papers)
     return answers
+
+
+def _ensure_filled(answers: list[str], papers: bool) -> None:
+    """Raise ValueError for an empty answer, which an empty output would equal; of papers' sets only if all are."""
+    filled = [bool(answer.strip()) for answer in answers]
+    if not (any if papers else all)(filled):
+        raise ValueError(f"answer is {answers[filled.index(False)]!r}: give texts that are not empty")
 
 
 def _scoring(row: dict[str, Any], meta: dict[str, Any], answers: list[str]) -> dict[str, Any]:
@@ -515,7 +531,7 @@ def without_passage(item: Item) -> Item:
     return replace(item, messages=tuple(turns), spans=(*kept_spans, question_span))
 
 
-def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
+def build_prompt(item: Item, tokenizer: Any, limit: int, enable_thinking: bool | None = None) -> Prompt:
     """Token ids of the item's messages with generation prompt, at most `limit`, and its spans as token positions.
 
     A passage that does not fit keeps its last tokens: budget = limit - tokens(template with empty user turn) -
@@ -524,7 +540,11 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     paper's harness, run_v3_jax.py:410-480. A context of LongBench loses its middle instead, until the prompt fits, and
     five of its sets have no template but the tokenizer's own special tokens before them (its pred.py). InputError if
     an item without passage exceeds the limit, and for a template whose own words the tokenizer does not know.
+    enable_thinking: for the template of a model that thinks before it answers; None: as the tokenizer was loaded.
     """
+    tokenizer = thinking(tokenizer, enable_thinking)
+    if not all(_is_message(message) for message in item.messages):
+        raise InputError(f"item {item.id}: messages are {str(item.messages)[:200]}: give {{role, content}}, both texts")
     if not any(message["content"].strip() for message in item.messages):
         raise InputError(f"item {item.id} is empty: its messages hold no text")
     messages, spans, _ = _fitted(item, tokenizer, limit)

@@ -65,7 +65,8 @@ def items(archive: Path, name: str) -> list[Item]:
         meta |= {"answers": row["answers"]} | ({"classes": row["all_classes"]} if row.get("all_classes") else {})
         context, question = row["context"], row["input"]
         turns, spans = messages(name, context, question)
-        items.append(Item(f"{name}-{i:03d}", name, turns, row["answers"][0], spans, context, question, meta, name))
+        first = row["answers"][0]
+        items.append(Item(f"{name}-{i:03d}", name, turns, first, spans, context, question, meta, name, papers=True))
     return items
 
 

@@ -1,9 +1,15 @@
-"""Scores of a prediction, by one reference, or by several of which the best counts."""
+"""Scores of a prediction, by one reference, or by several of which the best counts.
+
+The papers' measures know ASCII alone: they take other punctuation for letters, and ROUGE drops other letters. Given
+`papers`, texts are compared exactly so. Otherwise they are first written in one form (`one_form`), which changes no
+ASCII text: a right answer then counts in any script.
+"""
 
 import difflib
 import math
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
@@ -11,63 +17,87 @@ from typing import Any
 
 import pandas as pd
 
+from kvrepro.chat import without_thinking
 from kvrepro.world import ruler
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+# Thai, Lao; Burmese; Khmer; kana; Chinese characters: scripts that put no spaces between words
+_UNSPACED = re.compile(
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 Answer = str | Sequence[str]
 
 
-def all_measures(prediction: str, answer: Answer) -> dict[str, float]:
-    """The measure columns of a results row."""
+def one_form(text: str) -> str:
+    """A text of any script in the form in which texts are compared; ASCII text stays as it is.
+
+    A <think> block is left out. Characters are composed and their variants unified (Unicode's NFKC), characters without
+    a width are dropped, every punctuation mark becomes an apostrophe, and characters of scripts without spaces stand
+    alone, as words.
+    """
+    text = unicodedata.normalize("NFKC", without_thinking(text)[0])
+    if text.isascii():
+        return text
+    kinds = ((sign, "" if sign.isascii() else unicodedata.category(sign)) for sign in text)
+    return _UNSPACED.sub(r" \g<0> ", "".join("'" if kind[:1] == "P" else sign for sign, kind in kinds if kind != "Cf"))
+
+
+def all_measures(prediction: str, answer: Answer, papers: bool = False) -> dict[str, float]:
+    """The measure columns of a results row. papers: as the papers compute them, for their data (`Item.papers`)."""
     measures = (token_f1, token_f1_longbench, exact_match, rouge_l)
-    scores = {measure.__name__: measure(prediction, answer) for measure in measures}
+    scores = {measure.__name__: measure(prediction, answer, papers) for measure in measures}
+    if not papers:
+        prediction, answer = one_form(prediction), [*map(one_form, _listed(answer))]
     return scores | after_first(prediction, answer) | {"repetition_4gram": repetition_4gram(prediction)}
 
 
-def token_f1(prediction: str, answer: Answer) -> float:
-    """Bag-of-words F1 as the protection paper computes it: lower case, no ASCII punctuation, **articles kept**.
+def token_f1(prediction: str, answer: Answer, papers: bool = False) -> float:
+    """Bag-of-words F1 as the protection paper computes it: lower case, no punctuation, **articles kept**.
 
-    Two empty texts give 1, one empty text 0. Source: run_v3_jax.py:38-65 of the paper's artifact.
+    Two empty texts give 1, one empty text 0. papers: only ASCII punctuation is dropped, as in the paper. Source:
+    run_v3_jax.py:38-65 of the paper's artifact.
     """
-    return _best(prediction, answer, lambda p, a: _bag_f1(_clean(p).split(), _clean(a).split(), both_empty=1.0))
+    return _best(prediction, answer, lambda p, a: _bag_f1(_clean(p).split(), _clean(a).split(), both_empty=1.0), papers)
 
 
-def token_f1_longbench(prediction: str, answer: Answer) -> float:
+def token_f1_longbench(prediction: str, answer: Answer, papers: bool = False) -> float:
     """Bag-of-words F1 as LongBench and SQuAD compute it: as `token_f1`, but without a, an, the; two empty texts give 0.
 
     Source: Bai et al. 2024, arXiv:2308.14508 (qa_f1_score).
     """
-    return _best(prediction, answer, lambda p, a: _bag_f1(_no_articles(p), _no_articles(a), both_empty=0.0))
+    return _best(prediction, answer, lambda p, a: _bag_f1(_no_articles(p), _no_articles(a), both_empty=0.0), papers)
 
 
 def after_first(prediction: str, answer: Answer) -> dict[str, float]:
-    """`first_right`, whether the first word is the answer's (0 or 1), and `rest_f1`, `token_f1` of the words after it.
+    """`first_right`, whether the first word is the answer's (0 or 1), and `rest_f1`, `token_f1` of the words after it,
+    of texts as they are.
 
     Where tokens leave after the question has been read, the first output token comes from the full cache, and only the
     words after it show an eviction. The best reference of more than one word counts; nan where there is none.
     """
-    longer = [a for a in ([answer] if isinstance(answer, str) else answer) if len(a.split()) > 1]
+    longer = [a for a in _listed(answer) if len(a.split()) > 1]
     if not longer:
         return {"first_right": math.nan, "rest_f1": math.nan}
     return {
         "first_right": _best(prediction, longer, lambda p, a: float(p.split()[:1] == a.split()[:1])),
-        "rest_f1": _best(prediction, longer, lambda p, a: token_f1(" ".join(p.split()[1:]), " ".join(a.split()[1:]))),
+        "rest_f1": _best(prediction, longer, lambda p, a: token_f1(_rest(p), _rest(a), papers=True)),
     }
 
 
-def exact_match(prediction: str, answer: Answer) -> float:
+def exact_match(prediction: str, answer: Answer, papers: bool = False) -> float:
     """1 if the texts are equal in lower case without punctuation and whitespace (protection paper's artifact)."""
-    return _best(prediction, answer, lambda p, a: float("".join(_clean(p).split()) == "".join(_clean(a).split())))
+    same: Callable[[str, str], float] = lambda p, a: float("".join(_clean(p).split()) == "".join(_clean(a).split()))  # noqa: E731
+    return _best(prediction, answer, same, papers)
 
 
-def rouge_l(prediction: str, answer: Answer) -> float:
+def rouge_l(prediction: str, answer: Answer, papers: bool = False) -> float:
     """ROUGE-L F-measure with Porter stemming (Lin 2004, package rouge-score)."""
-    return _best(prediction, answer, lambda p, a: _rouge().score(a, p)["rougeL"].fmeasure)
+    return _best(prediction, answer, lambda p, a: _rouge(papers).score(a, p)["rougeL"].fmeasure, papers)
 
 
-def rouge_l_recall(prediction: str, answer: Answer) -> float:
+def rouge_l_recall(prediction: str, answer: Answer, papers: bool = False) -> float:
     """Share of the reference found in order in the prediction: ROUGE-L recall with Porter stemming."""
-    return _best(prediction, answer, lambda p, a: _rouge().score(a, p)["rougeL"].recall)
+    return _best(prediction, answer, lambda p, a: _rouge(papers).score(a, p)["rougeL"].recall, papers)
 
 
 def repetition_4gram(text: str) -> float:
@@ -111,8 +141,7 @@ def official(prediction: str, answer: Answer, meta: Mapping[str, Any]) -> dict[s
         return {}
     if meta.get("first_line"):
         prediction = prediction.lstrip("\n").split("\n")[0]
-    answers = [answer] if isinstance(answer, str) else answer
-    score = METRICS[meta["metric"]](prediction, answers, meta.get("classes", ()))
+    score = METRICS[meta["metric"]](prediction, _listed(answer), meta.get("classes", ()))
     return {"official": score, "metric": meta["metric"]}
 
 
@@ -172,7 +201,7 @@ def code_similarity(prediction: str, answer: str) -> float:
 
 # name -> score of (prediction, references, all labels)
 METRICS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {
-    "qa_f1": lambda prediction, answer, _: token_f1_longbench(prediction, answer),
+    "qa_f1": lambda prediction, answer, _: token_f1_longbench(prediction, answer, True),
     "rouge": lambda prediction, answer, _: _best(prediction, answer, rouge_longbench),
     "classification": lambda prediction, answer, labels: _best(
         prediction, answer, lambda p, a: classification(p, a, labels)
@@ -188,8 +217,18 @@ METRICS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {
 # ---- shared
 
 
-def _best(prediction: str, answer: Answer, score: Callable[[str, str], float]) -> float:
-    return max(score(prediction, a) for a in ([answer] if isinstance(answer, str) else answer))
+def _rest(text: str) -> str:
+    return " ".join(text.split()[1:])
+
+
+def _listed(answer: Answer) -> Sequence[str]:
+    return [answer] if isinstance(answer, str) else answer
+
+
+def _best(prediction: str, answer: Answer, score: Callable[[str, str], float], papers: bool = True) -> float:
+    if papers:
+        return max(score(prediction, a) for a in _listed(answer))
+    return max(score(one_form(prediction), one_form(a)) for a in _listed(answer))
 
 
 def _clean(text: str) -> str:
@@ -208,8 +247,9 @@ def _bag_f1(prediction: list[str], answer: list[str], both_empty: float) -> floa
 
 
 @cache
-def _rouge() -> Any:
-    """The scorer with Porter stemming; it remembers stems, because finding them took four fifths of its time."""
+def _rouge(papers: bool) -> Any:
+    """The scorer with Porter stemming; it remembers stems, because finding them took four fifths of its time. The
+    package drops all but ASCII letters and digits (`papers`); otherwise letters of other scripts make words, too."""
     from rouge_score.rouge_scorer import RougeScorer
     from rouge_score.tokenizers import DefaultTokenizer
 
@@ -217,5 +257,11 @@ def _rouge() -> Any:
         def __init__(self) -> None:
             super().__init__(use_stemmer=True)
             self._stemmer.stem = lru_cache(2**16)(self._stemmer.stem)
+
+        def tokenize(self, text: str) -> list[str]:
+            if papers:
+                return list(super().tokenize(text))
+            words = filter(None, re.split(r"(?:[^a-z0-9\u0080-\U0010ffff]|\s)+", text.lower()))
+            return [self._stemmer.stem(word) if len(word) > 3 else word for word in words]
 
     return RougeScorer(["rougeL"], tokenizer=Tokenizer())

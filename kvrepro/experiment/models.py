@@ -9,14 +9,14 @@ import math
 import multiprocessing
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import psutil
 
-from kvrepro.chat import rendered
+from kvrepro.chat import rendered, thinking
 from kvrepro.engine.allowed import Number, ensure
 from kvrepro.errors import LONGEST, InputError, first_line
 from kvrepro.item import plain
@@ -64,14 +64,20 @@ class Loaded:
         """Tokens that the model was made for, prompt and answer together."""
         return int(self.model.config.get_text_config().max_position_embeddings)
 
+    def thinking(self, enable: bool | None) -> "Loaded":
+        """The model whose chat template gets `enable_thinking`; None: as it is. Raises InputError where the template
+        has no such switch."""
+        return self if enable is None else replace(self, tokenizer=thinking(self.tokenizer, enable))
 
-def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Loaded:
+
+def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_thinking: bool | None = None) -> Loaded:
     """Load a causal language model with its tokenizer. The engine brings its own attention
     (`kvrepro.engine.attention`).
 
     model: "small-gqa" or another of `embedded()`, the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
     "cuda", "cuda:0", "auto" (cuda if there is one), "balanced" (layers over all GPUs). dtype: float32, bfloat16,
-    float16, or "auto": the checkpoint's own on a GPU, float32 on the CPU.
+    float16, or "auto": the checkpoint's own on a GPU, float32 on the CPU. enable_thinking: for the chat template of a
+    model that thinks before it answers; None: what the template does by itself.
     Raises InputError before any weight is read or fetched for: an unknown name, .bin-only weights, remote code, no
     tokenizer, no chat template, no network, no such device, a family that the engine cannot drive. Raises it afterwards
     for weights that do not fit or are not finite, and for a model whose logits differ in the engine.
@@ -91,6 +97,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto") -> Load
             raise ValueError("no fast tokenizer (tokenizer.json)")
         if path not in embedded().values():
             _check_talk(name, path, tokenizer)
+        tokenizer = thinking(tokenizer, enable_thinking)
         network, loading = AutoModelForCausalLM.from_pretrained(
             path, device_map=where if where == "balanced" else None, dtype=kind, local_files_only=True,
             trust_remote_code=False, use_safetensors=True, output_loading_info=True,

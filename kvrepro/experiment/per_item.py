@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import pandas as pd
 
+from kvrepro.chat import thinks
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import find, is_own
@@ -73,7 +74,9 @@ class PerItemPlan(Plan):
         if not self.items or len(self.items) < len(study.items):
             raise InputError(f"{len(study.items)} items with {len(self.items)} names: give at least one, each its own")
         self.total = len(self.items)
-        where = [loaded.hash, loaded.dtype, loaded.device] if loaded is not None else []
+        where: list[Any] = [loaded.hash, loaded.dtype, loaded.device] if loaded is not None else []
+        if loaded is not None and (enabled := thinks(loaded.tokenizer)) is not None:
+            where.append({"enable_thinking": enabled})
         deciding = (study.compute, study.parameters, policies_in(study.parameters))
         rest = of_others(regimes_of(*deciding, self.items))
         code = fingerprint.of(*deciding, apart=rest)

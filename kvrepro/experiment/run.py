@@ -55,6 +55,8 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     ensure_name(study.name)
     if not Path(settings.results).is_absolute() and Path.cwd() != WORK.resolve():
         say_once(f"results go to {settings.folder}: a relative folder lies in the clone")
+    if loaded is not None and settings.enable_thinking is not None:
+        loaded = loaded.thinking(settings.enable_thinking)
     with study.plan(study, loaded, settings) as plan:
         if settings.dry_run:
             expected, processes = plan.forecast(), _processes(plan, settings, float("inf"))

@@ -49,7 +49,8 @@ UNNAMED = 60.0  # seconds for which a lock may be empty, which takes microsecond
 def read(
     table: str | Path, columns: Collection[str] = tuple(COLUMNS), where: Mapping[str, Any] | None = None
 ) -> pd.DataFrame:
-    """The rows of a table, also of one whose run was interrupted or is under way.
+    """The rows of a table, also of one whose run was interrupted or is under way: those of every checkpoint and of all
+    data, whatever their names (`newest` chooses).
 
     columns: those that are read, all unless given. where: only rows with these values, such as `{"model": "small-gqa",
     "item": ["a", "b"]}`, of columns of IDENTITY. Raises InputError for a table or columns that do not exist.
@@ -63,6 +64,15 @@ def read(
         return rows_of(files, index(files, where=where), columns).to_pandas()
 
     return steadily(Path(table), latest)
+
+
+def newest(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each name of a model the rows of the checkpoint that was stored last, and of each of its items those of the
+    data that were stored last: for pages, which have neither at hand. rows: in the order in which they were stored."""
+    for column, by in (("model_hash", ["model"]), ("data_hash", ["model", "item", "limit", "max_new_tokens"])):
+        hashes = rows[column].fillna("")
+        rows = rows[hashes == hashes.groupby([rows[name] for name in by], dropna=False).transform("last")]
+    return rows
 
 
 def identities_of(rows: Collection[Mapping[str, Any]]) -> dict[str, int]:

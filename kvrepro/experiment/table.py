@@ -2,8 +2,8 @@
 
 `<chapter>/<name>.parquet` is the table; beside it `<name>.rows/` holds what has arrived since, a file of its own name
 for each time that rows were added. Order is by number, never by a clock. A row is known by its `key`: a hash of
-configuration, model, prompt and the code that decides it. A row whose key changed is stale: it is computed again, and
-the new row takes its place.
+configuration, model, prompt and the code that decides it. A row that other code decides is stale: it is computed again,
+and the new row takes its place. Rows of another checkpoint or of other data stand beside it, whatever their names.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ import pyarrow.compute as pc
 from kvrepro.errors import InputError
 from kvrepro.experiment.sealed import AWAY, File
 
-VERSION = 2  # of the files; of earlier ones `MIGRATIONS` knows
+VERSION = 3  # of the files; of earlier ones `MIGRATIONS` knows
 MARK = {b"kvrepro": b"results %d" % VERSION}
-TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
+TEXT, WHOLE, REAL, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 SCHEMA = pa.schema(
     {
         "key": TEXT, "chapter": TEXT, "name": TEXT, "item": TEXT, "task": TEXT,
@@ -33,7 +33,10 @@ SCHEMA = pa.schema(
         "reading": TEXT, "execution": TEXT, "switches": TEXT, "regime": TEXT, "share": REAL, "until": TEXT,
         "whitelist": TEXT, "spans": TEXT, "fair": REAL, "chunk": WHOLE, "chunk_mode": TEXT, "bits": WHOLE,
         "limit": WHOLE, "max_new_tokens": WHOLE, "prompt_tokens": WHOLE, "cut": WHOLE, "n_generated": WHOLE,
+        "enable_thinking": TRUTH,
         "prediction": TEXT, "answer": TEXT,
+        "thought": TEXT,  # the <think> block that the prediction leaves out
+        "any_script": TRUTH,  # true where texts are compared in any script; null where as the papers do (`Item.papers`)
         "token_f1": REAL, "token_f1_longbench": REAL, "exact_match": REAL, "rouge_l": REAL, "repetition_4gram": REAL,
         "first_right": REAL, "rest_f1": REAL, "evidence_at": REAL, "evidence_coverage": REAL,
         "official": REAL, "metric": TEXT,
@@ -47,9 +50,9 @@ SCHEMA = pa.schema(
     metadata=MARK,
 )  # fmt: skip
 COLUMNS = SCHEMA.names
-IDENTITY = ["item", "model", "dtype", "device", "limit", "max_new_tokens", "policy", "capacity", "prefix", "suffix",
-            "suffix_mode", "interval", "reading", "execution", "switches", "regime", "share", "until", "whitelist",
-            "spans", "fair", "chunk", "chunk_mode", "bits"]  # fmt: skip
+IDENTITY = ["item", "model", "model_hash", "data_hash", "dtype", "device", "limit", "max_new_tokens", "enable_thinking",
+            "policy", "capacity", "prefix", "suffix", "suffix_mode", "interval", "reading", "execution", "switches",
+            "regime", "share", "until", "whitelist", "spans", "fair", "chunk", "chunk_mode", "bits"]  # fmt: skip
 FILED = SCHEMA.append(pa.field("asked", pa.int64()))  # a hash of IDENTITY: rows with the same were asked the same
 PART = re.compile(r"(\d{8})(@.+-\d+-[0-9a-f]{8})?\.parquet")  # number, and since version 2 host and process
 T = TypeVar("T")
@@ -65,7 +68,7 @@ class RowsFile(File):
         self.version = int(version[1]) if version else 0
         if self.version > VERSION:
             raise InputError(f"{path} was written by a later version of kvrepro: install that one. {AWAY.capitalize()}")
-        readable = self.version == VERSION and self.sealed or self.version in MIGRATIONS
+        readable = self.version == 1 or (self.sealed and self.version in (*MIGRATIONS, VERSION))
         if not readable or set(self.columns) - set(FILED.names):
             raise InputError(f"{path} is not a results table of this version of kvrepro: {AWAY}")
         try:  # files that this one took the place of
@@ -134,7 +137,12 @@ def _from_1(table: pa.Table) -> pa.Table:
     return with_identity(_with(table, IDENTITY))
 
 
-MIGRATIONS = {1: _from_1}  # version -> a function that turns its rows into those of the next version
+def _from_2(table: pa.Table) -> pa.Table:
+    """In version 2 rows of other checkpoints and of other data took each other's place where their names were equal."""
+    return _from_1(table.drop_columns("asked"))
+
+
+MIGRATIONS = {1: _from_1, 2: _from_2}  # version -> a function that turns its rows into those of the next version
 
 
 def parts(table: Path) -> list[Path]:

@@ -26,6 +26,7 @@ import cloudpickle
 import joblib
 import psutil
 
+from kvrepro.chat import thinks
 from kvrepro.engine.policy import OWN
 from kvrepro.errors import Stopped, counted
 from kvrepro.experiment import models
@@ -34,7 +35,7 @@ from kvrepro.experiment.plan import Job
 
 TRIES = 3  # so many times workers may die in a row without a finished job
 HELP = "is memory too small? give fewer workers, or smaller batches by batch_rows; what is done is stored"
-Recipe = tuple[str, str, str, str]  # folder, device, dtype and name of a model: how to load it in another process
+Recipe = tuple[str, str, str, str, bool | None]  # a model's folder, device, dtype, name, `enable_thinking`: to load it
 IMPORTED = [  # by the server, before it forks
     "kvrepro.experiment.run", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
 ]  # fmt: skip
@@ -243,7 +244,9 @@ def packed(jobs: Sequence[Job]) -> list[bytes] | None:
 
 def recipe_of(loaded: Loaded | None) -> Recipe | None:
     """How another process loads the same model."""
-    return (str(loaded.path), loaded.device, loaded.dtype, loaded.name) if loaded is not None else None
+    if loaded is None:
+        return None
+    return str(loaded.path), loaded.device, loaded.dtype, loaded.name, thinks(loaded.tokenizer)
 
 
 @contextlib.contextmanager
@@ -289,8 +292,8 @@ def prepare(recipe: Recipe | None) -> Loaded | None:
     if recipe is None:
         _models[:] = [None]
     else:
-        path, device, dtype, name = recipe
-        _models[:] = [replace(models.load(path, device, dtype), name=name)]
+        path, device, dtype, name, enable_thinking = recipe
+        _models[:] = [replace(models.load(path, device, dtype, enable_thinking), name=name)]
     return _models[0]
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 import typer
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import stats
+from kvrepro.experiment import stats, store
 from kvrepro.experiment.measure import scores
 from kvrepro.paths import write_table
 from kvrepro.tools import command, family
@@ -43,9 +43,9 @@ def main_study(folder: Path) -> pd.DataFrame:
     main, controls = folder / f"{MAIN.get(folder.name)}.parquet", folder / "controls.parquet"
     if not main.is_file():
         return pd.DataFrame(columns=["policy", "score"])
-    rows = pd.read_parquet(main)
+    rows = store.newest(pd.read_parquet(main))
     if controls.is_file():
-        alone = pd.read_parquet(controls)
+        alone = store.newest(pd.read_parquet(controls))
         alone = alone[alone.item.isin(rows.item)].assign(policy=NO_PASSAGE)
         rows = pd.concat([rows, alone], ignore_index=True)
     return rows.assign(score=scores(rows))

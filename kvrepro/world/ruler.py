@@ -349,7 +349,7 @@ def _item(name: str, i: int, seed: int, tokens: int, tokenizer: Any, read: Hayst
         "depths": [round((start - context) / length, 4) for start, _ in places],
         "filler": read.origin if isinstance(read, Haystack) else "", "form": task.form,
     }  # fmt: skip
-    return Item(identity, name, ({"role": "user", "content": content},), answer, tuple(spans), meta=meta)
+    return Item(identity, name, ({"role": "user", "content": content},), answer, tuple(spans), meta=meta, papers=True)
 
 
 def _filled(task: Task, identity: str, material: Material, tokenizer: Any) -> tuple[Draft, int]:

@@ -509,7 +509,7 @@ def _item(task: str, name: str, tokens: int) -> Item:
     spans.append(Span("question", 1, *_characters(user, conversation.asks, len(user))))
     spans += [Span(kind, 0, *_characters(system, *place)) for kind, place in conversation.system_spans.items()]
     messages = ({"role": "system", "content": pretty(system)}, {"role": "user", "content": pretty(user)})
-    return Item(name, task, messages, pretty(answer), tuple(spans), meta=conversation.meta)
+    return Item(name, task, messages, pretty(answer), tuple(spans), meta=conversation.meta, papers=True)
 
 
 def _filled(task: str, name: str, tokens: int) -> Conversation:

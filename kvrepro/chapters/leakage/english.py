@@ -188,7 +188,7 @@ def english(
         for order in orders:
             defense = row.defense or wording.defense.get(order, [])
             name_parts = [name, *["paper"] * (wording.name == "paper"), *["bare"] * (not preamble), order, row.id]
-            items += requests("-".join(name_parts), i, order, defense, directive, turns, meta)
+            items += requests("-".join(name_parts), i, order, defense, directive, turns, meta, source == "ifeval")
     return items
 
 

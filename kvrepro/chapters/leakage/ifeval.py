@@ -9,6 +9,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 
+from kvrepro.experiment.measure import one_form
+
 UNCHECKED = ("language:response_language", "length_constraints:number_sentences")
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
@@ -98,6 +100,6 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "change_case:english_lowercase": str.islower,
     "punctuation:no_comma": lambda a: "," not in a,
     "answer:contains": lambda a, answers: any(
-        text.lower() in a.lower() for text in answers
+        one_form(text).lower() in one_form(a).lower() for text in answers
     ),  # of the reader's own file
 }

@@ -91,7 +91,14 @@ def _defense(tokens: list[str]) -> Parts:
 
 
 def requests(
-    name: str, system: int, order: str, defense: Parts, directive: Parts, turns: Mapping, meta: dict
+    name: str,
+    system: int,
+    order: str,
+    defense: Parts,
+    directive: Parts,
+    turns: Mapping,
+    meta: dict,
+    papers: bool = True,
 ) -> list[Item]:
     """One item per request to the same system prompt. Its parts are joined by a space unless one brings its own."""
     parts = {"normal": defense + directive, "flipped": directive + defense, "alone": directive}[order]
@@ -110,7 +117,8 @@ def requests(
         messages = ({"role": "system", "content": text}, {"role": "user", "content": user})
         expected = text if order == "alone" and request == "leak" else answer
         meta_of_request = meta | {"request": request}
-        items.append(Item(f"{name}-{request}", request, messages, expected, tuple(spans), meta=meta_of_request))
+        identity, marked = f"{name}-{request}", tuple(spans)
+        items.append(Item(identity, request, messages, expected, marked, meta=meta_of_request, papers=papers))
     return items
 
 

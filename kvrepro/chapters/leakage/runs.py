@@ -190,7 +190,7 @@ def compared(loaded: Loaded, plan: ChapterPlan) -> ChapterRows | None:
     settings = plan.settings
     if not settings.compare:
         return None
-    second = models.load(settings.compare, device=settings.device, dtype=settings.dtype)
+    second = models.load(settings.compare, settings.device, settings.dtype, settings.enable_thinking)
     if second.name == loaded.name:
         raise InputError(f"compare is {settings.compare!r}, the model itself: name another checkpoint")
     return chapter(second, plan)

@@ -15,6 +15,7 @@ import torch
 from kvrepro.chapters.protection import credit as estimator
 from kvrepro.chapters.protection import grid, study
 from kvrepro.chapters.protection.settings import Settings
+from kvrepro.chat import answer_of
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evicting import evicting
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
@@ -107,10 +108,12 @@ def _lengths(loaded: Loaded, items: Sequence[Item], settings: Settings) -> dict[
     return {"limit": study.paper_limit(loaded, items, new), "max_new_tokens": new}
 
 
-def _row(loaded: Loaded, item: Item, condition: Condition, tokens: Sequence[int]) -> dict[str, Any]:
-    text = loaded.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+def _row(
+    loaded: Loaded, item: Item, condition: Condition, tokens: Sequence[int], prompt: Sequence[int]
+) -> dict[str, Any]:
+    text = answer_of(loaded.tokenizer, tokens, prompt)[0].strip()
     row = condition.columns() | {"item": item.id, "task": item.task, "prediction": text, "answer": item.answer}
-    return row | {"n_generated": len(tokens), **measure.all_measures(text, item.answer)}
+    return row | {"n_generated": len(tokens), **measure.all_measures(text, item.answer, item.papers)}
 
 
 # ---- the learned credit
@@ -131,10 +134,10 @@ def taught(
     stops = models.stop_ids(loaded)
     answers, _ = estimator.run(loaded.model, prompts, condition, max_new_tokens=max_new_tokens, stop_ids=stops)
     rows = []
-    for item, answer in zip(items, answers, strict=True):
+    for item, prompt, answer in zip(items, prompts, answers, strict=True):
         generation, gate_open = answer
         counts = {"evicted": generation.evicted, "policy_calls": generation.policy_calls, "gate_open": gate_open}
-        rows.append(_row(loaded, item, condition, generation.tokens) | counts)
+        rows.append(_row(loaded, item, condition, generation.tokens, prompt) | counts)
     return pd.DataFrame(rows).assign(policy="online_credit")
 
 
@@ -165,7 +168,8 @@ def samples_of(
             )  # fmt: skip
         for number, tokens in enumerate(sequences[:, ids.shape[1] :].tolist()):
             length = next((at + 1 for at, token in enumerate(tokens) if token in stops), len(tokens))
-            rows.append(_row(loaded, item, condition, tokens[:length]) | {"seed": number, "temperature": temperature})
+            row = _row(loaded, item, condition, tokens[:length], ids[0].tolist())
+            rows.append(row | {"seed": number, "temperature": temperature})
     return pd.DataFrame(rows)
 
 

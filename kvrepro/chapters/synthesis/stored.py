@@ -19,8 +19,8 @@ CELLS = {f"{grid.FILE}:{name}": pair for pair, name in NAMES.items()}  # policy 
 
 
 def rows(results: Path = DATA / "results") -> pd.DataFrame:
-    """Rows of every model (`tidy`). Raises InputError where the chapter has not run."""
-    table = store.read(results / "synthesis" / "grid.parquet")
+    """The newest rows of every model (`tidy`). Raises InputError where the chapter has not run."""
+    table = store.newest(store.read(results / "synthesis" / "grid.parquet"))
     renamed = table.policy.str.startswith(grid.FILE) & ~table.policy.isin(CELLS)  # cells of earlier versions
     return tidy(table[table.error.isna() & ~renamed])
 

@@ -177,7 +177,7 @@ def of_family(
     few = [name for name in policies if name in grid.RIVALS or is_own(name)]
     rows, of_heads = [], []
     for name in [None, *others]:
-        loaded = first if name is None else models.load(name, first.device, settings.dtype)
+        loaded = first if name is None else models.load(name, first.device, settings.dtype, settings.enable_thinking)
         chosen = questions(loaded, items, size.items, settings)
         model_policies = list(policies) if name is None or settings.profile == "full" else few
         rows.append(answers(loaded, chosen, size.cells if name is None else size.others, model_policies, settings))

@@ -351,6 +351,9 @@ def selected(
         refined, more = refinement[0].expand(scores.shape), refinement[1] & o.alive
     if quotas is None:
         return select(refined, protected | more, counts)
+    firm = protected_by(job, o)[0] | guard.sinks(o, job.parameters.get("sinks", 0))
+    window = protected & o.places.window & ~firm  # gives way to the spans' shares, after all other tokens
+    protected, refined = protected & ~window, refined.masked_fill(window, torch.finfo(scores.dtype).max)
     parts = quota.split(o, counts, protected, **quotas)
     first = torch.minimum(parts, quota.tally(o, protected | more))  # exempt tokens, as far as each span has room
     exempt = quota.select(scores.masked_fill(~more, torch.finfo(scores.dtype).min), protected, first, o)

@@ -37,8 +37,8 @@ def leakage(lost, n=96, seed=0):
     for name in FAMILY:
         cells = itertools.product(range(n), ("snapkv", "tova"), (0.0, 0.5))
         table = pd.DataFrame(cells, columns=["system", "policy", "ratio"])
-        followed = 0.9 - lost(name) * (table.ratio > 0) + rng.normal(0, 0.05, len(table))
-        both = [table.assign(followed=followed.clip(0, 1), reading=reading) for reading in claims.READINGS]
+        following = 0.9 - lost(name) * (table.ratio > 0) + rng.normal(0, 0.05, len(table))
+        both = [table.assign(following=following.clip(0, 1), reading=reading) for reading in claims.READINGS]
         rows[name] = pd.concat(both).assign(order="normal", variant="default", asked=2.0)
     return rows
 

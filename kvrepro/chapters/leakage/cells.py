@@ -1,16 +1,15 @@
 """Cells: a policy that drops a share of the system turn, with or without a cure, in one of two readings."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrepro.chapters.leakage.prompts import PARTS, prompt
+from kvrepro.chapters.leakage.prompts import PARTS
 from kvrepro.engine import policy
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.regime import Offline
 from kvrepro.errors import InputError
 from kvrepro.experiment.claims import READINGS
-from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item
 
 FIVE = ("streaming_llm", "h2o", "k_norm", "snapkv", "tova")  # the paper's
@@ -23,29 +22,9 @@ FAIR_DIFFERS = ("streaming_llm", "h2o", "snapkv", "tova")  # whose fair variant 
 LIBRARY = ("snapkv", "tova")  # whose defaults in kvpress, which the paper takes, are the catalogue's "as_run"
 # kvpress' SnapKV, for the fair variant "as_described", where the catalogue would give that of SnapKV's paper
 KVPRESS = (("aggregate", "mean"), ("pool", "average"), ("kernel", 5), ("group", "mean"), ("pool_at", "head"))
-# SnapKV's window is 16 in the public code and 64 by its library's default, on prompts of some 200 tokens. Ours have 60
-# to 110, so both are scaled by 3/8. A window never exceeds the budget.
-WINDOWS = {
-    "tinyworld": (("as_run", 6), ("as_described", 24)),
-    "ifeval": (("as_run", 16), ("as_described", 64)),
-}
-
-
-@dataclass(frozen=True)
-class Room:
-    """What limits a window: it must not exceed what is kept of the shortest prompt beside the protected tokens."""
-
-    shortest: int = 60  # tokens of the shortest system turn
-    held: tuple[tuple[str, int], ...] = (("core", 7), ("phrase", 17), ("defense", 32))  # most tokens of these spans
-    windows: tuple[tuple[str, int], ...] = WINDOWS["tinyworld"]
-
-    @classmethod
-    def of(cls, loaded: Loaded, items: Sequence[Item], windows: str = "tinyworld") -> "Room":
-        """The room that these items leave with that model. windows: a key of `WINDOWS`."""
-        texts = [prompt(loaded, item) for item in items]
-        longest = {name: 1 + max(len(text.spans.get(name, ())) for text in texts) for name in HELD.values()}
-        shortest = min(min(text.spans["request"]) for text in texts)
-        return cls(shortest, tuple(longest.items()), WINDOWS.get(windows, WINDOWS["ifeval"]))
+# SnapKV's window is 16 in the public code and 64 by its library's default, on prompts of some 200 tokens. The embedded
+# world's have 60 to 110, so both are scaled by 3/8.
+WINDOWS = {"embedded": {"as_run": 6, "as_described": 24}, "english": {"as_run": 16, "as_described": 64}}
 
 
 @dataclass(frozen=True)
@@ -54,7 +33,8 @@ class Cell:
 
     variant: default; whitelist (the defense's prohibition stays), opening (its first sentence stays), whole (all of it
     stays); fair; debias <lambda>; ends (a tenth of the budget protected at either end). reading: decides SnapKV's
-    window and the fair variant (`differs`). policy: of the catalogue, or the reader's own. spans: that share fairly.
+    window (`on`) and the fair variant (`differs`). policy: of the catalogue, or the reader's own. spans: that share
+    fairly.
     """
 
     policy: str
@@ -62,11 +42,10 @@ class Cell:
     variant: str = "default"
     reading: str = "as_described"
     spans: tuple[str, ...] = PARTS
-    room: Room = Room()
 
     @property
     def condition(self) -> Condition:
-        """The cell as a condition of the engine."""
+        """The cell as a condition of the engine, without the window that a prompt gets (`on`)."""
         before = Offline(until="request")
         if not self.ratio:
             return Condition("full", regime=before)
@@ -87,20 +66,36 @@ class Cell:
             before = Offline(until="request", fair=float(number or 1), spans=self.spans)
         elif name == "ends":
             extra |= {"prefix": 0.1, "suffix": 0.1}
-        if window := self._window(name):
-            library = KVPRESS if self.policy == "snapkv" and reading == "as_described" else ()
-            extra["switches"] = (*library, ("window", window))
+        if self.policy == "snapkv" and reading == "as_described":
+            extra["switches"] = KVPRESS
         return Condition(self.policy, round(1 - self.ratio, 6), before, reading=reading, **extra)
 
-    def _window(self, name: str) -> int:
-        """Tokens of the policy's window, at most what there is room for; 0 for policies without a window."""
-        window = policy.find(self.policy).parameters.get("window", 1)
+    def on(self, item: Item, text: Prompt) -> Condition:
+        """The cell as a condition for one item, whose prompt is `text`.
+
+        A window belongs to the prompt and is the same in every variant: at most what is kept of the prompt. As in the
+        public code, its own tokens give way to those that must stay: the newest that there is room for are protected.
+        """
+        condition = self.condition
+        parameters = {} if condition.policy == "full" else policy.find(self.policy).parameters
+        window = parameters.get("window", 1)
         if not isinstance(window, int) or window <= 1:
-            return 0
+            return condition
         if self.policy in ("snapkv", *TWO):
-            window = dict(self.room.windows)[self.reading if self.policy == "snapkv" else "as_run"]
-        guards = dict(self.room.held)[HELD[name]] if name in HELD else 4 if name == "ends" else 0
-        return min(window, max(1, int(round(1 - self.ratio, 6) * self.room.shortest) - guards))
+            scale = WINDOWS["embedded" if item.meta.get("wording", "embedded") == "embedded" else "english"]
+            window = scale[self.reading if self.policy == "snapkv" else "as_run"]
+        n = min(text.spans["request"])
+        budget = policy.budget_of(condition, n)
+        window = max(1, min(window, budget))
+        switches = (*condition.switches, ("window", window))
+        must_stay = {at for name in condition.whitelist for at in text.spans.get(name, ()) if at < n}
+        must_stay |= set(range(policy.guarded(condition, budget, parameters)[0]))
+        recent = window
+        while recent and len(must_stay | set(range(n - recent, n))) > budget:
+            recent -= 1
+        if recent < window and parameters.get("recent") == "window":
+            switches = (*switches, ("recent", recent))
+        return replace(condition, switches=switches)
 
 
 def differs(name: str, variant: str) -> bool:
@@ -112,12 +107,12 @@ def differs(name: str, variant: str) -> bool:
 
 def cells(
     policies: Iterable[str], ratios: Iterable[float], variants: Iterable[str] = ("default",),
-    readings: Iterable[str] = READINGS[1:], *, room: Room = Room(), spans: tuple[str, ...] = PARTS,
+    readings: Iterable[str] = READINGS[1:], *, spans: tuple[str, ...] = PARTS,
 ) -> list[Cell]:  # fmt: skip
     """The uncompressed cache, and all combinations that can run; those as run only if they differ from the paper's."""
     ratios = list(ratios)
     chosen = [
-        Cell(name, ratio, variant, reading, spans, room)
+        Cell(name, ratio, variant, reading, spans)
         for name in policies
         for variant in variants
         if not (variant.startswith("debias") and policy.find(name).across)  # such budgets are known after all layers
@@ -125,4 +120,4 @@ def cells(
         for ratio in ratios
         if ratio and (reading == "as_described" or differs(name, variant))
     ]
-    return [Cell("full", 0.0, spans=spans, room=room), *chosen]
+    return [Cell("full", 0.0, spans=spans), *chosen]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
 
@@ -47,7 +48,7 @@ def _pair(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1, needed: str =
     must have some of it."""
     if needed:
         _check_some([a, b], needed)
-    return Sample(pd.DataFrame({"a": a, "b": b}), "difference", each=m.each * ratios)
+    return Sample(pd.DataFrame({"a": a, "b": b}), "difference", bounds=m.bounds, each=m.each * ratios)
 
 
 def _values(values: np.ndarray) -> Sample:
@@ -103,7 +104,7 @@ def _leak_long(s: Study) -> Sample:
 
 def _follow_share(s: Study, ratio: float, **cell) -> Sample:
     pair = {"a": s.follow.per(ratio=ratio, **cell), "full": s.follow.per(ratio=0.0, **cell)}
-    return Sample(pd.DataFrame(pair), "share_of_ceiling", each=s.follow.each)
+    return Sample(pd.DataFrame(pair), "share_of_ceiling", bounds=s.follow.bounds, each=s.follow.each)
 
 
 def _follow_lost(s: Study, **cell) -> Sample:
@@ -185,10 +186,11 @@ def _model_spread(s: Study) -> Parts:
             lost = {}
             for side, study in (("a", s), ("b", s.other)):
                 rows = study.answers[(study.answers.order == "normal") & (study.answers.variant == "default")]
-                wide = rows[rows.policy == name].pivot_table(index="system", columns="ratio", values="followed")
+                wide = rows[rows.policy == name].pivot_table(index="system", columns="ratio", values="following")
                 lost[side] = wide[0.0] - wide[ratios].mean(axis=1, skipna=False)
             pair = pd.DataFrame(lost).dropna()
-            parts[name] = Sample(pair, "difference", bounds=(-1.0, 1.0), each=s.follow.each)
+            most = max(s.follow.bounds[1], s.other.follow.bounds[1])
+            parts[name] = Sample(pair, "difference", bounds=(-most, most), each=s.follow.each)
     if not parts:
         raise NotTestable("the two models share no policy and ratio")
     return parts
@@ -226,24 +228,25 @@ def _rank_gap(s: Study, **cell) -> Drawn:
     return Drawn(float(gap[0]), gap[1:], systems, limits=(-2.0, 2.0))  # of two rank correlations
 
 
-def _optimal_gain(s: Study, study: str, usual: bool = False, least: float = 0.0) -> Parts:
-    """How much more often each setting above 0, or from `least` on, is optimal than the default. usual: by the usual
-    definition."""
-    share = _shares(s, study, usual)
+def _optimal_gain(s: Study, study: str, least: float = 0.0, **how: bool) -> Parts:
+    """How much more often each setting above 0, or from `least` on, is optimal than the default. how: see
+    `optimality`."""
+    share = _shares(s, study, **how)
     return {f"λ = {x:g}": _share_gain(s, study, share[x], share[0.0]) for x in share if x and x >= least}
 
 
-def _optimal_tie(s: Study, study: str) -> Drawn:
-    share = _shares(s, study)
+def _optimal_tie(s: Study, study: str, **how: bool) -> Drawn:
+    share = _shares(s, study, **how)
     if 0.8 not in share:
         raise NotTestable("the setting 0.8 was not run")
     return _share_gain(s, study, share[1.0], share[0.8])
 
 
-def _shares(s: Study, study: str, usual: bool = False) -> dict[float, np.ndarray]:
-    share, _ = optimality(s, *DIALS[study], study, ties=not usual)
+def _shares(s: Study, study: str, **how: bool) -> dict[float, np.ndarray]:
+    policies, orders = DIALS[study]
+    share, _ = optimality(s, policies, orders, study, **how)
     if min(series[0] for series in share.values()) == 1:
-        raise NotTestable("every setting is optimal in every cell, for want of one that is better in both measures")
+        raise NotTestable("every setting is optimal in every cell: none beats another")
     return share
 
 
@@ -323,7 +326,7 @@ OF_LEAKAGE = {"leak_low", "leak_rise", "leak_fall", "leak_flipped", "leak_cut", 
 OF_KEEPING = {"bias_asymmetry", "bias_size", "bias_later", "bias_defense", "defense_kept", "middle_layers"}
 OF_TIME = {"decode_cost", "decode_speed", "compress_cost", "compress_order"}
 PRINTED = {"optimal_printed"}  # about the paper's printed numbers, whatever was run
-FIXED = ("variant", "ratio", "nothing", "usual", "each", "least")  # fields of a claim that hold for all its members
+FIXED = ("variant", "ratio", "nothing", "both", "start", "each", "least")  # fields that hold for all members of a claim
 
 
 # ---------------------------------------------------------------- members and verdicts
@@ -342,10 +345,16 @@ def cells(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
     ]
 
 
+def _by_prompt(s: Study) -> Study:
+    """The study with following as claims were first judged by it: its mean over system prompts."""
+    other = None if s.other is None else _by_prompt(s.other)
+    return replace(s, answers=s.answers.assign(following=s.answers.followed), other=other)
+
+
 def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestable]:
     """What a claim is tested on in one reading. Not testable: a model that follows too little, since one that answers
     nothing keeps every secret."""
-    contrast = claim["contrast"]
+    contrast, s = claim["contrast"], _by_prompt(s) if claim.get("mean") == "prompts" else s
     if contrast not in OF_TIME | OF_KEEPING | PRINTED:
         following = s.follow.uncompressed()
         if not following.value >= 0.5:

@@ -3,6 +3,7 @@
 rows = chapter(loaded, plan)  # one stored row per (item, cell); a cell that an item cannot meet has an error
 """
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from kvrepro.chapters.leakage import prompts
-from kvrepro.chapters.leakage.cells import DEBIAS, LIBRARY, Cell, Room, cells
+from kvrepro.chapters.leakage.cells import DEBIAS, LIBRARY, Cell, cells
 from kvrepro.chapters.leakage.english import english, trec
 from kvrepro.chapters.leakage.plan import ChapterPlan
 from kvrepro.chapters.leakage.prompts import ORDERS, prompt
@@ -50,19 +51,21 @@ def run(
     grids = {part: list(dict.fromkeys(grid)) for part, (_, grid) in parts.items()}
     items = [item for part_items, _ in parts.values() for item in part_items]
     conditions = [
-        [cell.condition for cell in grids[part]] for part, (part_items, _) in parts.items() for _ in part_items
+        [cell.on(item, text) for cell in grids[part]]
+        for part, (part_items, _) in parts.items()
+        for item, text in ((item, prompt(loaded, item)) for item in part_items)
     ]
     study = Answers("leakage", name, items, conditions, tokens, prompt=prompt, note=survivors, gaps=True, together=2)
     rows = runs.run(study, loaded, settings)
-    rows_by_part, start = {}, 0
+    rows_by_part, start, of_item = {}, 0, iter(conditions)
     for part, (part_items, _) in parts.items():
-        of_grid = [cell.condition for cell in grids[part]]
-        distinct = list(dict.fromkeys(of_grid))  # cells of equal conditions share rows
-        numbers = [distinct.index(condition) for condition in of_grid]
-        of_part = rows.iloc[[start + i * len(distinct) + n for i in range(len(part_items)) for n in numbers]]
+        places: list[int] = []
+        for item_conditions in itertools.islice(of_item, len(part_items)):
+            distinct = list(dict.fromkeys(item_conditions))  # cells of equal conditions share rows
+            places += [start + distinct.index(condition) for condition in item_conditions]
+            start += len(distinct)
         columns = pd.DataFrame([_columns(item, cell) for item in part_items for cell in grids[part]])
-        rows_by_part[part] = of_part.reset_index(drop=True).assign(**columns)
-        start += len(part_items) * len(distinct)
+        rows_by_part[part] = rows.iloc[places].reset_index(drop=True).assign(**columns)
     return rows_by_part
 
 
@@ -149,24 +152,23 @@ def chapter(loaded: Loaded, plan: ChapterPlan) -> ChapterRows:
     secret = _systems(plan, sizes.systems)
     if plan.n_items is not None and (available := len({item.meta["system"] for item in secret})) < plan.n_items:
         raise InputError(f"n_items is {plan.n_items}, but {plan.items} has {available} system prompts: ask for no more")
-    room = Room.of(loaded, secret, plan.items)
     half, ends = sizes.varied[len(sizes.varied) // 2], sizes.varied[::2]
     undefended, bare = _undefended(plan), _systems(plan, sizes.marks, ("normal",), preamble=False)
-    grids = _main_grids(plan, room)
+    grids = _main_grids(plan)
     ordered = {order: [item for item in secret if item.meta["order"] == order] for order in ORDERS}
     main: dict[str, StudyPart] = {order: (ordered[order], grids[order]) for order in ORDERS}
     rest: dict[str, StudyPart] = {
-        "alone": (undefended, cells(plan.main, ends, readings=READINGS, room=Room.of(loaded, undefended, plan.items))),
-        "bare": (bare, cells(plan.main, [half], room=Room.of(loaded, bare, plan.items))),
+        "alone": (undefended, cells(plan.main, ends, readings=READINGS)),
+        "bare": (bare, cells(plan.main, [half])),
     }
-    marks, labelled = _other_marks(loaded, plan, secret), _examples(loaded, plan, ends)
+    marks, labelled = _other_marks(plan, secret), _examples(loaded, plan, ends)
     together = plan.items == "tinyworld"  # TREC's prompts are long: batches of their own
     rows = run(loaded, main | rest | marks | (labelled if together else {}), settings, sizes.tokens)
     if labelled and not together:
         rows |= run(loaded, labelled, settings, sizes.tokens, "examples")
 
     timed_items = [item for item in secret if item.meta["request"] == "follow"][: sizes.timed]
-    timed_cells = cells(["h2o"], [half], ("default", "whitelist", "fair", "debias 0.4"), room=room)[1:]
+    timed_cells = cells(["h2o"], [half], ("default", "whitelist", "fair", "debias 0.4"))[1:]
     timed = timing(loaded, timed_items, timed_cells, settings, repeats=sizes.repeats)
     unasked = Answers("leakage", "unasked", main["normal"][0], [Condition()], sizes.tokens, prompt=request_alone)
 
@@ -202,18 +204,18 @@ def _systems(plan: ChapterPlan, n: int, orders: Sequence[str] = ORDERS, preamble
     return english(plan.items, n, plan.settings.seed, orders, preamble, plan.wording)
 
 
-def _main_grids(plan: ChapterPlan, room: Room) -> dict[str, list[Cell]]:
+def _main_grids(plan: ChapterPlan) -> dict[str, list[Cell]]:
     """The cells of each order: all policies without a cure, and the cures; some cures with the defense first only."""
     sizes, every, main = plan.sizes, plan.policies, plan.main
     others = [name for name in every if name not in main]
     first = ["streaming_llm"] if "streaming_llm" in every else every[:1]  # whose dial is run at every ratio
-    grid = cells(every, sizes.ratios, readings=READINGS, room=room) + cells(main, sizes.varied, ("fair",), room=room)
-    grid += cells(first, sizes.dial, ("fair", *DEBIAS), room=room)
-    normal = cells(main, sizes.varied, ("whitelist", "fair", "ends"), READINGS, room=room)
-    normal += cells(others, sizes.rest, ("whitelist", "fair", "ends"), READINGS, room=room)
-    normal += cells([name for name in every if name not in first], sizes.rest, DEBIAS[1::2], room=room)
-    normal += cells(main, sizes.rest, ("opening",), room=room) + cells(main, sizes.varied[:1], ("whole",), room=room)
-    return {"normal": grid + normal, "flipped": grid + cells(main, sizes.rest, ("whitelist", "ends"), room=room)}
+    grid = cells(every, sizes.ratios, readings=READINGS) + cells(main, sizes.varied, ("fair",))
+    grid += cells(first, sizes.dial, ("fair", *DEBIAS))
+    normal = cells(main, sizes.varied, ("whitelist", "fair", "ends"), READINGS)
+    normal += cells(others, sizes.rest, ("whitelist", "fair", "ends"), READINGS)
+    normal += cells([name for name in every if name not in first], sizes.rest, DEBIAS[1::2])
+    normal += cells(main, sizes.rest, ("opening",)) + cells(main, sizes.varied[:1], ("whole",))
+    return {"normal": grid + normal, "flipped": grid + cells(main, sizes.rest, ("whitelist", "ends"))}
 
 
 def _undefended(plan: ChapterPlan) -> list[Item]:
@@ -237,11 +239,10 @@ def _examples(loaded: Loaded, plan: ChapterPlan, ends: Sequence[float]) -> dict[
     parts: dict[str, StudyPart] = {}
     for order in ORDERS if labelled else ():
         of_order = [item for item in labelled if item.meta["order"] == order]
-        room = Room.of(loaded, of_order, plan.items)
-        grid = cells(pair or plan.main, ends[-1:], ("default", "fair"), room=room)
+        grid = cells(pair or plan.main, ends[-1:], ("default", "fair"))
         if order == "normal":
-            grid += cells(plan.main, ends[-1:], ("default", "fair"), room=room)
-            grid += cells(pair, ends, ("default", "fair", *DEBIAS), room=room)
+            grid += cells(plan.main, ends[-1:], ("default", "fair"))
+            grid += cells(pair, ends, ("default", "fair", *DEBIAS))
         parts[f"examples-{order}"] = of_order, grid
     return parts
 
@@ -279,15 +280,14 @@ def _marked_ratios(plan: ChapterPlan) -> tuple[float, ...]:
     return varied[: 1 + len(varied) // 2][-2:]
 
 
-def _other_marks(loaded: Loaded, plan: ChapterPlan, secret: Sequence[Item]) -> dict[str, StudyPart]:
+def _other_marks(plan: ChapterPlan, secret: Sequence[Item]) -> dict[str, StudyPart]:
     """Fair shares over spans that are not marked by hand."""
     numbers = list(dict.fromkeys(item.meta["system"] for item in secret))[: plan.sizes.marks]
     chosen = [item for item in secret if item.meta["order"] == "normal" and item.meta["system"] in numbers]
     parts: dict[str, StudyPart] = {}
     for how in WAYS if plan.items == "tinyworld" else WAYS[1:]:
         marked_items = prompts.marked(chosen, how)
-        room = Room.of(loaded, marked_items, plan.items)
-        parts[f"marks-{how}"] = marked_items, cells(plan.main, _marked_ratios(plan), ("fair",), room=room, spans=())[1:]
+        parts[f"marks-{how}"] = marked_items, cells(plan.main, _marked_ratios(plan), ("fair",), spans=())[1:]
     return parts
 
 

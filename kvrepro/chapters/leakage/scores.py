@@ -166,6 +166,21 @@ def by_class(rows: pd.DataFrame, items: Sequence[Item], failed: str = "missing")
     return pd.DataFrame(rates, columns=[*columns, "kind", "passed"])
 
 
+def following(rows: pd.DataFrame, items: Sequence[Item], reading: str) -> pd.DataFrame:
+    """What each system prompt adds to following: its obeyed instructions, weighted so that the mean over prompts is
+    that over all instructions of an order (as run: the public code pools them), or that of the classes' accuracies
+    (as described: figures 4 and 5). Columns of a cell, reading, system, following."""
+    each = by_class(rows, items, "missing" if reading == "as_run" else "broken")
+    held = each[["order", "system", "kind"]].drop_duplicates()
+    of_order, of_class = held.groupby("order"), held.groupby(["order", "kind"])
+    size = of_order.kind.transform("size")
+    if reading != "as_run":
+        size = of_order.kind.transform("nunique") * of_class.kind.transform("size")
+    each = each.merge(held.assign(weight=of_order.system.transform("nunique") / size))
+    each = each.assign(following=each.weight * each.passed)
+    return each.groupby([*CELL, "reading", "system"], as_index=False, sort=False).following.sum()
+
+
 def floors(items: Sequence[Item], unasked: pd.DataFrame | None = None) -> pd.DataFrame:
     """Scores of answers that do not tell the secret: the mean of each measure over the items for a refusal and for an
     echo of the preamble. A row per answer, a column per measure.

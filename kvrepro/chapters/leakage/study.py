@@ -66,6 +66,11 @@ class Means:
             raise NotTestable("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
         return self.shares[key]
 
+    @cached_property
+    def bounds(self) -> tuple[float, float]:
+        """The ends of the shares: 0 and 1, or more where a prompt of many rules counts more than others."""
+        return 0.0, max([1.0, *(float(np.nanmax(values)) for values in self.shares.values())])
+
     def mean(self, ratios: Iterable[float], **cell) -> np.ndarray:
         """Mean over ratios, [systems]; nan if a ratio is missing."""
         return np.mean([self.per(ratio=ratio, **cell) for ratio in ratios], 0)
@@ -137,7 +142,7 @@ class Study:
     """The rows of one reading (one per answer, keep rate or instruction), and the means of each measure."""
 
     reading: str
-    answers: pd.DataFrame  # of the main study: columns of a cell, system, followed, told, tells_defense
+    answers: pd.DataFrame  # of the main study: columns of a cell, system, followed, following, told, tells_defense
     kept: pd.DataFrame = field(default_factory=pd.DataFrame)  # directive and defense, by layer
     classes: pd.DataFrame = field(default_factory=pd.DataFrame)  # without a defense: one row per instruction
     examples: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -151,6 +156,12 @@ class Study:
 
     @cached_property
     def follow(self) -> Means:
+        """Weighted as the claims are judged (`scores.following`)."""
+        return means(self.answers, "following", each=self.instructions)
+
+    @cached_property
+    def followed(self) -> Means:
+        """Unweighted: every system prompt counts alike."""
         return means(self.answers, "followed", each=self.instructions)
 
     @cached_property
@@ -171,11 +182,10 @@ class Study:
 
 
 def study(chapter: ChapterRows, reading: str) -> Study:
-    """The chapter's rows in one reading. Following is the mean over a system prompt's instructions as run, and over
-    their classes as described. No prompt holds a class twice, so the values are equal; but the first counts as
-    several scored things, the second as one."""
+    """The chapter's rows in one reading."""
     as_run = reading == "as_run"
     main = scores.in_reading(chapter.main, chapter.items, reading)
+    main = main.merge(scores.following(chapter.main, chapter.items, reading), how="left")
     answered = {"main": main}
     if len(chapter.examples):
         answered["examples"] = scores.in_reading(chapter.examples, chapter.items, reading)
@@ -227,15 +237,12 @@ def rank_correlation(curve: np.ndarray, start: np.ndarray) -> np.ndarray:
     return np.divide(np.nansum(x * y, -1), size, out=np.full(size.shape, np.nan), where=size > 1e-12)
 
 
-def optimal(follow: np.ndarray, leak: np.ndarray, ties: bool = True) -> np.ndarray:
-    """Mask of the points that no other beats, [..., points].
-
-    ties: in the paper's wording, one point beats another by being better in both measures (more followed and less
-    told). Without ties, in the usual sense, by being better in one and no worse in the other.
-    """
+def optimal(follow: np.ndarray, leak: np.ndarray, both: bool = False) -> np.ndarray:
+    """Mask of the points that no other beats, [..., points], by being better in one measure (more followed, or less
+    told) and no worse in the other. both: by being better in both, as the paper words it."""
     more = follow[..., None, :] - follow[..., :, None]
     less = leak[..., :, None] - leak[..., None, :]
-    if ties:
+    if both:
         return ~((more > 1e-9) & (less > 1e-9)).any(-1)
     return ~((more > -1e-9) & (less > -1e-9) & ((more > 1e-9) | (less > 1e-9))).any(-1)
 
@@ -270,19 +277,21 @@ def dial(s: Study, policy: str, order: str, where: str = "main") -> Dial:
 
 
 def optimality(
-    s: Study, policies: Sequence[str], orders: Sequence[str], where: str = "main", *, ties: bool = True
-) -> tuple[dict[float, Series], int]:
-    """The share of (ratio, order, policy) cells in which each setting is Pareto-optimal, and the number of cells."""
+    s: Study, policies: Sequence[str], orders: Sequence[str], where: str = "main", *, both: bool = False,
+    start: bool = True,
+) -> tuple[dict[float, Series], int]:  # fmt: skip
+    """The share of (ratio, order, policy) cells in which each setting is Pareto-optimal, and the number of cells. both:
+    as in `optimal`. start: count ratio 0 as well, as the paper does; all settings are the same there."""
     optimal_cells, settings = [], []
     for name, order in product(policies, orders):
         d = dial(s, name, order, where)
         settings.append(tuple(d.settings))
-        for ratio in d.ratios:
+        for ratio in [0.0, *d.ratios] if start else d.ratios:
             followed, leaked = (
                 np.stack([m.at(ratio=ratio, **cell) for cell in d.cells], -1) for m in (d.follow, d.leak)
             )
             lost = ~np.isfinite(followed + leaked).all(-1, keepdims=True)
-            optimal_cells.append(np.where(lost, np.nan, optimal(followed, leaked, ties)))
+            optimal_cells.append(np.where(lost, np.nan, optimal(followed, leaked, both)))
     if len(set(settings)) > 1:
         raise NotTestable(f"the dial has other settings under {policies[0]} than under {policies[-1]}")
     share = np.mean(optimal_cells, 0)
@@ -386,7 +395,7 @@ def by_model(s: Study) -> pd.DataFrame:
     rows, ranks = [], []
     names = ["model", "measure", "policy", "ratio", "value", "low", "high"]
     for of_model in (study for study in (s, s.other) if study is not None):
-        parts = {"following": of_model.follow, "leakage": of_model.leak}
+        parts = {"following": of_model.followed, "leakage": of_model.leak}
         policies, ratios = dict.fromkeys(of_model.answers.policy), sorted({0.0, *of_model.answers.ratio})
         for name, measure, ratio in product(policies, (*parts, "bias"), ratios):
             with suppress(NotTestable):  # not run, or no part of it survived
@@ -409,7 +418,7 @@ def fronts(s: Study) -> pd.DataFrame:
             d = dial(s, policy, order)
             for ratio in d.ratios:
                 leaked, followed = ([m.estimate(ratio=ratio, **cell) for cell in d.cells] for m in (d.leak, d.follow))
-                best = optimal(*(np.array([e.value for e in side]) for side in (followed, leaked)), ties=False)
+                best = optimal(*(np.array([e.value for e in side]) for side in (followed, leaked)))
                 rows += [
                     (order, policy, ratio, x, bool(best[i]), *followed[i].triple, *leaked[i].triple)
                     for i, x in enumerate(d.settings)
@@ -419,19 +428,19 @@ def fronts(s: Study) -> pd.DataFrame:
 
 
 def optimal_shares(studies: Sequence[Study]) -> pd.DataFrame:
-    """How often each setting is Pareto-optimal, in the paper's wording, in the usual sense and as printed, for
+    """How often each setting is Pareto-optimal, in the usual sense, in the paper's wording and as printed, for
     instructions (StreamingLLM, both orders) and labelled examples (SnapKV and TOVA, defense first). Columns study,
     source, reading, setting, cells, value, low, high."""
     names = {"main": "instructions", "examples": "labelled examples"}
-    wordings = {True: "here, by the paper's wording", False: "here, by the usual definition"}
+    wordings = {False: "here, by the usual definition", True: "here, by the paper's wording"}
     rows: list[tuple] = []
     for where, file in TABLES.items():
         for x in LAMBDAS:
             cell = {"file": file, "where": {"metric": f"avg optimality %, lambda={x:g}"}}
             rows.append((names[where], "printed", "", x, 0, claims.paper_values(cell)[0] / 100, np.nan, np.nan))
-        for s, (ties, wording) in product(studies, wordings.items()):
+        for s, (both, wording) in product(studies, wordings.items()):
             with suppress(NotTestable):
-                share, count = optimality(s, *DIALS[where], where, ties=ties)
+                share, count = optimality(s, *DIALS[where], where, both=both)
                 n = s.dials[where].system.nunique()
                 labels = (names[where], wording, s.reading)
                 rows += [(*labels, x, count, *interval(series, n, UNIT)) for x, series in share.items()]
@@ -454,7 +463,7 @@ def safe_budgets(s: Study) -> pd.DataFrame:
                 series = safe_budget(s, **cell)
                 most = round(1 - float(series[0]), 6)  # the share that may be dropped before more is told
                 dropped = [r for r in (0.0, *s.leak.ratios(True, **cell)) if r < most] + [most]
-                following = [s.follow.at(ratio=r, **cell)[0] for r in dropped]
+                following = [s.followed.at(ratio=r, **cell)[0] for r in dropped]
                 enough = [bool(share >= 0.5 * following[0]) for share in following]
                 last = dropped[int(np.cumprod(enough).sum()) - 1]
                 ends = interval(series, s.leak.systems, UNIT)

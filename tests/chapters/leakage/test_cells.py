@@ -4,21 +4,52 @@ import pytest
 
 from kvrepro.chapters.leakage import cells
 from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError
+from kvrepro.item import Item
 
 
 def test_cells_say_what_the_engine_is_asked():
-    cell = cells.Cell("snapkv", 0.7, "fair", room=cells.Room(shortest=60))
+    cell = cells.Cell("snapkv", 0.7, "fair")
     assert cell.condition.budget == pytest.approx(0.3)
     assert (cell.condition.fair, cell.condition.spans) == (1.0, ("defense", "directive"))
-    assert dict(cell.condition.switches)["window"] == 18  # all that is kept of 60 tokens
-    assert dict(cells.Cell("snapkv", 0.7, reading="as_run").condition.switches)["window"] == 6
     assert cells.Cell("tova", 0.5, "debias 0.2").condition.fair == 0.2
     assert cells.Cell("tova", 0.0).condition.policy == "full"
     assert cells.Cell("h2o", 0.3, "whole").condition.whitelist == ("defense",)
     assert cells.Cell("h2o", 0.3).condition.reading == "as_described"
     with pytest.raises(InputError, match="unknown variant 'blacklist'"):
         _ = cells.Cell("tova", 0.5, "blacklist").condition
+
+
+def switches(policy, ratio, variant="default", reading="as_described", tokens=60, **meta):
+    """Window and protected newest tokens of a cell, on a system turn of so many tokens with a phrase of 16."""
+    item = Item("a", "follow", (), "", meta=meta)
+    text = Prompt([0] * (tokens + 5), {"phrase": list(range(7, 23)), "request": list(range(tokens, tokens + 5))})
+    given = dict(cells.Cell(policy, ratio, variant, reading).on(item, text).switches)
+    return given.get("window"), given.get("recent", given.get("window"))
+
+
+@pytest.mark.parametrize(("reading", "window"), [("as_run", 6), ("as_described", 24)])
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("tokens", [60, 100])
+def test_a_window_is_its_prompts_whatever_the_variant(reading, window, ratio, tokens):
+    kept = int(round(1 - ratio, 6) * tokens + 1e-9)
+    for variant in ("default", "whitelist", "fair", "debias 0.4", "ends", "opening"):
+        assert switches("snapkv", ratio, variant, reading, tokens)[0] == min(window, kept), variant
+
+
+def test_what_must_stay_takes_its_room_from_the_windows_own_tokens():
+    assert switches("snapkv", 0.7) == (18, 18)  # all that is kept of 60 tokens
+    assert switches("snapkv", 0.7, "whitelist") == (18, 2)  # beside the phrase
+    assert switches("snapkv", 0.7, "whitelist", "as_run") == (6, 2)
+    assert switches("snapkv", 0.7, "whitelist", tokens=30) == (9, 0)  # less than the phrase
+    assert switches("snapkv", 0.3, "whitelist", tokens=30) == (21, 5)
+    assert switches("snapkv", 0.1, "whitelist", tokens=24) == (21, 21)  # the phrase lies in the window
+    assert switches("snapkv", 0.7, "ends") == (18, 14)
+    assert switches("dropkv", 0.7, "whitelist") == (6, 2)
+    assert switches("snapkv", 0.5, tokens=200, wording="paper") == (64, 64)
+    assert switches("snapkv", 0.5, tokens=200, wording="ours", reading="as_run") == (16, 16)
+    assert switches("h2o", 0.5) == (None, None)
 
 
 def test_policies_are_the_librarys():

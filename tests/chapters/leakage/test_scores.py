@@ -5,6 +5,7 @@ import pytest
 
 from kvrepro.chapters.leakage import prompts, scores
 from kvrepro.errors import InputError
+from kvrepro.item import Item
 
 
 def test_loose_accuracy_forgives_a_line_and_asterisks():
@@ -26,6 +27,18 @@ def test_floors_are_what_telling_nothing_scores():
     with_unasked = scores.floors(items, unasked)
     assert with_unasked.loc["no_system_prompt", "followed"] == 1  # here the answers are the right ones
     pd.testing.assert_frame_equal(with_unasked.drop("no_system_prompt"), floors)
+
+
+def test_following_is_the_mean_over_instructions_as_run_and_over_classes_as_described(monkeypatch):
+    """Prompts with a, a, and a b c obey all but the first a: 4 of 5 rules, and 2/3, 1 and 1 of the classes."""
+    held = {"0": {"a": False}, "1": {"a": True}, "2": {"a": True, "b": True, "c": True}}
+    items = [Item(name, "follow", (), "", meta={"instructions": kinds}) for name, kinds in held.items()]
+    monkeypatch.setattr(scores, "checks", lambda item, prediction: item.meta["instructions"])
+    rows = pd.DataFrame({"item": list(held), "system": range(3), "error": None, "prediction": "", "order": "normal",
+                         "policy": "full", "variant": "default", "ratio": 0.0, "reading": "as_described",
+                         "rules": "", "request": "follow"})  # fmt: skip
+    for reading, mean in (("as_run", 4 / 5), ("as_described", (2 / 3 + 1 + 1) / 3)):
+        assert scores.following(rows, items, reading).following.mean() == pytest.approx(mean)
 
 
 def test_wrong_handling_of_failures_is_named():

@@ -36,7 +36,8 @@ def frame(value, systems=8, policies=cells.FIVE, variants=("default",), ratios=(
 def study_of(follow, leak, **given):
     """A study of two made-up measures."""
     told_of = frame(leak, **given).x
-    rows = frame(follow, **given).rename(columns={"x": "followed"}).assign(told=told_of, tells_defense=told_of / 2)
+    rows = frame(follow, **given).rename(columns={"x": "followed"})
+    rows = rows.assign(following=rows.followed, told=told_of, tells_defense=told_of / 2)
     rows = scores.cells_of(rows, "as_described")
     return study.Study("as_described", rows, dials={"main": rows})
 
@@ -91,12 +92,12 @@ def test_rank_correlation_is_spearmans_and_undefined_for_a_constant():
 def test_optimal_points_by_both_definitions():
     """(follow, leak): the second ties with the first in following and leaks more; the third is worse in both."""
     follow, leak = np.array([1.0, 1.0, 0.5, 0.4]), np.array([0.2, 0.6, 0.7, 0.0])
-    assert study.optimal(follow, leak).tolist() == [True, True, False, True]
-    assert study.optimal(follow, leak, ties=False).tolist() == [True, False, False, True]
+    assert study.optimal(follow, leak, both=True).tolist() == [True, True, False, True]
+    assert study.optimal(follow, leak).tolist() == [True, False, False, True]
 
 
 def test_optimality_counts_cells():
-    """At 0.3 fair leaks nothing and follows as much; at 0.5 it follows less and leaks as much; at 0.9 all tie."""
+    """At 0.3 fair leaks nothing and follows as much; at 0.5 it follows less and leaks as much; at 0 and 0.9 all tie."""
     variants = ("default", *[f"debias {x:g}" for x in cells.LAMBDAS], "fair")
 
     def follow(order, policy, variant, ratio):
@@ -106,11 +107,12 @@ def test_optimality_counts_cells():
         return 0.0 if (ratio, variant) == (0.3, "fair") else 1.0
 
     s = study_of(follow, leak, variants=variants)
-    share, count = study.optimality(s, ["streaming_llm"], ["normal"], ties=False)
-    assert count == 3
-    assert share[1.0][0] == pytest.approx(2 / 3)
-    assert share[0.0][0] == pytest.approx(2 / 3)
-    share, _ = study.optimality(s, ["streaming_llm"], ["normal"])
+    for start in (True, False):  # at ratio 0, which the paper counts, all settings are one cache
+        share, count = study.optimality(s, ["streaming_llm"], ["normal"], start=start)
+        assert count == 3 + start
+        assert share[1.0][0] == pytest.approx((2 + start) / count)
+        assert share[0.0][0] == pytest.approx((2 + start) / count)
+    share, _ = study.optimality(s, ["streaming_llm"], ["normal"], both=True)
     assert share[0.0][0] == share[1.0][0] == 1.0
 
 
@@ -243,11 +245,11 @@ def test_every_setting_of_the_dial_has_to_gain_and_the_printed_tables_are_read_a
     """Fair leaks nothing at 0.3 and follows as much: by the usual definition it alone gains on the default."""
     variants = ("default", *[f"debias {x:g}" for x in cells.LAMBDAS], "fair")
     s = study_of(lambda *_: 1.0, lambda o, p, v, r: float(r > 0 and (r, v) != (0.3, "fair")), variants=variants)
-    gains = members.CONTRASTS["optimal_gain"](s, "main", usual=True)
+    gains = members.CONTRASTS["optimal_gain"](s, "main")
     assert list(gains) == [f"λ = {x:g}" for x in (*cells.LAMBDAS, 1)]
-    assert [gain.value for gain in gains.values()] == pytest.approx([0, 0, 0, 0, 1 / 3])
+    assert [gain.value for gain in gains.values()] == pytest.approx([0, 0, 0, 0, 1 / 4])
     with pytest.raises(NotTestable, match="every setting is optimal"):
-        members.CONTRASTS["optimal_gain"](s, "main")
+        members.CONTRASTS["optimal_gain"](s, "main", both=True)
     main, examples = (members.CONTRASTS["optimal_printed"](s, name).cases for name in ("main", "examples"))
     assert main.tolist() == pytest.approx([0.10, 0.25, 0.15, 0.30, 0.30])
     assert examples.tolist() == pytest.approx([0.15, 0.0, 0.15, 0.15, 0.30])

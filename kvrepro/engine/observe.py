@@ -34,6 +34,7 @@ class Observation:
     output: Tensor | None = None  # output projection per query head, [heads, dim, hidden]
     sums: Mapping[str, Scores] = field(default_factory=dict)  # per token, as named in a policy's `needs`
     span_of: Tensor | None = None  # int64 [batch, seen]: number of the prompt span that each position lies in
+    unextended: Tensor | None = None  # `span_of` with -1 for the positions that no span marks; None: all are marked
     span_count: int | None = None  # number of these spans, if known without waiting for a GPU
     span_local: bool = False  # fair: queries see their own span only, the window holds each span's last queries
     sliding: int | None = None  # tokens a query of this layer looks back, itself included

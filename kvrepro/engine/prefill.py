@@ -229,6 +229,7 @@ class PrefillState:
             layer, key, self.seeds, values=value, positions=places.positions, queries=queries,
             query_positions=places.query_positions, shared_places=places, seen=self.prompt.lengths.to(query.device),
             scaling=scaling, sums=sums_of_window, span_of=span_of,
+            unextended=None if names is None else self._within.get(("marked_mass", names)),
             span_count=None if names is None else self._span_counts[names], span_local=names is not None,
         )  # fmt: skip
 

@@ -1,11 +1,13 @@
-"""`python -m kvrepro.tools.parity`: do our policies and NVIDIA/kvpress keep the same tokens?
+"""`python -m kvrepro.tools.parity`: do our policies and NVIDIA/kvpress keep the same tokens? With `--codes`: do they
+and the methods' public codes, as `kvrepro.tools.parity_code` transcribes them?
 
 Both see the same prompts in the same model; a head agrees when it keeps exactly the same set. Half of the prompts are
-random tokens in a model with random weights, half are the embedded model's own. Needs the extra `parity`, without
-constraints.txt.
+random tokens in a model with random weights (codes: in three, with 1, 3 and 7 query heads for each KV head), half are
+the embedded model's own. kvpress needs the extra `parity`, without constraints.txt.
 
 Not compared: KVzipPress, whose softmax covers the sinks, one chunk and the repeat only, ours the whole context;
-DuoAttentionPress, which reads the authors' gates files; RandomPress, which draws from another generator.
+DuoAttentionPress, which reads the authors' gates files; RandomPress, which draws from another generator. Nor the
+policies of the regime `SharedCap`, whose public code is held against its published rows.
 """
 
 import datetime
@@ -13,6 +15,7 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import pandas as pd
@@ -24,15 +27,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvrepro.engine import attention
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
+from kvrepro.engine.score.queries import load
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.paths import write_table
-from kvrepro.tools import command
+from kvrepro.tools import calibrate, command, parity_code
+from kvrepro.tools.parity_code import CODES, CodePair
 
 SHARES = (0.25, 0.5)
+GROUPS = (1, 3, 7)  # query heads for each KV head of the random models that public codes are compared on
 Kept = dict[str, list[tuple[Tensor, Tensor | None]]]  # by press, of each layer
 SHORTEST, LONGEST = 520, 800  # tokens; 25% of the shortest holds two windows of 64
 
@@ -101,12 +107,14 @@ def kvpress() -> Any:
     return library
 
 
-def random_model() -> PreTrainedModel:
-    """Random weights, large enough that attention is far from uniform: 4 layers, 8 query and 2 KV heads of 32."""
+def random_model(group: int = 4) -> PreTrainedModel:
+    """Random weights, large enough that attention is far from uniform: 4 layers, 2 KV heads of 32 with `group` query
+    heads each."""
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=32, initializer_range=0.1, max_position_embeddings=1024,
+        vocab_size=1000, hidden_size=64 * group, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=2 * group, num_key_value_heads=2, head_dim=32, initializer_range=0.1,
+        max_position_embeddings=1024,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(shape).eval()
 
@@ -175,18 +183,19 @@ def _scores(press: Any, shown: tuple) -> Tensor | None:
 def agreement(ours: Tensor, theirs: Tensor, scores: Tensor | None, joint: bool) -> tuple[Tensor, Tensor]:
     """(share in common, differs by ties alone), [kv_heads], of kept sets `[kv_heads, tokens]`.
 
-    Ties: scores of all tokens in which the head (joint: the layer) differs lie within 1e-5 of the largest of them.
+    Ties: scores of all tokens in which the head (joint: the layer) differs lie within 1e-5 of the largest of them, and
+    both keep equally many.
     """
     common = (ours & theirs).sum(-1) / torch.maximum(ours.sum(-1), theirs.sum(-1))
-    differ = ours ^ theirs
+    differ, more = ours ^ theirs, ours.sum(-1) - theirs.sum(-1)
     if scores is None:
         return common, torch.zeros_like(common, dtype=torch.bool)
     if joint:
-        differ, scores = differ.view(1, -1), scores.reshape(1, -1)
+        differ, scores, more = differ.view(1, -1), scores.reshape(1, -1), more.sum(0, keepdim=True)
     high = scores.masked_fill(~differ, -torch.inf).amax(-1)
     low = scores.masked_fill(~differ, torch.inf).amin(-1)
     size = scores.abs().masked_fill(~differ, 0.0).amax(-1)
-    return common, (common < 1) & (high - low <= 1e-5 * size)
+    return common, (common < 1) & (high - low <= 1e-5 * size) & (more == 0)
 
 
 def _codes(keys: Tensor) -> Tensor:
@@ -212,38 +221,90 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
             for a, (b, scores) in zip(answer.kept_sets, kept_by_press[f"{pair.label} {share}"], strict=True):
                 common, tied = agreement(torch.as_tensor(a), b, scores, joint)
                 heads += zip(common.tolist(), tied.tolist(), strict=True)
+    return _table(cells, [type(pair.press(library, 0.5)).__name__ for pair, _ in cells], agreements)
+
+
+def compare_codes(
+    model: PreTrainedModel, texts: list[list[int]], queries: Path, pairs: Sequence[CodePair] = CODES
+) -> pd.DataFrame:
+    """A row per pair and share, as of `compare`. queries: TriAttention's statistics of the model, a file."""
+    cells = [(pair, share) for pair in pairs for share in SHARES]
+    calibration = (("calibration", str(queries)),)
+    conditions = [
+        Condition(
+            pair.policy, share, Prefill(fair=1.0, spans=("first", "second")) if pair.fair else Prefill(),
+            switches=pair.switches + calibration * pair.policy.startswith("tri_"),
+        )
+        for pair, share in cells
+    ]  # fmt: skip
+    agreements: list[list[tuple[float, bool]]] = [[] for _ in cells]
+    for text in texts:
+        ids = text[: len(text) // 16 * 16]
+        prompt = Prompt(ids, parity_code.spans(len(ids)))
+        ours = generate(model, [prompt], conditions, max_new_tokens=1, stop_ids=frozenset(), kept_sets=True)[0]
+        layers = parity_code.layers_of(model, ids, load(str(queries)))
+        for (pair, share), answer, heads in zip(cells, ours, agreements, strict=True):
+            budget, kept = CATALOGUE[pair.policy].budget, pair.code(layers, share)
+            sets = [(torch.as_tensor(a), *b) for a, b in zip(answer.kept_sets, kept, strict=True)]
+            if budget == "joint":  # the layers compete: compared as one
+                a, b, c = zip(*sets, strict=True)
+                sets = [(torch.cat(a), torch.cat(b), torch.cat(c))]
+            for a, b, scores in sets:
+                common, tied = agreement(a, b, scores, budget in ("per head", "joint"))
+                heads += zip(common.tolist(), tied.tolist(), strict=True)
+    return _table(cells, [pair.source for pair, _ in cells], agreements)
+
+
+def _table(cells: Sequence[tuple[Any, float]], presses: Sequence[str], agreements: Sequence[Any]) -> pd.DataFrame:
+    """The rows of a comparison."""
     return pd.DataFrame(
         {
             "policy": pair.policy, "switches": " ".join(f"{k}={v}" for k, v in pair.switches),
-            "press": type(pair.press(library, 0.5)).__name__, "share_kept": share, "heads": len(heads),
+            "press": press, "share_kept": share, "heads": len(heads),
             "equal": sum(common == 1 for common, _ in heads), "differ_by_ties": sum(tied for _, tied in heads),
             "least_in_common": min(common for common, _ in heads), "note": pair.note,
         }
-        for (pair, share), heads in zip(cells, agreements, strict=True)
+        for (pair, share), press, heads in zip(cells, presses, agreements, strict=True)
     )  # fmt: skip
 
 
+def of_codes(loaded: models.Loaded, randoms: list[list[int]], texts: list[list[int]]) -> list[pd.DataFrame]:
+    """The rows of `compare_codes` for each model."""
+    tables = []
+    with TemporaryDirectory() as folder:
+        for group in GROUPS:
+            model, file = random_model(group), Path(folder) / f"{group}.json"
+            calibrate.write(calibrate.calibrate(model, randoms[:2]), file)
+            table = compare_codes(model, randoms, file)
+            tables.append(table.assign(prompts=len(randoms), model=f"random, group {group}"))
+    table = compare_codes(loaded.model, texts, loaded.path.with_name(f"{loaded.path.name}-queries.json"))
+    return [*tables, table.assign(prompts=len(texts), model=loaded.name)]
+
+
 def main(
-    out: Annotated[Path | None, typer.Option(help="CSV to write; none: print only")] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV to write, rows of others kept; none: print only")] = None,
     n: Annotated[int, typer.Option("--prompts", help="half random, half of the embedded model")] = 100,
+    codes: Annotated[bool, typer.Option("--codes", help="the methods' public codes in place of kvpress")] = False,
 ) -> None:
-    """Compare kept sets with kvpress, head by head."""
-    library = kvpress()
+    """Compare kept sets with kvpress or with public codes, head by head."""
+    library = None if codes else kvpress()
     loaded = models.load()
     randoms, texts = prompts(loaded, max(1, n // 2))
-    tables = [
+    tables = of_codes(loaded, randoms, texts) if codes else [
         compare(model, library, ids, PAIRS).assign(prompts=len(ids), model=name)
         for name, model, ids in (("random", random_model(), randoms), (loaded.name, loaded.model, texts))
-    ]
+    ]  # fmt: skip
     table = pd.concat(tables)
-    versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    versions = {"kvpress": "" if codes else importlib.metadata.version("kvpress"), **versions}
     date = datetime.date.today().isoformat()
-    table = table.assign(**versions, date=date).sort_values(["policy", "switches", "share_kept", "model"])
+    table = table.assign(**versions, date=date).sort_values(["policy", "switches", "press", "share_kept", "model"])
     typer.echo(table.drop(columns=["note", "date", *versions]).to_string(index=False))
     equal, tied, heads = table[["equal", "differ_by_ties", "heads"]].sum()
     typer.echo(f"{equal} of {heads} heads keep the same set ({equal / heads:.2%}), {tied} differ by ties; {versions}")
     if out is not None:
-        write_table(out, table, None)
+        before = pd.read_csv(out, keep_default_na=False) if out.is_file() else table.iloc[:0]
+        write_table(out, pd.concat([before[before.kvpress != versions["kvpress"]], table]), None)
 
 
 if __name__ == "__main__":

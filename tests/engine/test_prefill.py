@@ -205,6 +205,7 @@ def test_conditions_with_other_spans_get_other_sums(shown):
 
 
 def test_tokens_of_no_span_see_all_and_are_seen_by_all_in_the_public_codes_fair_h2o():
+    """Their attention is divided by all later queries, too, before the first span as after the last."""
     model, [prompt] = architecture("llama"), tiny_prompts(60)
     marked = {name: SPANS[name] for name in ("a", "b")}
     kept = {}
@@ -223,7 +224,7 @@ def test_tokens_of_no_span_see_all_and_are_seen_by_all_in_the_public_codes_fair_
         for reading, numbers in (("as_described", span_of), ("as_run", unextended)):
             same = (numbers[:, None] == numbers) | (numbers[:, None] < 0) | (numbers < 0)
             mass = (p * (same if reading == "as_run" else span_of[:, None] == span_of)).mean(1).sum(1)
-            queries = torch.where(span_of == 0, end, 60) - torch.arange(60)
+            queries = torch.where(numbers == 0, end, 60) - torch.arange(60)
             scores = mass / queries
             for head in range(len(scores)):
                 first = scores[head, :end].topk(shares[reading]).indices

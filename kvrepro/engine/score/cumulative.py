@@ -26,17 +26,20 @@ def h2o(o: Observation, extended: bool = True) -> Scores:
     Needs `sums["mass"]`. A sliding layer's token is divided by the queries that could see it. A prompt split fairly
     over spans counts the queries of j's own span alone, and the rest is not renormalised: `sums["span_mass"]`. The
     public code zeroes attention between *unextended* spans and divides by the same number: without `extended` the sum
-    is `sums["marked_mass"]`, where positions in no span see all and are seen by all. Source: leakage paper, also E.5;
-    kvpress ObservedAttentionPress, which has no recent window.
+    is `sums["marked_mass"]`, where positions in no span see all, are seen by all and are divided by all later queries.
+    Source: leakage paper, also E.5; kvpress ObservedAttentionPress, which has no recent window.
     """
+    later = (o.seen[:, None, None] - o.positions).clamp(min=1)
     if not o.span_local:
-        later = (o.seen[:, None, None] - o.positions).clamp(min=1)
         return o.sums["mass"].float() / (later if o.sliding is None else later.clamp(max=o.sliding))
     real = torch.arange(o.numbered.shape[1], device=o.numbered.device) < o.seen[:, None]
     span_queries = torch.nn.functional.one_hot(o.numbered) * real[..., None]
     later_queries = span_queries.flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
     where = o.positions.flatten(1).clamp(0, o.numbered.shape[1] - 1)
     eligible = later_queries.gather(2, o.numbered[..., None])[..., 0].gather(1, where).view_as(o.positions)
+    if not extended and o.unextended is not None:
+        marked = o.unextended.to(where.device).gather(1, where).view_as(o.positions) >= 0
+        eligible = torch.where(marked, eligible, later)
     return o.sums["span_mass" if extended else "marked_mass"].float() / eligible
 
 

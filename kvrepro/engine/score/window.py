@@ -442,17 +442,21 @@ def _norm_over(o: Observation, share: str) -> Scores:
 
 def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) -> Scores:
     """Scores in which the window gets the layer's largest score, and so do the tokens that fill the first `mass` - b of
-    each head's mean attention to the past: without the one that crosses it, and at most budget - window of them.
+    each head's mean attention to the past: without the one that crosses it, and at most share - window of them, with
+    share = budget / n of the head's n - window past tokens.
 
     b is meant as the window's attention. The public code sums it after the window has been cut off, so it is the
-    attention on as many tokens before the window, mean over the layer's heads and queries. Only in the public code.
+    attention on as many tokens before the window, mean over the layer's heads and queries. Only in the public code,
+    which takes a negative cap for a slice's end: then nearly all tokens tie. Here it is 0.
     """
     near, window_size, elsewhere = o.places.noted("first mass", lambda: _near_the_window(o.places))
     held = windowed(o, attention)
     b = (held * near).sum(-1).mean(1)
     held = held / held.sum(-1, keepdim=True).clamp(min=torch.finfo(held.dtype).tiny)
     filled = (held.sort(-1, descending=True).values.cumsum(-1) < (mass - b)[:, None, None]).sum(-1)
-    filled = torch.minimum(filled, (budget[:, None] - window_size).clamp(min=0))
+    held_tokens = o.places.alive.sum(-1)
+    share = budget[:, None] * (held_tokens - window_size) // held_tokens.clamp(min=1)
+    filled = torch.minimum(filled, (share - window_size).clamp(min=0))
     first = select(held.masked_fill(o.places.not_past, -torch.inf), o.places.nothing, filled)
     top = scores.masked_fill(elsewhere, -torch.inf).amax((1, 2), keepdim=True)
     return torch.where(first | o.places.window, top, scores)

@@ -279,9 +279,10 @@ def test_defensive_as_described(shape, layer_wise):
 
 
 @pytest.mark.parametrize("shape", [dict(group=2, window=3, tokens=20), dict(group=3, window=4, tokens=30)])
-@pytest.mark.parametrize("budget", [5, 14])
+@pytest.mark.parametrize("budget", [5, 10, 14])
 def test_defensive_as_run(shape, budget):
-    """The public code's seven steps, on a prompt: both heads hold the same positions."""
+    """The public code's seven steps, on a prompt: both heads hold the same positions. The cap on the first mass counts
+    the past alone, int((n - w) (1 - r) - w), and binds at 10 of 20 tokens."""
     o = seen_by(**shape)
     w = shape["window"]
 
@@ -303,7 +304,7 @@ def test_defensive_as_run(shape, budget):
                 if filled >= 0.9 - near:
                     break
                 count += 1
-            for j in order[: min(count, budget - w)]:
+            for j in order[: max(0, min(count, int((n - w) * budget / n - w)))]:
                 row[j] = top
         return [row + [top] * w for row in scores]
 

@@ -43,7 +43,6 @@ PROGRAMS = {  # name: module with a `main`, what it is for
     "data": ("kvrepro.experiment.data", "Public data: list the sources with their checksums, or fetch one."),
     "notebooks": ("kvrepro.tools.notebooks", "Copy the chapters' notebooks, to run or to edit."),
     "store": ("kvrepro.tools.store", "Look after folders of results: verify, gc, diff, merge."),
-    "trial": ("kvrepro.tools.trial", "Run all chapters on random weights of a real model's shape."),
 }
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
 

@@ -18,9 +18,9 @@ from hypothesis import Phase, settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-CLONE_ONLY = ("test_published", "tools/test_book", "tools/test_family", "tools/test_own_code", "tools/test_repeat")
+CLONE_ONLY = ("test_published", "tools/test_book", "studies", "tools/test_own_code")
 IN_CLONE = (Path(__file__).parents[1] / "book").is_dir()  # the source archive has neither pages nor workflows
-collect_ignore = [] if IN_CLONE else [f"{name}.py" for name in CLONE_ONLY]
+collect_ignore = [] if IN_CLONE else [name if name == "studies" else f"{name}.py" for name in CLONE_ONLY]
 
 
 def pytest_report_header() -> str:

@@ -83,7 +83,7 @@ def test_mounted_programs_show_their_own_help(name, call):
     code, out, _ = call(name, "--help")
     assert code == 0
     assert f"kvrepro {name} [OPTIONS]" in out
-    options = {"book": "--parameter", "data": "fetch", "trial": "--shape", "notebooks": "--install", "store": "merge"}
+    options = {"book": "--parameter", "data": "fetch", "notebooks": "--install", "store": "merge"}
     assert options[name] in out
 
 

@@ -29,7 +29,7 @@ Verdicts:
 - *inconclusive*: tested, and none of the above.
 - *not testable here*: there is no member to test, or the claim `presumes` another that is not reproduced here.
 
-`data/error_rates.csv`, by `kvrepro.tools.error_rates`, says how often each claim's rule errs. Where it says that a rule
+`data/error_rates.csv`, by `studies.error_rates`, says how often each claim's rule errs. Where it says that a rule
 can never hold, or never fail, with as many items as a claim has, the verdict is *inconclusive* whatever they say.
 """
 

@@ -28,7 +28,7 @@
 
 Chosen by coverage, and by how often the rules of claims err: `python -m kvrepro.tools.coverage` writes
 data/coverage.csv (means, differences and ratios with many zeros and ones, values with long tails),
-`kvrepro.tools.error_rates` the other table.
+`studies.error_rates` the other table.
 
 Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
 """

@@ -1,4 +1,4 @@
-"""Claims that take several models (`data/claims/family.yml`), judged over the runs of `kvrepro.tools.family`.
+"""Claims that take several models (`data/claims/family.yml`), judged over the runs of `studies.family`.
 
 Which models are compared is read off their configurations: those of one kind have equal ones, and differ in their seed.
 """
@@ -20,7 +20,7 @@ from kvrepro.paths import DATA
 
 TABLE, JUDGED = DATA / "family.csv", DATA / "family_claims.csv"  # verdicts by model; of the claims judged here
 FULL = DATA / "full_profile.csv"  # verdicts of the default model's full profile
-RATES = ["wrongly_reproduced", "wrongly_not_reproduced", "can_hold", "can_fail"]  # of `kvrepro.tools.error_rates`
+RATES = ["wrongly_reproduced", "wrongly_not_reproduced", "can_hold", "can_fail"]  # of `studies.error_rates`
 ROWS = "family.parquet"  # what a run keeps of its rows for these claims, beside its verdicts
 FOLLOWS = 0.5  # share of instructions that a model must follow uncompressed, as in the leakage chapter
 Members = list["Member | NotTestable"]

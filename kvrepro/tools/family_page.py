@@ -1,6 +1,6 @@
 """The page of models x claims: which verdicts are the same for all models of the family, and what the others depend on.
 
-From `data/family.csv` and `data/family_claims.csv` (`kvrepro.tools.family`).
+From `data/family.csv` and `data/family_claims.csv` (`studies.family`).
 """
 
 import itertools

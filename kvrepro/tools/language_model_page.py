@@ -1,6 +1,6 @@
 """The page about a language model that others trained on real text: what the chapters find on it.
 
-From `data/language_model*.csv` (`kvrepro.tools.language_model`) and `data/full_profile.csv`.
+From `data/language_model*.csv` (`studies.language_model`) and `data/full_profile.csv`.
 """
 
 from collections.abc import Sequence

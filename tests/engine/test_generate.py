@@ -30,7 +30,7 @@ from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.engine.rows import Rows
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
-from kvrepro.tools import calibrate
+from studies import calibrate
 
 WINDOW, CAP, NEW = 4, 16, 7
 FEW = {"max_new_tokens": 3, "stop_ids": ()}

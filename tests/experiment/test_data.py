@@ -26,7 +26,7 @@ from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.data import Item, Span
 from kvrepro.paths import ROOT
-from kvrepro.tools import trial
+from studies import trial
 
 TOKENIZER = checkpoint.tokenizer()
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import models, run
-from kvrepro.tools import trial
+from studies import trial
 
 
 @pytest.fixture(scope="module")

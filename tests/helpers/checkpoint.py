@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import data
-from kvrepro.tools import trial
+from studies import trial
 
 TEXTS = [
     "The lighthouse keeper counted seven ships before the fog came in over the harbour.",

@@ -13,8 +13,9 @@ from bs4 import BeautifulSoup
 
 from kvrepro.experiment import data, figure, models, provenance, wording
 from kvrepro.item import plain
-from kvrepro.tools import claims_page, edition, filterable, trial
+from kvrepro.tools import claims_page, edition, filterable
 from kvrepro.tools.book import ROOT
+from studies import trial
 
 HOSTILE = [
     "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "{glue:text}`x`", "[x](javascript:alert(1))",

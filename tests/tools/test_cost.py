@@ -1,7 +1,8 @@
 import pandas as pd
 import pytest
 
-from kvrepro.tools import cost, trial
+from kvrepro.tools import cost
+from studies import trial
 
 
 def test_hours_follow_the_line_through_two_sizes():

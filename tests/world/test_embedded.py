@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvrepro.experiment import data, models
 from kvrepro.experiment.models import EMBEDDED
 from kvrepro.tools import command
-from kvrepro.tools.training import card, evaluate, sinks
 from kvrepro.world import world
+from studies.training import card, evaluate, sinks
 
 TASKS = ("single_fact", "two_hop", "variable_tracking", "instruction_several", "refusal", "leak")
 

@@ -447,7 +447,7 @@ def _possible(loaded: Loaded, conditions: Sequence[Condition]) -> list[Condition
     duo = [c for c in conditions if c.policy == "duo_attention"]
     facts = ModelFacts.of(loaded.model)
     if duo and not learned([facts.outputs[n] for n in facts.evictable]):
-        print("duo_attention is left out: no gates were learned of this model; run python -m kvrepro.tools.duo")
+        print("duo_attention is left out: no gates were learned of this model; run python -m studies.duo")
         conditions = [c for c in conditions if c not in duo]
     if dim % GROUP and any(c.bits for c in conditions):
         print(f"4 bits are left out: groups of {GROUP} share a scale, heads have {dim} dimensions")

@@ -19,7 +19,7 @@ BUDGETS = (("snapkv", 2048), ("r_kv", 2048), ("tri_attention", 2048), ("tri_atte
 NAMES = {"full": "Full attention", "snapkv": "SnapKV", "r_kv": "R-KV", "tri_attention": "TriAttention"}
 NEEDS = (
     "the numbers are of Qwen3-8B with answers of 32,768 tokens: give such a model, calibrated for TriAttention (python "
-    '-m kvrepro.tools.calibrate), and the problems as options={"quoted": "<aime>.jsonl"}'
+    '-m studies.calibrate), and the problems as options={"quoted": "<aime>.jsonl"}'
 )
 
 

@@ -71,9 +71,9 @@ class Gates(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _learned(path: str) -> Gates:
-    """The gates in a file: JSON as `kvrepro.tools.duo` writes it, or the authors' format, a line per layer and no
+    """The gates in a file: JSON as `studies.duo` writes it, or the authors' format, a line per layer and no
     sample. Raises InputError for a missing file and for any other content."""
-    with reading(path, "gates", "learn them, a row per layer, with python -m kvrepro.tools.duo") as file:
+    with reading(path, "gates", "learn them, a row per layer, with python -m studies.duo") as file:
         text, sample = file.read_text(), None
         rows = [line.split() for line in text.splitlines()]
         if file.suffix == ".json":
@@ -96,7 +96,7 @@ def duo_attention(
     """
     ensure(Counted, count=count)
     outputs, wanted = [o.output for o in observations], (len(scores), scores[0].shape[1])
-    remedy = "run python -m kvrepro.tools.duo"
+    remedy = "run python -m studies.duo"
     gate = fitting(gates_file, _learned, wanted, "layers and KV heads", outputs, remedy).gate
     order = gate.flatten().to(budget.device).argsort(stable=True)  # the order in which heads start to stream
     alive = [~s.isneginf() for s in scores]

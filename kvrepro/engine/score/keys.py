@@ -122,7 +122,7 @@ def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 6
 
     k_f: pair f of the key before its rotation, phi_f the angle from it to E q_f, T the tokens seen, w_f radians per
     position. The first sum equals the mean query, rotated to T + d, times the cached key, so that no key's rotation
-    must be undone. calibration: file of `kvrepro.tools.calibrate`, made for this model. Source: Mao et al. 2026;
+    must be undone. calibration: file of `studies.calibrate`, made for this model. Source: Mao et al. 2026;
     triattention/methods/pruning_utils.py.
     """
     batch, kv_heads, _, dim = o.keys.shape
@@ -143,7 +143,7 @@ def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor, Tenso
     """E q_f and E|q_f| of the layer, [heads, dim / 2], and its inverse frequencies. Raises InputError for a file of
     another model, and for a layer without a rotation."""
     outputs, wanted = [] if o.output is None else [o.output], (o.layers, o.queries.shape[1], o.keys.shape[-1] // 2)
-    remedy = "run python -m kvrepro.tools.calibrate"
+    remedy = "run python -m studies.calibrate"
     stats = fitting(calibration, load, wanted, "layers, heads and frequencies", outputs, remedy, o.layer)
     if o.inverse_frequencies is None:
         raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")

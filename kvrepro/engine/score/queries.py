@@ -1,4 +1,4 @@
-"""Statistics of a model's queries before rotation, which `python -m kvrepro.tools.calibrate` measures for TriAttention;
+"""Statistics of a model's queries before rotation, which `python -m studies.calibrate` measures for TriAttention;
 and the check that a file made from one model is not used with another.
 """
 
@@ -112,9 +112,9 @@ def frequencies(inverse_frequencies: Tensor, dim: int) -> Tensor:
 
 @lru_cache(maxsize=32)
 def load(path: str) -> Queries:
-    """The statistics in a file of `kvrepro.tools.calibrate`; relative paths start at the project's folder. Raises
+    """The statistics in a file of `studies.calibrate`; relative paths start at the project's folder. Raises
     InputError for a missing file and for any other content."""
-    with reading(path, "query statistics", "write them with python -m kvrepro.tools.calibrate") as file:
+    with reading(path, "query statistics", "write them with python -m studies.calibrate") as file:
         read = json.loads(file.read_text())
         mean = torch.complex(torch.tensor(read["mean_real"]), torch.tensor(read["mean_imaginary"]))
         return Queries(read["model"], mean, torch.tensor(read["length"]), torch.tensor(read["sample"]))

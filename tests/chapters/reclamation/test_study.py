@@ -25,7 +25,7 @@ from kvrepro.engine.score import cumulative, window
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, models
 from kvrepro.experiment.per_item import PerItem, PerItemPlan
-from kvrepro.tools import trial
+from studies import trial
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ def test_duo_refuses(gate_file):
         heads.duo_attention(scores[:2], protected[:2], torch.tensor([9]), gate_file)
     same, other = ([observation(seed=seed + layer) for layer in range(3)] for seed in (0, 1))
     heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=same)
-    with pytest.raises(InputError, match="was made from other weights, .*: run python -m kvrepro.tools.duo"):
+    with pytest.raises(InputError, match="was made from other weights, .*: run python -m studies.duo"):
         heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=other)
     with pytest.raises(InputError, match="count 'all'"):
         heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, count="all")

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvrepro.engine.score import keys, queries
 from kvrepro.engine.select import select
 from kvrepro.errors import InputError
-from kvrepro.tools import calibrate
+from studies import calibrate
 
 DIM = 8
 SPEED = torch.tensor([1.0, 0.3, 0.05, 0.002])
@@ -275,7 +275,7 @@ def test_tri_attention_refuses_another_models_file(calibrated, tmp_path):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):  # another copy of the same model
         output = observation(seed=9).output.to(dtype)
         keys.tri_attention(observation(inverse_frequencies=SPEED, output=output), calibrated)
-    with pytest.raises(InputError, match="was made from other weights, .*: run python -m kvrepro.tools.calibrate"):
+    with pytest.raises(InputError, match="was made from other weights, .*: run python -m studies.calibrate"):
         keys.tri_attention(observation(seed=8, inverse_frequencies=SPEED), calibrated)
     with pytest.raises(InputError, match="no query statistics at"):
         keys.tri_attention(observation(), str(tmp_path / "none.json"))

@@ -1,0 +1,93 @@
+"""What TriAttention must know of a model beforehand: `python -m studies.calibrate` writes `<model>-queries.json`.
+
+Queries before their rotation, as complex numbers: element i of a head and element i + half turn together, at frequency
+i. For each layer, query head and frequency: the mean E[q] (complex) and the mean length E|q|, over the tokens of a few
+prompts. Source: Mao et al. 2026.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from kvrepro.engine.attention import attend, read_once
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.score.queries import Queries, frequencies, pairs, rounded, sampled
+from kvrepro.engine.shapes import KeyValue, Query
+from kvrepro.experiment import data, models
+from kvrepro.paths import WORK
+from kvrepro.tools import command
+
+TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
+
+
+class QuerySums:
+    """Attention of one prompt that adds up the statistics of queries as the layers pass."""
+
+    def __init__(self, inverse_frequencies: dict[int, Tensor], scale: float):
+        self.inverse_frequencies, self.scale = inverse_frequencies, scale
+        self.mean: dict[int, Tensor] = {}
+        self.length: dict[int, Tensor] = {}
+
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
+        n, dim = query.shape[2:]
+        positions = torch.arange(n, device=query.device)[None]
+        if layer in self.inverse_frequencies:
+            inverse = self.inverse_frequencies[layer]
+            angle = torch.outer(positions[0].double(), frequencies(inverse, dim))
+            q = pairs(query[0], 2 * len(inverse)) / self.scale * torch.polar(torch.ones_like(angle), -angle)
+            self.mean[layer] = self.mean.get(layer, 0) + q.sum(1)
+            self.length[layer] = self.length.get(layer, 0) + q.abs().sum(1)
+        return attend(query, positions, [(key, value, positions[:, None])], scaling, sliding)
+
+
+@torch.inference_mode()
+def calibrate(model, texts: list[list[int]], name: str = "") -> Queries:
+    """Statistics over all tokens of `texts`, of the layers that can be evicted, in their order."""
+    facts = ModelFacts.of(model)
+    scale = float(getattr(model.get_decoder().rotary_emb, "attention_scaling", 1.0))  # of rotated queries and keys
+    watch, tokens = QuerySums(facts.inverse_frequencies, scale), sum(map(len, texts))
+    for ids in texts:
+        read_once(model, ids, watch)
+    mean, length = ([sums[layer].cpu() / tokens for layer in sorted(sums)] for sums in (watch.mean, watch.length))
+    sample = sampled([facts.outputs[layer] for layer in sorted(watch.mean)])
+    return Queries(name, torch.stack(mean).to(torch.complex64), torch.stack(length).float(), sample)
+
+
+def prompts(loaded: models.Loaded, items: str, n: int, seed: int, tokens: int) -> list[list[int]]:
+    """Token ids of `n` items, as of `data.load_items`, each within the model's context."""
+    drawn = data.load_items(items, n, seed, tokens)
+    return [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
+
+
+def write(queries: Queries, path: Path) -> None:
+    """JSON, five significant digits."""
+    numbers = {"mean_real": queries.mean.real, "mean_imaginary": queries.mean.imag, "length": queries.length}
+    shape = dict(zip(("layers", "heads", "frequencies"), queries.length.shape, strict=True))
+    text = {name: rounded(values.tolist()) for name, values in {**numbers, "sample": queries.sample}.items()}
+    path.write_text(json.dumps({"model": queries.model, **shape, **text}, separators=(",", ":")) + "\n")
+
+
+def main(
+    model: Annotated[str, typer.Option(help="small-gqa, a checkpoint folder, or a hub id")] = models.DEFAULT,
+    items: Annotated[str, typer.Option(help="where the prompts come from")] = f"tinyworld:{TASKS}",
+    n: Annotated[int, typer.Option(help="prompts")] = 16,
+    tokens: int = 1000,
+    seed: int = 2027,
+    out: Annotated[str, typer.Option(help="from the project's folder; else <model>-queries.json beside it")] = "",
+) -> None:
+    """Measure on the CPU in float32. Held out: no chapter's items come from this seed."""
+    loaded = models.load(model)
+    queries = calibrate(loaded.model, prompts(loaded, items, n, seed, tokens), loaded.hash)
+    path = WORK / out if out else loaded.path.with_name(f"{loaded.path.name}-queries.json")
+    write(queries, path)
+    print(f'written: {path}; use it as Condition("tri_attention", ..., switches=(("calibration", "{path}"),))')
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,118 @@
+"""The chapters on a language model that others trained on real text: SmolLM2-135M-Instruct {cite}`smollm2`.
+
+    python -m studies.family run --results /tmp/needles --model smollm2-135m-instruct --chapters protection \\
+        -p items=ruler:niah_single_1,niah_single_2,niah_multikey_1,niah_multivalue -p n_items=80 -p device=cuda
+    python -m studies.language_model /tmp/needles /tmp/texts      # data/language_model*.csv
+
+`studies.gguf` makes the checkpoint. Each folder of results holds runs of chapters, each on its own items. From
+their verdicts and rows come three tables: the verdicts, the runs, and mean scores by policy and by what is kept.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import typer
+
+from kvrepro.errors import InputError
+from kvrepro.experiment import stats, store
+from kvrepro.experiment.measure import scores
+from kvrepro.paths import write_table
+from kvrepro.tools import command
+from kvrepro.tools.language_model_page import NO_PASSAGE, RUNS, SCORES, VERDICTS
+from kvrepro.tools.rows import answers_of
+from studies import family
+
+COLUMNS = ["model", "items", *family.COLUMNS[1:]]
+MAIN = {"protection": "main", "fragility": "every", "dropkv_bound": "quality-1900", "synthesis": "grid"}
+GAIN = {"value": "gain", "low": "gain_low", "high": "gain_high"}
+BY = ["chapter", "items", "policy", "reading", "guard", "kept"]  # of `scores_of`
+
+
+def rows_of(folder: Path) -> pd.DataFrame:
+    """All answers of a chapter's run, each once. Conditions that an item cannot meet are left out: a budget below what
+    guards protect, for instance."""
+    rows = answers_of(folder)
+    return rows[~rows.error.map(lambda error: str(error).startswith("InputError")).astype(bool)]
+
+
+def main_study(folder: Path) -> pd.DataFrame:
+    """The rows of a chapter's main study with their `score`; none without one. Those of `NO_PASSAGE` are among them, of
+    the same items: some chapters ask more items without their passages than the main study has."""
+    main, controls = folder / f"{MAIN.get(folder.name)}.parquet", folder / "controls.parquet"
+    if not main.is_file():
+        return pd.DataFrame(columns=["policy", "score"])
+    rows = store.newest(pd.read_parquet(main))
+    if controls.is_file():
+        alone = store.newest(pd.read_parquet(controls))
+        alone = alone[alone.item.isin(rows.item)].assign(policy=NO_PASSAGE)
+        rows = pd.concat([rows, alone], ignore_index=True)
+    return rows.assign(score=scores(rows))
+
+
+def run_of(folder: Path, main: pd.DataFrame) -> dict[str, object]:
+    """What a chapter's run was: its items, answers, failed ones, the share that kernels computed, seconds, and of the
+    main study the full cache's score with its interval, the median prompt in tokens, and the share of prompts cut."""
+    done, rows = json.loads((folder / family.DONE).read_text()), rows_of(folder)
+    row: dict[str, object] = {"chapter": folder.name, "items": done["items"], "seconds": done["seconds"]}
+    row |= {"date": done["date"], "answers": len(rows), "failed": int(rows.error.notna().sum())}
+    if len(computed := rows[rows.error.isna()]):
+        row["kernels"] = (computed.backend == "triton").mean()
+        facts = ("model", "processor", "dtype", "torch")
+        row |= {name: ", ".join(sorted(computed[name].dropna().unique())) for name in facts}
+    full = main.query("policy == 'full'")
+    if len(full):
+        mean = stats.interval(full.score, bounds=stats.UNIT)
+        row |= {"score": mean.value, "low": mean.low, "high": mean.high, "n": mean.n}
+        row |= {"tokens": full.prompt_tokens.median(), "cut": (full.cut > 0).mean()}
+    return row
+
+
+def scores_of(folder: Path, main: pd.DataFrame) -> pd.DataFrame:
+    """Mean scores of a chapter's main study with their intervals: columns `BY`, value, low, high, n; and gain,
+    gain_low, gain_high, the mean of what an item gains over its question alone.
+
+    Policies of a notebook or a grid's cells are left out; `NO_PASSAGE` is among the policies. guard: shares of the
+    budget at the prompt's beginning and end. kept: tokens, or a share of the prompt; none for the full cache.
+    """
+    if main.empty:
+        return pd.DataFrame()
+    rows = main[main.error.isna() & ~main.policy.str.contains(":")]
+    guard = [f"{start:.0%} + {end:.0%}" for start, end in rows[["prefix", "suffix"]].astype(float).fillna(0).to_numpy()]
+    kept = rows.capacity.astype(float).fillna(rows.share.astype(float)).map("{:g}".format).replace("nan", "")
+    items = json.loads((folder / family.DONE).read_text())["items"]
+    rows = rows.assign(guard=guard, kept=kept, chapter=folder.name, items=items)
+    alone = rows[rows.policy == NO_PASSAGE]
+    gains = stats.contrasts(rows, alone, BY, "score", clusters="item").rename(columns=GAIN)
+    return stats.means(rows, BY, "score", "item").merge(gains[[*BY, *GAIN.values()]], on=BY, how="left")
+
+
+def main(
+    results: Annotated[list[Path], typer.Argument(help="folders of runs by studies.family")],
+) -> None:
+    """Store the verdicts, the runs and the scores of chapters that were run for one model on several kinds of items."""
+    tables = collected(results)
+    for file, table in zip((VERDICTS, RUNS, SCORES), tables, strict=True):
+        write_table(file, table)
+    print(tables[0].pivot_table(index=["items", "chapter"], columns="verdict", values="claim", aggfunc="count"))
+
+
+def collected(results: Sequence[Path]) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The three tables. Raises InputError where a folder holds no run, or two runs of a chapter on the same items."""
+    verdicts, runs, means = [], [], []
+    for folder in results:
+        verdicts.append(family.collected(folder, columns=COLUMNS))
+        for chapter in sorted(file.parent for file in folder.glob(f"*/*/{family.DONE}")):
+            study = main_study(chapter)
+            runs.append(run_of(chapter, study))
+            means.append(scores_of(chapter, study))
+    table = pd.DataFrame(runs)
+    if len(twice := table[table.duplicated(["chapter", "items"])]):
+        raise InputError(f"{twice.chapter.iloc[0]} was run twice on {twice['items'].iloc[0]}: give one of the two")
+    return pd.concat(verdicts, ignore_index=True), table, pd.concat(means, ignore_index=True)
+
+
+if __name__ == "__main__":
+    command.run(main)

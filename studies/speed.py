@@ -1,0 +1,442 @@
+"""Whole-model timings at the true shapes of public models, random weights: speed does not depend on what they are.
+
+`python -m studies.speed --part prefill --part decode --part answer --out data/gpu/models.csv`, on a GPU; every
+policy in both readings with `--part first --part regimes --out data/gpu/first_token.csv`. Rows carry device, versions
+and date. `--table` writes data/gpu/models.md, the former beside the published numbers, and first_token.md.
+"""
+
+import datetime
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median_high
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from kvrepro.engine.allowed import ensure
+from kvrepro.engine.attention import installed
+from kvrepro.engine.cache import EngineCache, RaggedLayer
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.extend import Extend
+from kvrepro.engine.generate import generate
+from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
+from kvrepro.errors import InputError
+from kvrepro.experiment.claims import KEPT, PLAIN
+from kvrepro.paths import DATA, GPU
+from kvrepro.tools import command
+from kvrepro.tools.filterable import table
+from studies import trial
+
+SHAPES = {  # of public models, for long prompts
+    name: AutoConfig.for_model(**trial.SHAPES[name.lower()] | {"max_position_embeddings": 131584})
+    for name in ("Llama-3.1-8B", "Qwen2.5-3B", "Mistral-7B", "Qwen2.5-7B")
+}
+PARTS = ("prefill", "first", "decode", "captured", "answer", "regimes")
+COLUMNS = ("part", "model", "method", "share", "tokens", "batch", "steps", "seconds", "low", "high", "unit",
+           "ratio_to_plain", "peak_gib", "backend", "runs", "device", "torch", "triton", "transformers",
+           "date")  # fmt: skip
+MERGED = (("group", "mean"), ("pool_at", "kv_head"))  # SnapKV's reductions in the order that the kernel has
+METHODS = {  # name: (policy, share, switches, backend)
+    "everything kept": ("full", 1.0, (), "triton"),
+    "StreamingLLM": ("streaming_llm", 0.05, (), "triton"),
+    "SnapKV": ("snapkv", 0.05, (("window", 8), *MERGED), "triton"),
+    "DropKV": ("dropkv", 0.05, (), "triton"),
+    "DropKV, plain PyTorch": ("dropkv", 0.05, (), "torch"),
+    "Ada-KV": ("ada_kv", 0.2, (), "triton"),
+    "DefensiveKV, plain PyTorch": ("defensive_kv", 0.2, (), "torch"),
+}
+FIRST = ("snapkv", "ada_kv", "dropkv", "andpro", "h2o", "key_diff", "tova", "cake", "critical_kv", "defensive_kv",
+         "layer_defensive_kv")  # fmt: skip
+OWN_PRODUCTS = {  # policies by the matrix product that they need beside the forward pass
+    "those that only score and choose": FIRST[:4] + FIRST[5:8],
+    "H2O: one of attention's two products again": ("h2o",),
+    "CriticalKV, DefensiveKV: the values behind the output projection": FIRST[8:],
+}
+PUBLISHED = {PLAIN: "Dynamic", "5% kept": "DropKV-Triton"}  # names in the papers' tables, where they differ
+SUSTAINED = 0.7e15  # bfloat16 operations a second of an H100 or H200 in a long matrix product: kernels/NOTES.md
+REGIMES = {"decode cap": DecodeCap(interval=8), "per step": PerStep(),
+           "chunked, last": Chunked(chunk=2048), "chunked, every": Chunked(chunk=2048, when="every_chunk")}  # fmt: skip
+
+
+def build(name: str, device: str = "cuda") -> PreTrainedModel:
+    """The model in bfloat16 on `device`, its weights drawn there."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+def condition(method: str) -> Condition:
+    """The row of METHODS, or "policy, reading", as a condition of the regime prefill."""
+    if method not in METHODS:
+        name, reading = method.split(", ")
+        return Condition(name, 0.2, Prefill(), reading=reading.replace(" ", "_"))
+    policy, share, switches, _ = METHODS[method]
+    if policy == "full":
+        return Condition()
+    return Condition(policy, share, Prefill(), reading="as_described", switches=switches)
+
+
+def freed() -> None:
+    """Give the memory of what is no longer used back to the device, and count its peak from here."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Seconds of one call, until all that it started on the device is done."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+@torch.inference_mode()
+def prefill(model: PreTrainedModel, tokens: int, methods: list[str], repeats: int) -> Iterator[dict]:
+    """Rows of the time to the first token's logits, batch 1, after one run to warm up; peak memory with the weights."""
+    prompt = torch.randint(0, model.config.vocab_size, (tokens,)).tolist()
+    ids = torch.tensor([prompt], device=model.device)
+
+    def plain() -> float:
+        cache = DynamicCache(config=model.config)
+        return seconds_of(lambda: model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1))
+
+    def evicting(method: str, backend: str) -> float:
+        [[answer]] = generate(model, [prompt], [condition(method)], max_new_tokens=1, stop_ids=(), backend=backend)
+        return answer.prefill_seconds
+
+    base = None
+    for method in [PLAIN, *methods]:
+        share, backend = (1.0, "-") if method == PLAIN else METHODS.get(method, ("", 0.2, (), "triton"))[1::2]
+        seconds = []
+        freed()
+        for _ in range(repeats + 1):
+            seconds.append(plain() if method == PLAIN else evicting(method, backend))
+        seconds = sorted(seconds[1:])
+        middle = median_high(seconds)
+        base = base or middle
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        more = {"peak": peak, "backend": backend, "runs": repeats}
+        yield row("prefill", method, share, tokens, seconds, "s", middle / base, **more)
+
+
+def first(model: PreTrainedModel, tokens: int, chosen: list[str], repeats: int) -> Iterator[dict]:
+    """`prefill` of the policies FIRST in each of their readings by kernels, 20% kept, beside everything kept."""
+    readings = [f"{name}, {r.replace('_', ' ')}" for name in FIRST for r in CATALOGUE[name].readings]
+    if tokens > 8192:
+        readings.remove("key_diff, as described")  # block after block: minutes
+    for timing in prefill(model, tokens, chosen or ["everything kept", *readings], repeats):
+        yield timing | {"part": "first"}
+
+
+def regimes(model: PreTrainedModel, tokens: int, batch: int, steps: int) -> Iterator[dict]:
+    """`batch` prompts to 1,024 tokens and `steps` more, with either backend; ratios are to plain PyTorch."""
+    prompts = [torch.randint(0, model.config.vocab_size, (tokens,)).tolist() for _ in range(batch)]
+    for regime, policy in itertools.product(REGIMES, ("snapkv", "defensive_kv")):
+        c, base = Condition(policy, 1024, REGIMES[regime], reading="as_described"), 0.0
+        for backend in ("torch", "triton"):
+            for _ in range(2):  # the first compiles
+                freed()
+                took = seconds_of(partial(generate, model, prompts, [c], max_new_tokens=steps, stop_ids=(),
+                                          batch_rows=batch, backend=backend))  # fmt: skip
+            base = base or took
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            yield row("regimes", f"{policy}, {regime}", 1024 / tokens, tokens, [took], "s", took / base, batch, steps,
+                      peak, backend)  # fmt: skip
+
+
+@torch.inference_mode()
+def steps_of(model: PreTrainedModel, batch: int, kept: int | None, seen: int, steps: int) -> list[float]:
+    """Seconds of each of `steps` greedy steps after five that warm up, sorted, when `seen` tokens have been read.
+
+    kept: from a cache of so many random tokens per head and row, as eviction leaves it; None: with Hugging Face's
+    attention, all tokens, and the cache that grows.
+    """
+    config = model.config
+    kv_heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    drawn = partial(torch.randn, device=model.device, dtype=model.dtype)
+    cache: EngineCache | DynamicCache = DynamicCache(config=config) if kept is None else EngineCache(config)
+    for layer in range(config.num_hidden_layers):
+        if kept is None:
+            keys = drawn(batch, kv_heads, seen, dim)
+            cache.update(keys, keys.clone(), layer)
+        else:
+            keys = drawn(batch * kv_heads * kept, dim)
+            offsets = torch.arange(0, len(keys) + 1, kept, device=model.device)
+            positions = torch.linspace(0, seen - 1, kept, device=model.device).int().repeat(batch * kv_heads)
+            cache.ragged[layer] = RaggedLayer(keys, keys.clone(), positions, offsets, (batch, kv_heads), {})
+        del keys
+    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+
+    def step(at: torch.Tensor) -> None:
+        ours = {} if kept is None else {"kvrepro": Extend(cache, at, backend="triton")}
+        given = dict(input_ids=token, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token.copy_(model(**given, **ours).logits[:, -1].argmax(-1, keepdim=True))
+
+    with nullcontext() if kept is None else installed(model):
+        at = [torch.full((batch, 1), seen + i, device=model.device) for i in range(steps + 5)]
+        return sorted([seconds_of(partial(step, position)) for position in at][5:])
+
+
+def largest(model: PreTrainedModel, kept: int, slack_gib: float = 12.0) -> int:
+    """Rows whose caches of `kept` tokens fit beside the weights, with `slack_gib` to work in; at most 512."""
+    config = model.config
+    dim = config.hidden_size // config.num_attention_heads
+    row = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * dim * kept
+    free = torch.cuda.mem_get_info()[0] - slack_gib * 2**30
+    return max(1, min(512, int(free // row)))
+
+
+def decode(model: PreTrainedModel, tokens: int, steps: int) -> Iterator[dict]:
+    """Decoding at batch 1 and at each method's largest batch; ratios are of tokens/s, to plain at 1 or its largest."""
+    best: dict[bool, float] = {}  # tokens/s of plain, at batch 1 and at its largest
+    for method, share in ((PLAIN, 1.0), ("everything kept", 1.0), ("20% kept", 0.2), ("5% kept", 0.05)):
+        kept = max(1, int(tokens * share))
+        freed()
+        for batch in sorted({1, largest(model, kept)}):
+            seconds: list[float] = []
+            while not seconds:
+                try:
+                    seconds = steps_of(model, batch, None if method == PLAIN else kept, tokens, steps)
+                    peak = torch.cuda.max_memory_allocated() / 2**30
+                except torch.OutOfMemoryError:
+                    batch = batch * 3 // 4
+                finally:
+                    freed()
+            speed = batch / median_high(seconds)
+            if method == PLAIN:
+                best[batch == 1] = speed
+            ratio, backend = speed / best.get(batch == 1, best[True]), "-" if method == PLAIN else "triton"
+            yield row("decode", method, share, tokens, seconds, "s/step", ratio, batch, steps, peak, backend)
+
+
+def captured(model: PreTrainedModel, tokens: int, steps: int, repeats: int) -> Iterator[dict]:
+    """A step of one row as answers take it, captured once and replayed: of `steps` steps after 32, all or 5% kept."""
+    prompt = torch.randint(0, model.config.vocab_size, (tokens,)).tolist()
+
+    def decoding(method: str, new: int) -> float:
+        given = dict(max_new_tokens=new, stop_ids=(), backend="triton")
+        [[answer]] = generate(model, [prompt], [condition(method)], **given)
+        return answer.decode_seconds
+
+    base = None
+    for method in ("everything kept", "SnapKV"):
+        freed()
+        _, start = decoding(method, 32), decoding(method, 32)  # the first compiles
+        seconds = sorted((decoding(method, 32 + steps) - start) / steps for _ in range(repeats))
+        base = base or median_high(seconds)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        ratio, share = median_high(seconds) / base, METHODS[method][1]
+        yield row("captured", method, share, tokens, seconds, "s/step", ratio, 1, steps, peak, "triton", repeats)
+
+
+def answer(model: PreTrainedModel, tokens: int, steps: int, batches: list[int]) -> Iterator[dict]:
+    """A batch of prompts from first to last token: prefill of each, then `steps` decoding steps together."""
+    firsts = list(prefill(model, tokens, ["SnapKV", "DropKV"], 1))
+    for batch in batches:
+        base = float("nan")
+        decoding: dict[int | None, float] = {}  # by tokens kept: steps over equally many take equally long
+        for first in firsts:
+            method, share = first["method"], first["share"]
+            kept = None if method == PLAIN else int(tokens * share)
+            try:
+                if kept not in decoding:
+                    decoding[kept] = sum(steps_of(model, batch, kept, tokens, steps))
+            except torch.OutOfMemoryError:
+                continue
+            finally:
+                freed()
+            total = batch * first["seconds"] + decoding[kept]
+            base = total if method == PLAIN else base
+            yield row("answer", method, share, tokens, [total], "s", total / base, batch, steps, 0.0, first["backend"])
+
+
+def row(
+    part: str, method: str, share: float, tokens: int, seconds: list[float], unit: str, ratio: float, batch: int = 1,
+    steps: int = 0, peak: float = 0.0, backend: str = "-", runs: int = 1,
+) -> dict:  # fmt: skip
+    """A row of the table, without the model. seconds: sorted; runs: the number of runs that were timed (the steps of
+    one run are one)."""
+    measurement = dict(
+        part=part, method=method, share=share, tokens=tokens, batch=batch, steps=steps,
+        seconds=round(median_high(seconds), 5), low=round(seconds[0], 5), high=round(seconds[-1], 5), unit=unit,
+        ratio_to_plain=round(ratio, 4), peak_gib=round(peak, 2), backend=backend, runs=runs,
+    )  # fmt: skip
+    print(measurement, flush=True)
+    return measurement
+
+
+def page() -> str:
+    """The tables of data/gpu/models.csv beside the published ones, as markdown."""
+    ours = pd.read_csv(GPU / "models.csv")
+    tools = ours[["device", "torch", "triton", "transformers", "date"]].drop_duplicates().to_numpy()
+    devices = " and ".join("{}, torch {}, triton {}, transformers {}, {}".format(*tool) for tool in tools)
+    prefills = ours[ours.part == "prefill"].drop_duplicates(["model", "tokens", "method"])
+    decodes, answers = ours[ours.part == "decode"], ours[ours.part == "answer"]
+    single = decodes[(decodes.batch == 1) & (decodes.tokens == 131072)]
+    parts = [
+        f"Ours: {devices}. Theirs: A100-80GB, as printed. Weights are random, and shapes those of the public models; "
+        "the papers' Mistral and Qwen are long-context versions of equal shape.",
+        "### Time to the first token, batch 1", table([_first(r) for r in prefills.itertuples()]),
+        "### Decoding at the largest batch", table([_step(r) for r in decodes[decodes.batch > 1].itertuples()]),
+        "### Decoding one row of 131072 tokens", table([_single(r) for r in single.itertuples()]),
+        "### 500 tokens after a prompt of 32768", table([_whole(r) for r in answers.itertuples()]),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def first_page() -> str:
+    """What data/gpu/first_token.csv says, as markdown: time over the full cache of Hugging Face, and regimes."""
+    ours = pd.read_csv(GPU / "first_token.csv").assign(over=lambda f: f.ratio_to_plain.map("{:.3f}".format))
+    device = ", ".join(sorted(set(ours.device)))
+    firsts = ours[(ours.part == "first") & (ours.method != PLAIN)]
+    ratios = firsts.assign(where=firsts.model + ", " + firsts.tokens.astype(str)).pivot_table(
+        "over", "method", "where", aggfunc="last", sort=False
+    )
+    later = ours[(ours.part == "regimes") & (ours.backend == "triton")]
+    rows = later[["model", "tokens", "batch", "steps", "method", "seconds", "over"]].to_dict("records")
+    parts = [
+        "What compression to 20% adds to the time to the first token with everything kept in the same engine, batch 1, "
+        "and what that engine changes:",
+        table(added(ours[ours.part == "first"])),
+        f":::{{dropdown}} Table of all policies\n{device}. Time to the first token by kernels over Hugging Face's full "
+        "cache; empty: not measured. KeyDiff in the authors' text walks through the prompt block by block, and has no "
+        "kernel.", table(ratios.fillna("").reset_index().to_dict("records")),
+        "Whole answers by kernels over plain PyTorch, 1,024 tokens kept.", table(rows), ":::",
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def added(firsts: pd.DataFrame) -> list[dict[str, str]]:
+    """A row for each kind of policy: the least and the most percent that it adds to the time with everything kept. Then
+    the floor of those that need the values' projection, and everything kept over the plain cache. KeyDiff in the
+    authors' text, which runs block by block, is left out."""
+    firsts = firsts[firsts.method != "key_diff, as described"]
+    firsts = firsts.assign(policy=firsts.method.str.partition(", ")[0])
+    kinds = (
+        *OWN_PRODUCTS,
+        "(this product alone, at 700 TFLOP/s)",
+        "everything kept, against Hugging Face's full cache",
+    )
+    rows = [{"policies": kind} for kind in kinds]
+    for (model, tokens), timings in firsts.groupby(["model", "tokens"], sort=False):
+        where = f"{model}, {tokens:,} tokens"
+        plain, kept = (timings[timings.method == name].seconds.iloc[-1] for name in (PLAIN, KEPT))
+        for row, policies in zip(rows, OWN_PRODUCTS.values(), strict=False):
+            over = timings[timings.policy.isin(policies)].seconds / kept * 100 - 100
+            row[where] = f"{' to '.join(dict.fromkeys(f'{end:.1f}' for end in (over.min(), over.max())))}%"
+        rows[-2][where] = f"{projection(model, tokens) / kept:.1%}"
+        rows[-1][where] = f"{kept / plain - 1:+.1%}"
+    return rows
+
+
+def projection(model: str, tokens: int) -> float:
+    """The least seconds that the output projection of the values takes, for every query head."""
+    config = SHAPES[model]
+    return float(2 * config.num_hidden_layers * tokens * config.hidden_size**2 / SUSTAINED)
+
+
+def _printed(file: str, r: Any, *tasks: str) -> list[str]:
+    """The published numbers for row `r`, by task; "-" where there is none. Published names of models may be longer."""
+    frame = pd.read_csv(DATA / "published" / f"{file}.csv", dtype=str).fillna({"value": "out of memory"})
+    same_model = frame.model.str.startswith(r.model) & (frame.context.str.lower() == f"{r.tokens // 1024}k")
+    printed = frame[same_model & (frame.method == PUBLISHED.get(r.method, r.method))].set_index("task").value
+    return [str(printed.get(task, "-")) for task in tasks]
+
+
+def _first(r: Any) -> dict:
+    """A timing of the first token as a row of the page."""
+    printed = {PLAIN: "61.5 GB", "DefensiveKV, plain PyTorch": "36 GB"}
+    peak = printed.get(r.method, "-") if (r.model, r.tokens) == ("Llama-3.1-8B", 131072) else "-"
+    return {
+        "model": r.model, "prompt": r.tokens, "method": r.method, "kept": f"{r.share:.0%}", "s": f"{r.seconds:.3f}",
+        "over plain": f"{r.ratio_to_plain:.3f}", "peak GiB": f"{r.peak_gib:.1f}",
+        "printed s (DropKV, Table 10)": _printed("dropkv_t10_ttft", r, "batch 1")[0],
+        "printed peak (DefensiveKV, Figure 11)": peak,
+    }  # fmt: skip
+
+
+def _step(r: Any) -> dict:
+    """A timing of decoding at the largest batch as a row of the page."""
+    tasks = ("max batch", "decode throughput at max batch", "ratio to dynamic")
+    batch, speed, ratio = _printed("dropkv_t09_throughput", r, *tasks)
+    return {
+        "model": r.model, "prompt": r.tokens, "method": r.method, "batch": r.batch, "ms/step": f"{r.seconds * 1e3:.1f}",
+        "tokens/s": round(r.batch / r.seconds), "over plain": f"{r.ratio_to_plain:.1f}",
+        "printed batch (DropKV, Table 9)": batch, "printed tokens/s": speed, "printed over plain": ratio,
+    }  # fmt: skip
+
+
+def _single(r: Any) -> dict:
+    """A timing of decoding one row as a row of the page."""
+    printed = {PLAIN: "81", "20% kept": "28"}.get(r.method, "-") if r.model.startswith("Llama") else "-"
+    return {
+        "model": r.model, "method": r.method, "ms/token": f"{r.seconds * 1e3:.1f}", "peak GiB": f"{r.peak_gib:.1f}",
+        "faster than plain": f"{r.ratio_to_plain:.2f}", "printed ms/token (DefensiveKV, 4.5)": printed,
+    }  # fmt: skip
+
+
+def _whole(r: Any) -> dict:
+    """A timing of whole answers as a row of the page."""
+    return {
+        "model": r.model, "batch": r.batch, "method": r.method, "s": f"{r.seconds:.1f}",
+        "over plain": f"{r.ratio_to_plain:.3f}",
+        "printed s (DropKV, Table 2)": _printed("dropkv_t02_e2e_latency", r, f"batch {r.batch}")[0],
+    }  # fmt: skip
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="table to write")] = Path("data/gpu/models.csv"),
+    part: Annotated[list[str], typer.Option(help=", ".join(PARTS))] = ["prefill", "decode"],  # noqa: B006
+    model: Annotated[list[str], typer.Option(help="of SHAPES; default: all")] = [],  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(help="prompt lengths")] = [32768],  # noqa: B006
+    method: Annotated[list[str], typer.Option(help="of METHODS; default: all")] = [],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(help="for answer; for regimes the last")] = [1, 4],  # noqa: B006
+    repeats: Annotated[int, typer.Option()] = 3,
+    steps: Annotated[int, typer.Option()] = 50,
+    show: Annotated[bool, typer.Option("--table", help="write data/gpu/*.md from the tables; measure nothing")] = False,
+) -> None:
+    """Measure, and append to the table as each part ends."""
+    if show:
+        (GPU / "models.md").write_text(page(), encoding="utf-8")
+        (GPU / "first_token.md").write_text(first_page(), encoding="utf-8")
+        return
+    for name in model:
+        ensure(tuple(SHAPES), model=name)
+    for name in part:
+        ensure(PARTS, part=name)
+    if not torch.cuda.is_available():
+        raise InputError("no CUDA device: these timings are of a GPU")
+    versions = {name: version(name) for name in ("torch", "triton", "transformers")}
+    common = {"device": torch.cuda.get_device_name(), **versions, "date": datetime.date.today().isoformat()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name in model or SHAPES:
+        network = build(name)
+        for length, name_of_part in itertools.product(tokens, part):
+            generators = {  # only the one that is chosen begins to measure
+                "prefill": prefill(network, length, method or list(METHODS), repeats),
+                "first": first(network, length, method, repeats),
+                "decode": decode(network, length, steps),
+                "captured": captured(network, length, steps, repeats),
+                "answer": answer(network, length, steps, batch),
+                "regimes": regimes(network, length, batch[-1], steps),
+            }
+            rows = pd.DataFrame(generators[name_of_part]).assign(model=name, **common)[list(COLUMNS)]
+            rows.to_csv(out, mode="a", header=not out.exists(), index=False)
+        network = None  # before the next one is built
+        freed()
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,150 @@
+"""Gates learned on a tiny model; statistics of its queries; the files that ship with the project."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from observations import observation
+from transformers import AutoModelForCausalLM
+
+from kvrepro.engine.attention import installed
+from kvrepro.engine.facts import ModelFacts, rotations
+from kvrepro.engine.score import heads, keys, queries
+from kvrepro.errors import InputError
+from kvrepro.experiment import models
+from studies import calibrate, duo
+
+
+def batches(n=6, length=40):
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 120, (n, 1, length), generator=g)
+    answers = torch.zeros(1, length, dtype=torch.bool)
+    answers[:, length // 2 :] = True
+    return [(x, answers) for x in ids]
+
+
+def test_open_gates_are_full_attention_and_closed_ones_streaming():
+    model = tiny.model()
+    ids = batches(1)[0][0]
+    decoder = model.get_decoder()
+    plain = decoder(ids, use_cache=False).last_hidden_state
+    with installed(model):
+
+        def hidden(gates, sinks=2, recent=5):
+            return decoder(ids, use_cache=False, kvrepro=duo.Gated(gates, sinks, recent)).last_hidden_state
+
+        torch.testing.assert_close(hidden(None), plain, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(hidden(torch.ones(3, 2)), plain, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(hidden(torch.zeros(3, 2), 0, 40), plain, atol=1e-4, rtol=1e-4)
+        closed = hidden(torch.zeros(3, 2))
+        torch.testing.assert_close(closed[:, :5], plain[:, :5], atol=1e-4, rtol=1e-4)  # all still recent
+        assert (closed[:, 20:] - plain[:, 20:]).abs().max() > 1e-2
+
+
+def test_gates_shrink_where_the_answers_do_not_need_them():
+    """A window over everything: no gate matters, so all fall together; a narrow one: they part."""
+    free, losses = duo.learn(tiny.model(), batches(), sinks=0, recent=40, rate=0.05)
+    assert max(losses) < 1e-9
+    assert float(free.max()) < 0.9
+    torch.testing.assert_close(free, free[:1, :1].expand(3, 2), atol=1e-4, rtol=0)
+    needed, losses = duo.learn(tiny.model(), batches(), sinks=1, recent=4, rate=0.05)
+    assert losses[-1] > 1e-6
+    assert float(needed.max() - needed.min()) > 0.02
+    assert bool(((needed >= 0) & (needed <= 1)).all())
+
+
+def test_training_leaves_the_model_alone():
+    model = tiny.model()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    duo.learn(model, batches(2), sinks=1, recent=4)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "phi3"])
+def test_query_statistics_are_those_of_the_projections(kind):
+    """Against queries taken before the rotation, from the model's own projection."""
+    model = tiny.model(kind)
+    prompts = tiny.prompts(20, 33)
+    taken = {}
+
+    def note(layer):
+        def hook(module, _, out):
+            taken.setdefault(layer, []).append(out[0, :, :48].view(-1, 6, 8))
+
+        return hook
+
+    hooks = []
+    for layer, block in enumerate(model.get_decoder().layers):
+        projection = block.self_attn.q_proj if kind == "qwen2" else block.self_attn.qkv_proj
+        hooks.append(projection.register_forward_hook(note(layer)))
+    statistics = calibrate.calibrate(model, prompts, "name")
+    for hook in hooks:
+        hook.remove()
+    assert statistics.mean.shape == (3, 6, 4)
+    for layer in range(3):
+        q = torch.cat(taken[layer]).double()
+        pairs = torch.complex(q[..., :4], q[..., 4:])
+        torch.testing.assert_close(statistics.mean[layer].to(torch.complex128), pairs.mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(statistics.length[layer].double(), pairs.abs().mean(0), atol=1e-5, rtol=1e-4)
+
+
+def test_statistics_survive_the_file(tmp_path):
+    g = torch.Generator().manual_seed(2)
+    mean = torch.complex(*(torch.randn(2, 3, 4, generator=g) for _ in range(2)))
+    calibrate.write(queries.Queries("abc", mean, mean.abs() + 1, mean.abs()[0]), tmp_path / "q.json")
+    back = queries.load(str(tmp_path / "q.json"))
+    assert back.model == "abc"
+    torch.testing.assert_close(back.mean, mean, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(back.length, mean.abs() + 1, atol=1e-4, rtol=1e-4)
+
+
+def test_frequencies_of_a_model_with_two_rotations():
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    model = Gemma3ForCausalLM(config).eval()
+    facts = ModelFacts.of(model)
+    inverse = facts.inverse_frequencies
+    assert list(inverse) == [1]
+    assert not torch.equal(inverse[1], rotations(model, [0])[0])
+    rotary = model.get_decoder().rotary_emb
+    position = torch.tensor([[1]])
+    cos = rotary(torch.zeros(1, 1, 8), position, layer_type="full_attention")[0]
+    torch.testing.assert_close(cos[0, 0, :4], inverse[1].cos())
+    assert calibrate.calibrate(model, [list(range(3, 30))]).mean.shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize("name", list(models.embedded()))
+def test_each_embedded_model_finds_the_files_that_were_made_from_it(name):
+    folder = models.embedded()[name]
+    config, model = json.loads((folder / "config.json").read_text()), AutoModelForCausalLM.from_pretrained(folder)
+    facts = ModelFacts.of(model)
+    outputs = [facts.outputs[n] for n in facts.evictable]
+    layers, kv_heads, q_heads = len(outputs), config["num_key_value_heads"], config["num_attention_heads"]
+    assert heads.learned(outputs) is not bool(facts.sliding)
+    queries_file = queries.made_from(queries.EMBEDDED, lambda file: queries.load(file).sample, outputs, "")
+    files = [(queries_file, "queries")]
+    if not facts.sliding:
+        gates = queries.made_from(heads.EMBEDDED, lambda file: heads._learned(file)[1], outputs, "")
+        assert heads._learned(gates)[0].shape == (layers, kv_heads)
+        files.append((gates, "gates"))
+    for file, kind in files:
+        assert Path(file).name == f"{name}-{kind}.json"
+        assert json.loads(Path(file).read_text())["model"] == models.checkpoint_hash(folder)
+    statistics = queries.load(queries_file)
+    assert statistics.mean.shape == (layers, q_heads, config["hidden_size"] // q_heads // 2)
+    assert bool((statistics.length >= statistics.mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
+    o = observation(kv_heads=kv_heads, group=q_heads // kv_heads, dim=64, layer=2, layers=layers, output=None)
+    o = replace(o, inverse_frequencies=10000.0 ** -(torch.arange(32) / 32))
+    assert torch.isfinite(keys.tri_attention(o, queries_file)).all()
+    with pytest.raises(InputError, match="was made from this model"):
+        keys.tri_attention(replace(o, output=torch.zeros(q_heads, 64, 8)))

@@ -480,7 +480,6 @@ def verdicts(
     decide its open members.
     """
     table: list[dict[str, Any]] = []
-    states: dict[str, list[dict[str, str]]] = {}
     for claim in claims:
         for reading in readings(claim):
             try:
@@ -488,9 +487,11 @@ def verdicts(
             except NotTestable as reason:
                 supplied = reason
             row, states_of_members = _row(claim, supplied, reading)
-            states.setdefault(claim["id"], []).append(states_of_members)
-            table.append(row | {"reading": reading})
+            table.append(row | {"reading": reading, "states": states_of_members})
     table = _where_premises_hold(table, {claim["id"]: claim.get("presumes") for claim in claims})
+    states: dict[str, list[dict[str, str]]] = {}
+    for row in table:
+        states.setdefault(row["claim"], []).append(row["states"])
     frame = pd.DataFrame(table).reindex(columns=COLUMNS).assign(model=model, profile=profile)
     return frame.assign(depends_on_reading=frame.claim.map({name: depends(s) for name, s in states.items()}))
 
@@ -521,7 +522,11 @@ def _where_premises_hold(table: Sequence[dict[str, Any]], presumed: Mapping[str,
             f"Without this premise it would be {label(row['verdict'])}"
         )
         numbers = ("ours", "low", "high", "p", "n", "needed")
-        return {name: value for name, value in row.items() if name not in numbers} | UNTESTED | {"note": note}
+        return (
+            {name: value for name, value in row.items() if name not in numbers}
+            | UNTESTED
+            | {"note": note, "states": {}}
+        )
 
     return [judged(row) for row in table]
 

@@ -88,7 +88,7 @@ def test_what_a_claim_presumes_is_another_of_its_file(tmp_path):
         return claims.load_claims("mine", tmp_path)
 
     assert [claim["presumes"] for claim in written("X1", "X2", "null")["claims"]] == ["X1", "X2", None]
-    with pytest.raises(InputError, match=r"X0 presumes P4, which is no claim of this file: name another claim, or none"):
+    with pytest.raises(InputError, match="X0 presumes P4, which is no claim of this file: name another"):
         written("P4")
     for circle, last in ((("X1", "X2", "X0"), "X2"), (("X0",), "X0")):
         with pytest.raises(InputError, match=f"{last} presumes X0, which goes round in a circle"):

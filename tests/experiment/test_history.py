@@ -46,7 +46,7 @@ def test_both_forms_are_judged_by_the_same_rows_and_the_first_is_told_in_the_sta
 def test_a_premise_is_no_part_of_a_first_form_and_null_takes_an_entry_away():
     verdicts = table(book=PREMISED).set_index("claim")
     assert verdicts.verdict.tolist() == ["not testable here", "not reproduced", "not testable here"]
-    assert verdicts.statement["X5"].endswith("(Changed when results were known; as first written (above 0): *reproduced*.)")
+    assert verdicts.statement["X5"].endswith(" as first written (above 0): *reproduced*.)")
     assert verdicts.statement["X7"] == "It helps. (Its premise was added when results were known.)"
     assert verdicts.note["X7"].endswith("Without this premise it would be reproduced")
 

@@ -756,9 +756,10 @@ def test_a_claim_whose_premise_is_not_reproduced_is_not_testable():
     assert verdicts["F", "any"] == "reproduced"  # its premise holds in one reading
     row = frame.set_index(["claim", "reading"]).loc[("B", "text")]
     assert row.note == (
-        "it presumes A, which is not reproduced (0.1 F1 [0, 0.2]): It is so. Without this premise it would be reproduced"
+        "it presumes A, which is not reproduced (0.1 F1 [0, 0.2]): It is so. "
+        "Without this premise it would be reproduced"
     )
-    assert (row.test, row.members, row.decided_by, row.depends_on_reading) == ("none", "", "", "no")
+    assert (row.test, row.members, row.decided_by, row.depends_on_reading) == ("none", "", "", "")
     assert row[["ours", "low", "high", "p", "n", "needed"]].isna().all()
 
 

@@ -154,14 +154,13 @@ def test_attention_by_region_sums_to_one_and_matches_eager(loaded):
 
 def test_queries_that_attend_evenly_give_every_region_its_even_share(loaded):
     """In layers that see all earlier tokens, and in layers that see the last 32."""
-    even = copy.deepcopy(loaded.model)
-    for layer, window in zip(even.model.layers, (None, 32), strict=False):
+    config = copy.deepcopy(loaded.model.config)
+    config.use_sliding_window, config.sliding_window = True, 32
+    config.layer_types = ["full_attention", "sliding_attention"]
+    even = type(loaded.model)(config).eval()
+    for layer in even.model.layers:
         layer.self_attn.q_proj.weight.data.zero_()
-        if layer.self_attn.q_proj.bias is not None:
-            layer.self_attn.q_proj.bias.data.zero_()
-        layer.self_attn.sliding_window = window
-    even.config.sliding_window, even.config.use_sliding_window = 32, True
-    even.config.layer_types = ["full_attention", "sliding_attention"]
+        layer.self_attn.q_proj.bias.data.zero_()
     table = study.attention_by_region(replace(loaded, model=even), ITEM, 5, 200)
     shares = table.groupby(["layer", "region"])[["mass", "uniform"]].mean().unstack("layer")
     assert (shares["mass"] - shares.uniform).abs().max().max() < 1e-5

@@ -64,10 +64,10 @@ def curves(answers: pd.DataFrame) -> Figure:
             axes.axhline(OUTLIER, color="#555555", lw=0.8, ls=DASHED)
             axes.plot(line.step, line.retained, color=colour, lw=0.9)
             axes.plot(worst.step, worst.retained, "o", mfc="none", mec="black", ms=7)
-            text = f"worst {worst.retained:.2f}, {(line.retained < OUTLIER).sum()} of {len(line)} below"
+            text = f"worst {worst.retained:.2f}, {(line.retained < OUTLIER).sum()} below"
             axes.annotate(text, (0.5, 0.03), xycoords="axes fraction", fontsize=8, ha="center")
             axes.set(ylim=(0, 1.02), title=name if task == tasks[0] else "")
-            axes.set_xlabel("step (token of the answer)" if task == tasks[-1] else "")
+            axes.set_xlabel("step" if task == tasks[-1] else "")
             axes.set_ylabel(f"{task.replace('_', ' ')}\nretained share" if rule == rules[0] else "")
     return done(drawn)
 
@@ -97,7 +97,7 @@ def specifications(table: pd.DataFrame, settings: Mapping[str, Setting]) -> Figu
         bottom.set_yticks(range(len(choices)), [MEANS[field][value] for field, value in choices], fontsize=8)
         bottom.set(ylim=(len(choices) - 0.5, -0.5), xlabel="combination of choices, by its difference", xticks=[])
         bottom.grid(visible=False)
-        names = {"#0072B2": "interval above 0", "#9A9A9A": "undecided", "#D55E00": "interval below 0"}
+        names = {"#0072B2": "above 0", "#9A9A9A": "undecided", "#D55E00": "below 0"}
         handles = [Line2D([], [], color=c, marker=".", label=f"defensive, {name}") for c, name in names.items()]
         handles += [Line2D([], [], color=light, marker=triangle, ms=4, ls="none", label="largest alone")]
         drawn.legend(handles=handles, loc="outside upper center", ncols=4)

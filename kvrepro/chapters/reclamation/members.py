@@ -87,12 +87,12 @@ def claims_on_own(book: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> l
     """
     general = []
     for claim in book:
-        asked = [member for member in claim.get("members", []) if "study" not in member]
-        names_policies = any("policy" in member.get("where", {}) for member in asked)
+        in_study = [member for member in claim.get("members", []) if "study" not in member]
+        names_policies = any("policy" in member.get("where", {}) for member in in_study)
         holds_for_any = claim["study"] == "identity" and "column" in claim
         restricted = claim["study"] == "quoted" or claim.get("where", {}).get("source") == "chapter"
         if not restricted and (names_policies or holds_for_any):
-            general.append({**claim, "members": asked})
+            general.append({**claim, "members": in_study})
     new_claims = []
     for title, claim in itertools.product(titles, general):
         wheres: list[dict[str, Any]] = []

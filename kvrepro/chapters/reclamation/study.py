@@ -634,12 +634,12 @@ def model_studies(
         raise InputError(f"policies {', '.join(policies)}: this model can have none of them")
     sources = {name: POLICIES.get(name, (name,)) for name in varied}  # the policies whose code decides their rows
     chapters = {name: source for name, source in sources.items() if name in POLICIES}
-    decoding = {p: s for p, s in sources.items() if p in POLICIES or DECODING.name not in find(p).refuses}
-    one = {"kept": shares[:1], "policies": decoding, "granularities": GRANULARITIES[-1:], "regime": DECODING}
+    decode = {name: source for name, source in sources.items() if DECODING.name not in find(source[0]).refuses}
+    decoding = {"kept": shares[:1], "policies": decode, "granularities": ["per head"], "regime": DECODING}
     answers = {"budget": settings.capacity, "new_tokens": settings.max_new_tokens}
     return {
         "arising": (arising, {"kept": settings.kept, "policies": sources}),
-        **({"decoding": (arising, one)} if decoding else {}),
+        **({"decoding": (arising, decoding)} if decode else {}),
         "published": (published, {"kept": shares, "policies": at_shares}),
         "identity": (identity, {"policies": chapters, "catalogue": accepted, **answers}),
         "latency": (latency, {"cadences": settings.timed_cadences, "seed": settings.seed}),

@@ -284,8 +284,8 @@ class RaggedLayer:
     def quantise(self) -> None:
         """Hold the flat part in 4 bits, and the tail once it has RESIDUAL tokens, as transformers' cache does.
 
-        After an eviction all survivors are packed at once, the tail's too. That moves survivors that were packed
-        before: in float32 by rounding alone, in 16 bits by parts of a level, as a group's scale is rounded to the dtype.
+        After an eviction all survivors are packed at once, the tail's too. That moves some that were packed before: in
+        float32 by rounding alone, in 16 bits by parts of a level, because a group's scale is rounded to the dtype.
         """
         if isinstance(self.keys, Packed) and self.tail < RESIDUAL:
             return

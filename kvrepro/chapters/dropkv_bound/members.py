@@ -14,7 +14,7 @@ from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, history, judge, longbench
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
-from kvrepro.experiment.stats import UNIT
+from kvrepro.experiment.stats import MIN_ITEMS, UNIT
 from kvrepro.world import ruler
 
 POINTS = (0.0, 100.0)  # bounds of F1 in points
@@ -152,10 +152,10 @@ def _near(claim: Mapping, study: Study) -> pd.DataFrame:
     if claim["over"] != "near":
         return f
     near = f[f.distance <= NEAR]
-    if (prompts := near["item"].nunique()) < judge.MIN_ITEMS:
+    if (prompts := near["item"].nunique()) < MIN_ITEMS:
         found = f"{len(near)} of {len(f)} triples, of {prompts} prompts, have twenty keys with |a - v| <= {NEAR:g} |a|"
         middle = f"the median distance of the twentieth is {f.distance.median():.2f} |a|"
-        raise NotTestable(f"{found} ({middle}): at least {judge.MIN_ITEMS} prompts are needed")
+        raise NotTestable(f"{found} ({middle}): at least {MIN_ITEMS} prompts are needed")
     return near
 
 

@@ -373,7 +373,7 @@ def test_the_pools_factor_is_set_against_the_ratio_and_a_cone_is_given(study):
 
 @few_claims.only("D8b", "D8c")
 def test_keys_count_as_near_where_all_twenty_are_and_what_was_measured_is_told(study):
-    """Near keys of which DropKV evicts what AnDPro keeps, in some prompts; those that are aligned alone do not count."""
+    """Near keys of which DropKV evicts what AnDPro keeps, in some prompts; aligned keys do not count."""
     f = study.alignment
     near, prompts = f.stratum == "near", f["item"].str[-1].astype(int)
     opposed = f.assign(andpro=np.where(near, 21 - f.dropkv, f.dropkv))
@@ -385,7 +385,7 @@ def test_keys_count_as_near_where_all_twenty_are_and_what_was_measured_is_told(s
     enough = verdicts(6)
     assert (enough.ours["D8c"], enough.n["D8c"], enough.verdict["D8c"]) == (100, 6, "reproduced")
     assert enough.n["D8b"] == 6
-    assert "as first written (at least 50%): *not reproduced*" in enough.statement["D8c"]
+    assert "(at least 50%): *not reproduced*" in enough.statement["D8c"]
     few = verdicts(5)
     assert set(few.verdict) == {"not testable here"}
     measured = f"{5 * 3} of {8 * 3} triples, of 5 prompts, have twenty keys with |a - v| <= 0.5 |a|"

@@ -10,7 +10,12 @@ from kvrepro.chapters.dropkv_bound.timings import PLAIN, SCORING, TORCH
 @pytest.fixture
 def kernels(tmp_path):
     grouped, repeated = timings.REFERENCES
-    rows = [(SCORING, 1, 2, 4, 16.0), ("scores alone", 0.5, 1, 2, 0.0), (grouped, 10, 12, 14, 100.0), (repeated, 20, 30, 40, 1000.0)]
+    rows = [
+        (SCORING, 1, 2, 4, 16.0),
+        ("scores alone", 0.5, 1, 2, 0.0),
+        (grouped, 10, 12, 14, 100.0),
+        (repeated, 20, 30, 40, 1000.0),
+    ]
     frame = pd.DataFrame(rows, columns=["variant", "p20_us", "p50_us", "p80_us", "scratch_mib"])
     frame = frame.assign(kernel="window_scores", shape=timings.SHAPE, batch=1, device="gpu", dtype="float16")
     file = tmp_path / "kernels.csv"

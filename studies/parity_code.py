@@ -297,7 +297,7 @@ class CodePair:
 
 NEGATIVE = (
     "where (n - w) (1 - r) < w the public code's cap on the first mass is negative, which Python takes for a slice's "
-    "end: nearly all tokens tie; ours is 0 there"
+    "end: nearly all tokens tie; ours is 0 there. In layer 0 tokens of a repeated word may tie exactly"
 )
 REMAINDERS = (
     "the public code rounds every layer's budget down and gives the rest to the first layers, ours by largest "
@@ -307,7 +307,11 @@ CHUNKS = (
     "the public code keeps tokens for each query head and counts its budget in chunks: compared with the largest score "
     "of a KV head's group, and with as many tokens"
 )
-BFLOAT16 = "p and the output rounded as in a bfloat16 model, which the public code was made for"
+BFLOAT16 = (
+    "p and the output are rounded as in a bfloat16 model, which the public code was made for: a number halfway between "
+    "two of bfloat16's, up to rounding, may go either way"
+)
+HALF = "a cosine that is 0.5 up to rounding counts as larger or not, which changes the key that its row leaves out"
 ALONE = "the public code defines the selector, which nothing there calls: compared with attention of all queries"
 REPEATED = "layer 0: keys of a repeated word have one norm, up to rounding; of such ties in a span ours keeps the later"
 
@@ -319,7 +323,7 @@ CODES = (
     CodePair("cake", cake, f"{D} cake_global_press.py, cake_scorer_press.py", note=REMAINDERS),
     CodePair("dropkv", dropkv, "AozhongZhang/DropKV@67cdfeb dropkv_cache.py, dropkv_triton.py", note=BFLOAT16),
     CodePair("andpro", andpro, "MIRALab-USTC/LLM-AnDPro@dfc2617 snapkv_utils.py", note=CHUNKS),
-    CodePair("r_kv", r_kv, "Zefan-Cai/R-KV@31cf555 r1_kv.py, @cc5a9b9 utils.py"),
+    CodePair("r_kv", r_kv, "Zefan-Cai/R-KV@31cf555 r1_kv.py, @cc5a9b9 utils.py", note=HALF),
     CodePair("tri_attention", tri_attention, f"{T} vllm/runtime/selector_hf.py"),
     CodePair("tri_attention_layer", tri_attention_layer, f"{T} vllm/runtime/selector_hf.py"),
     CodePair("h2o_online", partial(accumulated, w=8), f"{Z} pyramidkv_utils.py"),

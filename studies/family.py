@@ -78,7 +78,7 @@ def _of_leakage(space: dict[str, Any]) -> pd.DataFrame:
     parts = [s.answers.assign(reading=s.reading, asked=s.instructions) for s in space["studies"]]
     rows = pd.concat(parts, ignore_index=True)
     rows = rows[(rows.order == "normal") & (rows.variant == "default") & rows.followed.notna()]
-    return rows[["system", "order", "variant", "policy", "ratio", "following", "reading", "asked"]]
+    return rows[["system", "order", "variant", "policy", "ratio", "followed", "following", "reading", "asked"]]
 
 
 PER_ITEM = {"protection": _of_protection, "leakage": _of_leakage}

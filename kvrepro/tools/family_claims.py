@@ -138,6 +138,8 @@ def _named(model: str, member: Member | NotTestable) -> Member | NotTestable:
 def _of_leakage(claim: Mapping, rows: Mapping[str, pd.DataFrame]) -> Members:
     """By pair of models and policy: the share of following that the first model loses, minus the other's."""
     studies = {name: Study("", frame, instructions=frame.asked.iloc[0]) for name, frame in rows.items() if len(frame)}
+    if claim.get("mean") == "prompts":
+        studies = {name: leakage.by_prompt(s) for name, s in studies.items()}
     able = {name: s for name, s in studies.items() if s.follow.uncompressed().value >= FOLLOWS}
     members: Members = []
     for a, b in pairs(able, claim["models"]):

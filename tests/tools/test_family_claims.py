@@ -38,7 +38,8 @@ def leakage(lost, n=96, seed=0):
         cells = itertools.product(range(n), ("snapkv", "tova"), (0.0, 0.5))
         table = pd.DataFrame(cells, columns=["system", "policy", "ratio"])
         following = 0.9 - lost(name) * (table.ratio > 0) + rng.normal(0, 0.05, len(table))
-        both = [table.assign(following=following.clip(0, 1), reading=reading) for reading in claims.READINGS]
+        table = table.assign(following=following.clip(0, 1), followed=0.9)
+        both = [table.assign(reading=reading) for reading in claims.READINGS]
         rows[name] = pd.concat(both).assign(order="normal", variant="default", asked=2.0)
     return rows
 

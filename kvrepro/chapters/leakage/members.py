@@ -345,16 +345,16 @@ def cells(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
     ]
 
 
-def _by_prompt(s: Study) -> Study:
+def by_prompt(s: Study) -> Study:
     """The study with following as claims were first judged by it: its mean over system prompts."""
-    other = None if s.other is None else _by_prompt(s.other)
+    other = None if s.other is None else by_prompt(s.other)
     return replace(s, answers=s.answers.assign(following=s.answers.followed), other=other)
 
 
 def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestable]:
     """What a claim is tested on in one reading. Not testable: a model that follows too little, since one that answers
     nothing keeps every secret."""
-    contrast, s = claim["contrast"], _by_prompt(s) if claim.get("mean") == "prompts" else s
+    contrast, s = claim["contrast"], by_prompt(s) if claim.get("mean") == "prompts" else s
     if contrast not in OF_TIME | OF_KEEPING | PRINTED:
         following = s.follow.uncompressed()
         if not following.value >= 0.5:

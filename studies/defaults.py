@@ -1,11 +1,12 @@
-"""data/gpu/defaults.csv: a step and a first token as people call them, without options, beside Hugging Face's generate.
+"""data/gpu/defaults.csv: a step and a first token as people call them, beside Hugging Face's generate.
 
-    python studies/defaults.py --out data/gpu/defaults.csv      # on a GPU; random weights of Qwen2.5-3B's shape, bfloat16
+python studies/defaults.py --out data/gpu/defaults.csv      # on a GPU; random weights of Qwen2.5-3B's shape, bfloat16
 """
 
 import datetime
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -41,28 +42,28 @@ def main(out: Path = Path("data/gpu/defaults.csv"), tokens: list[int] = [2048, 8
         model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**SHAPE), dtype=torch.bfloat16)
     model.eval()
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    c = kv.Condition("snapkv", 0.2, kv.Prefill())
     rows = []
     for n in tokens:
         ids = torch.randint(0, 150000, (1, n), device="cuda")
         mask, given = torch.ones_like(ids), ids[0].tolist()
-        c = kv.Condition("snapkv", 0.2, kv.Prefill())
 
-        def hugging(new):
+        def hugging(new: int, ids=ids, mask=mask):
             return model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False)
 
-        def inside(new, **more):
+        def inside(new: int, hugging=hugging, **more):
             with kv.evicting(model, c, **more):
                 return hugging(new)
 
-        def engine(new, **more):
+        def engine(new: int, given=given, **more):
             return kv.generate(model, [given], [c], max_new_tokens=new, stop_ids=(), **more)
 
         calls = {
             ("Hugging Face's generate, full cache", "-"): hugging,
             ("evicting, snapkv at 20%", "default"): inside,
-            ("evicting, snapkv at 20%", "torch"): lambda new: inside(new, backend="torch"),
+            ("evicting, snapkv at 20%", "torch"): partial(inside, backend="torch"),
             ("kv.generate, snapkv at 20%", "default"): engine,
-            ("kv.generate, snapkv at 20%", "torch"): lambda new: engine(new, backend="torch"),
+            ("kv.generate, snapkv at 20%", "torch"): partial(engine, backend="torch"),
         }
         for (method, backend), call in calls.items():
             try:
@@ -72,8 +73,8 @@ def main(out: Path = Path("data/gpu/defaults.csv"), tokens: list[int] = [2048, 8
                 print(n, method, backend, "out of memory", flush=True)
                 continue
             step = (statistics.median(whole) - statistics.median(first)) / STEPS
-            row = {"tokens": n, "method": method, "backend": backend, "first_ms": 1e3 * statistics.median(first),
-                   "first_low": 1e3 * first[0], "first_high": 1e3 * first[-1], "step_ms": 1e3 * step, "runs": runs}  # fmt: skip
+            row = {"tokens": n, "method": method, "backend": backend, "first_ms": 1e3 * statistics.median(first)}
+            row |= {"first_low": 1e3 * first[0], "first_high": 1e3 * first[-1], "step_ms": 1e3 * step, "runs": runs}
             print(row, flush=True)
             rows.append(row | {
                 "shape": "Qwen2.5-3B, random weights, bfloat16", "device": torch.cuda.get_device_name(),

@@ -1,5 +1,7 @@
 """Hugging Face's `generate` inside `evicting`, and prefixes in files: the engine's tokens, and nothing left behind."""
 
+import copy
+import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -237,6 +239,64 @@ def test_what_is_compiled_is_passed_over(how):
         compiled(torch.tensor(texts))
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])
+def test_a_copy_made_inside_the_block_is_a_model_of_its_own(copied):
+    network, texts = model("llama"), prompts(70)
+    with kv.evicting(network, CONDITIONS["decode cap"]):
+        twin = copied(network)
+        assert written(twin, texts) == written(model("llama"), texts) != written(network, texts)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+        twin.lm_head.weight[7] = 1.0
+    assert written(twin, texts) != written(network, texts) == written(model("llama"), texts)
+    with kv.evicting(twin, CONDITIONS["decode cap"]):
+        assert written(twin, texts) == engine(twin, texts, CONDITIONS["decode cap"])
+
+
+def lora(*targets: str, **more):
+    """The tiny model in PEFT with a random adapter."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False, **more)
+    return peft.get_peft_model(model("llama"), config).eval()
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode cap", "shared cap"])
+def test_a_model_with_adapters_evicts_as_its_merged_one(name):
+    network, texts, condition = lora("q_proj", "v_proj"), prompts(70, 41), CONDITIONS[name]
+    merged = copy.deepcopy(network).merge_and_unload().eval()
+    expected = engine(merged, texts, condition)
+    assert expected != engine(model("llama"), texts, condition)
+    assert engine(network, texts, condition) == expected
+    outside = written(network, texts)
+    with kv.evicting(network, condition) as same:
+        assert same is network
+        assert written(network, texts) == written(network.get_base_model(), texts) == expected
+    assert written(network, texts) == outside
+
+
+def test_a_prefix_belongs_to_the_adapters_that_read_it(tmp_path):
+    network, texts, condition = lora("q_proj", "v_proj"), requests(), CONDITIONS["offline"]
+    path = kv.compress(network, texts[-1], condition).save(tmp_path / "p")
+    prefix = kv.load_prefix(path, network)
+    with kv.evicting(network, prefix):
+        expected = written(network, texts[:1])
+    with kv.evicting(network.get_base_model(), kv.load_prefix(path, network.get_base_model())):
+        assert written(network, texts[:1]) == expected
+    layer = network.get_base_model().model.layers[1].self_attn.q_proj
+    with network.disable_adapter():
+        with pytest.raises(InputError, match="adapters or dtype differ.: compress it anew"):
+            kv.load_prefix(path, network)
+        with pytest.raises(InputError, match="compress it anew"), kv.evicting(network, prefix):
+            pytest.fail("the block was entered")
+    kv.load_prefix(path, network)
+    layer.scaling["default"] *= 2
+    with pytest.raises(InputError, match="compress it anew"):
+        kv.load_prefix(path, network)
+    with pytest.raises(InputError, match="compress it anew"):
+        kv.load_prefix(path, model("llama"))
+
+
 def test_an_evicted_cache_is_of_no_use_outside_its_block():
     network, texts = architecture("llama"), prompts(70)
     with kv.evicting(network, CONDITIONS["decode cap"]):
@@ -307,6 +367,8 @@ def test_other_refusals():
     with kv.evicting(network, CONDITIONS["prefill"]):
         with pytest.raises(InputError, match="pad on the left"):
             network.generate(**right, max_new_tokens=2)
+        with pytest.raises(InputError, match="attention_mask or position_ids of 60 tokens for 70 token ids"):
+            network.generate(torch.tensor([text]), attention_mask=torch.ones(1, 60).long(), max_new_tokens=2)
         with pytest.raises(InputError, match="past_key_values inside"):
             written(network, [text], past_key_values=static)
         with pytest.raises(InputError, match="inputs_embeds inside"):
@@ -314,6 +376,8 @@ def test_other_refusals():
     for condition, message in (("tova", "give a kvrepro.Condition"), (kv.Condition("tova", 9), "without a regime")):
         with pytest.raises(InputError, match=message), kv.evicting(network, condition):
             pytest.fail("the block was entered")
+    with pytest.raises(InputError, match="spans 5: give a function"), kv.evicting(network, kv.Condition(), spans=5):
+        pytest.fail("the block was entered")
 
 
 @pytest.mark.parametrize("given", [None, [3, 4], {"question": 3}, {"question": [1.5]}, {"question": "no"}])
@@ -476,6 +540,7 @@ def test_files_and_conditions_that_make_no_prefix_are_refused(tmp_path):
     with pytest.raises(InputError, match="save it again"):
         kv.load_prefix(tmp_path / "model.safetensors", network)
     for condition, message in (
+        ("tova", "condition 'tova': give a kvrepro.Condition"),
         (CONDITIONS["prefill"], "compressed whole, in the regime Offline"),
         (kv.Condition("tova", 0.3, kv.Offline(until="rest")), "compressed whole"),
         (kv.Condition("quest_pages", 16, kv.Offline()), "evicts nothing"),

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
+from operator import index
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -78,6 +80,20 @@ def ensure(kind: object, whose: str = "", **named: object) -> None:
             raise InputError(f"{name} {value!r}: give a list")
         for item in value:
             ensure(get_args(lists[0])[0], whose, **{name: item})
+
+
+def pythonic(value: Any) -> Any:
+    """A whole number of numpy as Python's; anything else unchanged."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def whole_numbers(name: str, given: Any) -> list[int]:
+    """One whole number or several as a list; numpy's and a tensor's too. Raises InputError for anything else."""
+    values = given.tolist() if hasattr(given, "tolist") else given
+    try:
+        return [index(values)] if hasattr(values, "__index__") else [index(value) for value in values]
+    except TypeError:
+        raise InputError(f"{name} {values!r:.60}: give a list of whole numbers") from None
 
 
 def ensure_once_each(**named: object) -> None:

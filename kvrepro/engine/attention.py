@@ -80,8 +80,28 @@ _attending: ContextVar[Any] = ContextVar("attending", default=None)  # for famil
 
 
 @contextmanager
+def evaluating(module: Module) -> Iterator[None]:
+    """Inside the block the module computes as in evaluation, without dropout; afterwards every part is as it was."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:  # not by `eval`, which some adapters answer by merging weights
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextmanager
+def alone(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block other threads that share the model wait, and it is `evaluating`."""
+    with _turns.setdefault(model, RLock()), evaluating(model):
+        yield
+
+
+@contextmanager
 def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Switch `model` to this attention, and back at the end; kernels start on its GPU meanwhile. Other threads wait."""
+    """Switch `model` to this attention, and back at the end; kernels start on its GPU meanwhile. It is `alone`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("kvrepro", _attention)
@@ -92,7 +112,7 @@ def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     def forget(*_: Any) -> None:  # the object holds a cache, whose memory would stay taken
         _attending.set(None)
 
-    with _turns.setdefault(model, RLock()):
+    with alone(model):
         before = model.config._attn_implementation
         hooks = [
             model.register_forward_pre_hook(note, with_kwargs=True),

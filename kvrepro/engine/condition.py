@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvrepro.engine.allowed import pythonic, whole_numbers
 from kvrepro.engine.regime import PerStep, Regime, SharedCap
 from kvrepro.errors import InputError
 
@@ -19,8 +20,9 @@ class Prompt:
     turns: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if any(isinstance(i, str) for i in self.ids[:1]):
-            raise InputError(f"prompt {''.join(self.ids)[:40]!r} is text: give token ids, tokenizer.encode(...)")  # type: ignore[arg-type]
+        if isinstance(self.ids, str | list) and any(isinstance(i, str) for i in self.ids[:1]):
+            raise InputError(f"prompt {''.join(self.ids)[:40]!r} is text: give token ids, tokenizer.encode(...)")
+        object.__setattr__(self, "ids", whole_numbers("prompt", self.ids))
         for name, where in [*self.spans.items(), *((name, [at]) for name, at in self.turns.items())]:
             if where and not 0 <= min(where) <= max(where) < len(self.ids):
                 outside = min(where) if min(where) < 0 else max(where)
@@ -53,6 +55,7 @@ class Condition:
     bits: int | None = None  # 4: surviving keys and values are quantised
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", pythonic(self.budget))
         if self.regime is not None and not isinstance(self.regime, Regime):
             raise InputError(f"regime {self.regime!r}: give one of kvrepro.engine.regime, Prefill() for instance")
         for name, value in (("whitelist", self.whitelist), ("spans", self.spans)):
@@ -62,6 +65,12 @@ class Condition:
             shaped = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
             if not shaped or not isinstance(pair[1], Hashable):
                 raise InputError(f"switches {self.switches!r}: give a tuple of pairs, (('window', 16),) for instance")
+
+    def __eq__(self, other: object) -> bool:
+        """Budgets of 1, a token, and of 1.0, everything, differ, though Python's numbers are equal."""
+        if not isinstance(other, Condition):
+            return NotImplemented
+        return vars(self) == vars(other) and isinstance(self.budget, int) == isinstance(other.budget, int)
 
     @property
     def until(self) -> str:

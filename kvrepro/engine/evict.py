@@ -26,7 +26,7 @@ from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
 from kvrepro.engine.policy import SUMS, Policy, call, guarded, named, ours
 from kvrepro.engine.regime import DecodeCap, PerStep, SharedCap
-from kvrepro.engine.select import Doubt, select
+from kvrepro.engine.select import Doubt, ensure_none, select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores, TokenInts
 from kvrepro.engine.signals import Reduction, Signals
 from kvrepro.errors import InputError
@@ -89,6 +89,7 @@ class EvictionJob:
     layers: dict[int, RaggedLayer] = field(default_factory=dict)  # the kept tokens of the layers decided so far
     pending: dict[int, Observation] = field(default_factory=dict)  # the layers whose evictions wait for the others
     judged: dict[int, JudgedLayer] = field(default_factory=dict)  # those of them that are scored
+    counts: dict[int, Counts] = field(default_factory=dict)  # of a reader's own `allocate`, by layer
     signals: Signals | None = None  # of `SharedCap`, after the prompt
     error: Exception | None = None  # raised by its policy
     doubts: list[Doubt] = field(default_factory=list)  # checks that are postponed until the GPU is waited for
@@ -128,8 +129,8 @@ class EvictionJob:
         p = self.prompts
         alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], p.seeds[b : b + 1])
         return replace(self, conditions=[self.conditions[b]], budgets=[self.budgets[b]], prompts=alone,
-                       draws=self.draws[b : b + 1], layers={}, pending={}, judged={}, signals=None, doubts=[],
-                       protected=None)  # fmt: skip
+                       draws=self.draws[b : b + 1], layers={}, pending={}, judged={}, signals=None, counts={},
+                       doubts=[], protected=None)  # fmt: skip
 
     @cached_property
     def budget(self) -> RowInts:
@@ -257,7 +258,8 @@ def ensure_given(
     if len(given) != len(shape) or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
         description = f"a tensor of shape {given}" if given else f"{type(returned).__name__}"
         raise InputError(f"{policy.title}'s {role} returned {description}, not {wanted}")
-    if kind is not None and returned.dtype != kind:
+    if returned.dtype.is_complex or (kind is not None and returned.dtype != kind):
+        kind = kind or torch.float32
         raise InputError(f"{policy.title}'s {role} returned numbers of type {returned.dtype}, not {kind}")
 
 
@@ -305,8 +307,8 @@ def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
             raise
         raise InputError(f"{policy.title} reads sums[{error.args[0]!r}], which its `needs` do not name") from error
     ensure_given(policy, "scorer", raw_scores, shape)
-    scores = raw_scores if raw_scores.dtype == torch.float64 and job.reduction is not None else raw_scores.float()
-    scores = scores.clamp(min=torch.finfo(torch.float32).min).expand(shape)  # -inf is for dead slots alone
+    precise = raw_scores.dtype == torch.float64 and job.reduction is not None
+    scores = _ranked(raw_scores if precise else raw_scores.float(), shape)
     if policy.shield is not None:
         shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": guarded})
         ensure_given(policy, "shield", shield, shape, torch.bool)
@@ -319,11 +321,37 @@ def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     return scores.masked_fill(o.places.dead, -torch.inf), protected
 
 
+def _ranked(scores: Tensor, shape: Sequence[int]) -> Scores:
+    """Scores of living tokens: above -inf, which is for dead slots alone."""
+    return scores.clamp(min=torch.finfo(torch.float32).min).expand(shape)
+
+
 def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask) -> Counts:
     """Tokens that each head of a layer keeps."""
     counts = call(job.policy.allocate, scores, protected, job.budget_in(o), parameters={**job.parameters, "o": o})
     ensure_given(job.policy, "allocate", counts, scores.shape[:2], torch.int64)
-    return counts.expand(scores.shape[:2])
+    counts = counts.expand(scores.shape[:2])
+    if not ours(job.policy.allocate) and job.reduction is None:  # a union of heads is trimmed to the budget
+        job.counts[o.layer] = torch.minimum(counts, o.alive.sum(-1))
+        if o.layer == o.layers - 1:
+            _ensure_budget(job, job.counts)
+    return counts
+
+
+def _ensure_budget(job: EvictionJob, counts: Mapping[int, Counts]) -> None:
+    """Raise InputError if a reader's own function lets all layers together keep more than the budget. counts: by number
+    among the layers that evict; those below `dense_layers` stay whole."""
+    dense: Any = job.parameters.get("dense_layers", 0)
+    each = [of_layer.to(job.budget.device) for n, of_layer in counts.items() if n >= dense]
+    heads, kept = sum(c.shape[1] for c in each), sum(c.sum(1) for c in each)
+    over = kept - heads * job.budget
+
+    def error() -> InputError:
+        row = int(over.argmax())
+        limit = f"{heads} KV heads of all layers x its budget of {job.budgets[row]}"
+        return InputError(f"{job.policy.title}'s counts sum to {int(kept[row])} tokens, more than {limit}: lower them")
+
+    ensure_none(over > 0, error)
 
 
 def selected(
@@ -424,9 +452,8 @@ def across(job: EvictionJob) -> dict[int, Mask]:
     else:
         summaries = [None if w.summary is None else w.summary.to(home) for w in layers.values()]
         of_all_layers = {"observations": list(seen.values()), "summaries": summaries}
-        scores, counts = call(
-            job.policy.across, scores, protected, job.budget, parameters=job.parameters | of_all_layers
-        )
+        returned = call(job.policy.across, scores, protected, job.budget, parameters=job.parameters | of_all_layers)
+        scores, counts = returned if ours(job.policy.across) else _ensured_across(job, returned)
     if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:
         stays = select(torch.cat(scores), torch.cat(protected), torch.cat(list(counts))).chunk(len(layers))
         return {n: s.to(w.scores.device) for (n, w), s in zip(layers.items(), stays, strict=True)}
@@ -434,6 +461,28 @@ def across(job: EvictionJob) -> dict[int, Mask]:
         n: selected(job, seen[n], s.to(w.scores.device), w.protected, count.to(w.scores.device))
         for (n, w), s, count in zip(layers.items(), scores, counts, strict=True)
     }
+
+
+def _ensured_across(job: EvictionJob, returned: Any) -> tuple[list[Scores], list[Counts]]:
+    """(scores, counts) of a reader's own `across`, one of each for every layer. Raises InputError for anything else."""
+    policy, layers = job.policy, list(job.judged)
+    parts = returned if isinstance(returned, tuple | list) else ()
+    if [len(part) for part in parts if isinstance(part, tuple | list)] != [len(layers)] * 2:
+        problem = f"{policy.title}'s across returned {type(returned).__name__}"
+        raise InputError(f"{problem}, not (scores, counts), two lists of {len(layers)} tensors each")
+    all_scores, all_counts = [], []
+    for n, scores, counts in zip(layers, *parts, strict=True):
+        places, shape = job.pending[n].places, job.judged[n].scores.shape
+        ensure_given(policy, "across (scores)", scores, shape)
+        ensure_given(policy, "across (counts)", counts, shape[:2], torch.int64)
+        all_scores.append(_ranked(scores.float(), shape).masked_fill(places.dead.to(scores.device), -torch.inf))
+        all_counts.append(counts.expand(shape[:2]))
+    kept = [
+        torch.minimum(counts, (~scores.isneginf()).sum(-1))
+        for scores, counts in zip(all_scores, all_counts, strict=True)
+    ]
+    _ensure_budget(job, dict(enumerate(kept)))
+    return all_scores, all_counts
 
 
 # ---- one set of tokens for all layers

@@ -6,7 +6,7 @@ Hugging Face's loop picks tokens, streams and stops; the engine runs each forwar
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import update_wrapper, wraps
 from operator import index
 from threading import get_ident
 from typing import Any
@@ -28,6 +28,7 @@ from kvrepro.engine.policy import check
 from kvrepro.engine.prefix import Prefix, ensure_same, recurrent
 from kvrepro.engine.rows import Rows, joined
 from kvrepro.engine.shapes import PreTrainedModel
+from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
 
 Spans = Callable[[list[int]], Mapping[str, Iterable[int]]]
@@ -38,20 +39,22 @@ MODES = ("greedy_search", "sample")
 @contextmanager
 def evicting(
     model: PreTrainedModel, condition: Condition | Prefix, *, spans: Spans | None = None, repeat: Sequence[int] = (),
-    backend: str = "torch", seed: int = 0,
+    backend: str = "auto", seed: int = 0,
 ) -> Iterator[PreTrainedModel]:  # fmt: skip
     """Inside the block `model.generate`, and whatever calls it, a pipeline for instance, evicts by `condition`.
 
     Greedy tokens, without a penalty, are those of `kvrepro.generate`; sampling, streaming and prompts padded on the
     left work as usual, and `return_dict_in_generate=True` returns the `EvictedCache`. A direct call `model(...)` does
     not evict. Calls from several threads wait for each other. The compiled code of a `torch.compile` model is not used.
+    A copy of the model that is made inside the block does not evict.
 
     condition: in any regime, or a `Prefix` that all prompts begin with. spans: a function from the token ids of a
     prompt to the positions of each span that the condition names. repeat, backend, seed: as in `kvrepro.generate`.
-    Raises InputError for a condition that cannot be met, and inside the block of another thread. `generate` raises it,
-    before anything is computed, for beams, assistants, other caches, padding on the right, and input without token ids.
+    Raises InputError for a condition that cannot be met, for a model that the engine cannot drive, and inside the block
+    of another thread. `generate` raises it, before anything is computed, for beams, assistants, other caches, padding
+    on the right, and input without token ids.
     """
-    model = getattr(model, "_orig_mod", model)  # the model inside `torch.compile(model)`
+    given, model = model, usable(model)
     prefix, c = (condition, condition.condition) if isinstance(condition, Prefix) else (None, condition)
     if not isinstance(c, Condition):
         raise InputError(f"condition {condition!r}: give a kvrepro.Condition, or a Prefix")
@@ -59,6 +62,8 @@ def evicting(
     ensure(BACKENDS, backend=backend)
     if prefix is not None:
         ensure_same(prefix.model, model)
+    elif spans is not None and not callable(spans):
+        raise InputError(f"spans {spans!r:.60}: give a function that says where they are")
     elif spans is None and (names := sorted({*c.whitelist, *c.spans, c.until} - {""})):
         raise InputError(f"{c.label} needs the span {names[0]!r}: give spans=, a function that says where it is")
     _ensure_own_thread(model)
@@ -76,7 +81,6 @@ def evicting(
             raise InputError("texts of unequal length after the compressed part, in recurrent layers: give one prompt")
         return call, _read(call, ends) if prefix is None else prefix.rows(call)
 
-    @wraps(type(model).generate)
     def generate(*inputs: Any, **options: Any) -> Any:
         for name in ("custom_generate", "cache_implementation", "assistant_model"):
             if options.get(name) is not None:
@@ -84,9 +88,22 @@ def evicting(
         with installed(model), _served(model, begin):
             return type(model).generate(model, *inputs, **options)
 
-    vars(generate)["thread"] = get_ident()
-    with with_methods(model, generate=generate):
-        yield model
+    with with_methods(model, generate=_Generate(model, generate)):
+        yield given
+
+
+class _Generate:
+    """A model's `generate` inside a block of this thread. A copy of the model gets its class's own in its place."""
+
+    def __init__(self, model: PreTrainedModel, generate: Callable[..., Any]):
+        update_wrapper(self, type(model).generate)
+        self.model, self.generate, self.thread = model, generate, get_ident()
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.generate(*inputs, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.model, "generate")  # of a copy that has only its class's attributes yet
 
 
 def _ensure_own_thread(model: PreTrainedModel) -> None:
@@ -182,6 +199,10 @@ def _read(call: Call, ends: list[int]) -> Rows:
 def _unpadded(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
     """The prompts of a batch [batch, tokens] without their padding. Raises InputError for padding that is not on the
     left, and for positions that do not count from each prompt's first token."""
+    for given in (mask, positions):  # Hugging Face counts positions by the mask
+        if given is not None and given.shape[-1] != ids.shape[1]:
+            lengths = f"attention_mask or position_ids of {given.shape[-1]} tokens for {ids.shape[1]} token ids"
+            raise InputError(f"{lengths}: give the mask that the tokenizer gave with them")
     real_tokens = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     if bool((real_tokens[:, :-1] & ~real_tokens[:, 1:]).any()):
         raise InputError("attention_mask hides tokens after a prompt's first: pad on the left (tokenizer.padding_side)")

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module
 from transformers.pytorch_utils import Conv1D
 
-from kvrepro.engine.attention import Softmax
+from kvrepro.engine.attention import Softmax, evaluating
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import InputError
@@ -78,12 +78,16 @@ class ModelFacts:
 def check_family(model: PreTrainedModel) -> dict[int, Module]:
     """The model's `attention_modules`. Raises InputError for a model whose attention the engine cannot take over. Does
     not read weights, so an empty model will do."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise refused(model, "it has an encoder")
     config = model.config.get_text_config()
     types, modules = layer_types(config), attention_modules(model)
     holding = [n for n, kind in enumerate(types) if kind in HOLDING]
     unknown, shared = sorted(set(types) - HOLDING - RECURRENT), getattr(config, "num_kv_shared_layers", 0)
     outputs = [getattr(_outputs(module)[0], "weight", None) for module in modules.values()]
-    unquantised = all(w is not None and w.is_floating_point() and w.dim() == 2 and w.itemsize > 1 for w in outputs)
+    unquantised = all(
+        isinstance(w, Tensor) and w.is_floating_point() and w.dim() == 2 and w.itemsize > 1 for w in outputs
+    )
     reasons = {
         "transformers does not let others compute its attention": not model._can_set_attn_implementation(),
         f"layers of type {', '.join(unknown)} are unknown here": unknown,
@@ -95,8 +99,13 @@ def check_family(model: PreTrainedModel) -> dict[int, Module]:
         "its weights are quantised": not unquantised,
     }
     if why := next((reason for reason, holds in reasons.items() if holds), None):
-        raise InputError(f"cannot evict from a {config.model_type} model: {why}; take a family of data/families.csv")
+        raise refused(model, why)
     return modules
+
+
+def refused(model: PreTrainedModel, why: str, way_out: str = "take a family of data/families.csv") -> InputError:
+    """The error for a model that the engine cannot drive."""
+    return InputError(f"cannot evict from a {model.config.get_text_config().model_type} model: {why}; {way_out}")
 
 
 def layer_types(config: Any) -> Sequence[str]:
@@ -125,10 +134,22 @@ def _outputs(module: Module) -> list[Module]:
 
 
 def output_projection(module: Module) -> Tensor:
-    """The weights with which an attention module projects its heads' outputs, [heads, dim, hidden]."""
+    """The weights with which an attention module projects its heads' outputs, with adapters, [heads, dim, hidden]."""
     output = _outputs(module)[0]
-    weight = output.weight if isinstance(output, Conv1D) else output.weight.T  # [heads * dim, hidden]
+    if isinstance(output, Conv1D | Linear):
+        weight = output.weight if isinstance(output, Conv1D) else output.weight.T  # [heads * dim, hidden]
+    else:
+        weight = _applied(output)
     return weight.unflatten(0, (-1, head_dim(module)))
+
+
+@torch.no_grad()
+def _applied(output: Module) -> Tensor:
+    """The weights of a projection that adapters (PEFT) change, as it applies them, [inputs, outputs]."""
+    plain = next(part for part in output.modules() if isinstance(part, Conv1D | Linear))
+    inputs = torch.eye(plain.nx if isinstance(plain, Conv1D) else plain.in_features).to(plain.weight)
+    with evaluating(output):
+        return output(inputs) - output(torch.zeros_like(inputs[:1]))
 
 
 def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor]:

@@ -6,13 +6,13 @@ rows decode together.
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 
-from kvrepro.engine.allowed import Size, ensure
+from kvrepro.engine.allowed import Number, Size, ensure, pythonic, whole_numbers
 from kvrepro.engine.attention import installed
 from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
@@ -24,13 +24,14 @@ from kvrepro.engine.policy import Reading, check_on, checked, find
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
 from kvrepro.engine.shapes import PreTrainedModel
+from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
 
 ERRORS = ("raise", "return")
 USUAL_ROWS, MOST_ROWS = 128, 2048  # rows that decode together, on a CPU and on a GPU
 CPU_ROOM = float(2**31)  # bytes of caches that wait to decode
 MOST_PROMPTS, PASS_TOKENS = 64, 2**16  # prompts and tokens that pass through the model together on a GPU
-Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # for all prompts, or a list for each
+Conditions: TypeAlias = Condition | Sequence[Condition] | Sequence[Sequence[Condition]]  # the last: a list per prompt
 
 
 @torch.inference_mode()
@@ -40,10 +41,10 @@ def generate(
     conditions: Conditions,
     *,
     max_new_tokens: int | Sequence[int],
-    stop_ids: Collection[int],
+    stop_ids: Collection[int] | int,
     batch_rows: int | None = None,
     prompt_rows: int | None = None,
-    backend: str | Mapping[Condition, str] = "torch",
+    backend: str | Mapping[Condition, str] = "auto",
     repeat: Sequence[int] = (),
     kept_sets: bool = False,
     seed: int = 0,
@@ -51,50 +52,55 @@ def generate(
 ) -> list[list[Generation | Exception]]:
     """Greedy generations `[prompt][condition]` of at most `max_new_tokens`, a number for all prompts or one for each.
 
+    model: a causal language model of transformers or PEFT (`kvrepro.engine.usable`), which computes as in evaluation.
     prompts: token ids, or `Prompt` where a condition names spans. conditions: for all prompts, or a list for each. Rows
     of any prompt and condition decode in batches of up to `batch_rows` (None: on a CPU 128, or as many as 2 GiB hold,
     on a GPU as many as two fifths of its free memory hold). `prompt_rows` neighbouring prompts pass through the model
     together, padded on the left, with at most 65,536 tokens in all unless there is one (None: one on a CPU, 64 on a
     GPU).
-    backend: "torch"; "triton" on a GPU, which refuses what kernels cannot do (`kvrepro.engine.backend`); "auto":
-    "triton" where it can compute a condition and agrees with "torch", else "torch"; or one of these by condition. Each
-    generation names its backend.
+    backend: "auto": "triton" where it can compute a condition on a GPU and agrees with "torch", else "torch"; "torch",
+    plain PyTorch; "triton", which refuses what kernels cannot do (`kvrepro.engine.backend`); or one of these by
+    condition. Each generation names its backend.
     repeat: token ids of KVzip's request to repeat the context. kept_sets: return which tokens stayed. seed: for
     policies that draw; draws differ between prompts. errors: "return" gives, in place of a generation, the exception
     that a policy raised or that NaN logits caused; the other rows go on. Raises InputError for wrong input before
     anything is computed.
     """
+    if not isinstance(prompts, Sized) or any(isinstance(p, int) for p in prompts):
+        raise InputError(f"prompts {prompts!r:.60}: give a list of prompts, each a list of token ids")
     new = new_tokens(max_new_tokens, len(prompts))
-    if any(isinstance(p, int) for p in prompts):
-        raise InputError(f"prompts {list(prompts)[:3]}: give a list of prompts, each a list of token ids")
     ensure(Size | None, batch_rows=batch_rows, prompt_rows=prompt_rows)
     ensure(ERRORS, errors=errors)
-    texts = [p if isinstance(p, Prompt) else Prompt(list(p), {}) for p in prompts]
+    stops = whole_numbers("stop_ids", stop_ids)
+    texts = [p if isinstance(p, Prompt) else Prompt(p, {}) for p in prompts]  # type: ignore[arg-type]
     _, wanted = _columns(conditions, len(texts))
     options = {"kept_sets": kept_sets, "isolate": errors == "return"}
     answers: dict[Tag, Generation | Exception] = {}
     for call, columns in calls(model, texts, conditions, new, repeat, backend, seed=seed, **options):
         place = {j: column for column, j in enumerate(columns)}
         columns_by_prompt = [[place[j] for j in asked_columns if j in place] for asked_columns in wanted]
-        finished = _answers(call, columns_by_prompt, prompt_rows, batch_rows, stop_ids)
+        finished = _answers(call, columns_by_prompt, prompt_rows, batch_rows, stops)
         answers |= {(i, columns[j]): answer for (i, j), answer in finished}
     return [[answers[i, j] for j in asked_columns] for i, asked_columns in enumerate(wanted)]
 
 
 def calls(
     model: PreTrainedModel, texts: list[Prompt], conditions: Conditions, new: list[int], repeat: Sequence[int],
-    backend: str | Mapping[Condition, str], **options: Any,
+    backend: str | Mapping[Condition, str], seed: int, **options: Any,
 ) -> list[tuple[Call, list[int]]]:  # fmt: skip
     """Split the work of `generate` into calls with one backend and one view of the model each, with the numbers of
     their conditions. options: more fields of `Call`. Raises InputError for wrong input before anything is computed."""
+    model, asked, seed = usable(model), whole_numbers("repeat", repeat), pythonic(seed)
+    ensure(Number(whole=True), seed=seed)
     for text, most_new in zip(texts, new, strict=True):
         check_prompt(model, text.ids, most_new)
+    check_tokens(model, asked)
     facts = ModelFacts.of(model)
     check_conditions(model, texts, conditions, new, facts)
     every, _ = _columns(conditions, len(texts))
     backends = _backends(model, facts, texts, every, backend)
     for c in every:
-        if c.policy != "full" and find(c.policy).repeated and not repeat:
+        if c.policy != "full" and find(c.policy).repeated and not asked:
             raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
     capped = [isinstance(c.regime, SharedCap) for c in every]
     one_set = bool(facts.sliding) and any(capped)  # then these and the full cache treat sliding layers like all others
@@ -106,7 +112,7 @@ def calls(
     given = []
     for (view, name), columns in columns_by_kind.items():
         some = [every[j] for j in columns]
-        call = Call(model, texts, some, new, views[view], list(repeat), backend=name, **options)
+        call = Call(model, texts, some, new, views[view], asked, backend=name, seed=seed, **options)
         given.append((call, columns))
     return given
 
@@ -190,16 +196,26 @@ def _alike(rows: Rows, backend: str) -> dict[tuple[Any, ...], list[int]]:
 
 def conditions_by_prompt(conditions: Conditions, prompts: int) -> list[list[Condition]]:
     """The conditions of each prompt. Raises InputError for another number of lists than prompts."""
-    given: list[Any] = list(conditions)
+    given = _listed(conditions)
     if all(isinstance(c, Condition) for c in given):
         return [given] * prompts
-    if len(given) != prompts:
-        raise InputError(f"{len(given)} lists of conditions for {prompts} prompts: give one for each")
-    return [list(prompt_conditions) for prompt_conditions in given]
+    by_prompt = [_listed(prompt_conditions) for prompt_conditions in given]
+    for c in itertools.chain.from_iterable(by_prompt):
+        if not isinstance(c, Condition):
+            raise InputError(f"condition {c!r:.60}: give a kvrepro.Condition")
+    if len(by_prompt) != prompts:
+        raise InputError(f"{len(by_prompt)} lists of conditions for {prompts} prompts: give one for each")
+    return by_prompt
+
+
+def _listed(given: Any) -> list[Any]:
+    """Several as a list, and one alone in a list."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
 
 def new_tokens(given: int | Sequence[int], prompts: int) -> list[int]:
     """The most tokens of each prompt's answer. Raises InputError for another number of counts than prompts."""
+    given = pythonic(given)
     counts: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * prompts
     if len(counts) != prompts:
         raise InputError(f"{len(counts)} max_new_tokens for {prompts} prompts: give a number, or one for each")
@@ -308,12 +324,18 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: 
     config, n = model.config.get_text_config(), len(prompt)
     if n < 2:
         raise InputError(f"prompt of {n} tokens < 2: give a text to continue")
-    if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-        outside = min(prompt) if min(prompt) < 0 else max(prompt)
-        raise InputError(f"token id {outside} outside the model's vocabulary of {config.vocab_size}: other tokenizer?")
+    check_tokens(model, prompt)
     most = getattr(config, "max_position_embeddings", None)  # some families have no end
     if most is not None and n + max_new_tokens > most:
         raise InputError(f"{n} prompt + {max_new_tokens} new tokens > the model's {most} positions: shorten one")
+
+
+def check_tokens(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Raise InputError for a token id that the model does not have."""
+    size = model.config.get_text_config().vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        outside = min(ids) if min(ids) < 0 else max(ids)
+        raise InputError(f"token id {outside} outside the model's vocabulary of {size}: other tokenizer?")
 
 
 def _backends(
@@ -322,12 +344,12 @@ def _backends(
 ) -> list[str]:  # fmt: skip
     """The backend of each condition. Raises InputError for a condition that was given to the Triton backend and that it
     cannot compute: it never falls back."""
-    requested = [backend if isinstance(backend, str) else backend[c] for c in conditions]
+    requested: list[Any] = [backend.get(c) if isinstance(backend, Mapping) else backend for c in conditions]
     for name in requested:
         ensure(BACKENDS, backend=name)
     reasons: list[str | None] = [None] * len(requested)
-    if "auto" in requested:
-        reasons = obstacles(model, texts[0].ids if texts else [], conditions)
+    if "auto" in requested and texts:
+        reasons = obstacles(model, texts[0].ids, conditions)
     for name, c in zip(requested, conditions, strict=True):
         if name == "triton" and (why := obstacle(model, c, facts)):
             raise InputError(f"backend triton: {why} ({c.label}): use backend torch, or auto")

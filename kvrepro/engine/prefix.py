@@ -30,6 +30,7 @@ from kvrepro.engine.policy import budget_of, find
 from kvrepro.engine.regime import Offline
 from kvrepro.engine.rows import Rows
 from kvrepro.engine.shapes import PreTrainedModel
+from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError, first_line
 from kvrepro.paths import replaced
 
@@ -37,6 +38,7 @@ KIND = "kvrepro prefix 2"
 SUM = "sha256"  # of the rest of the file
 SAMPLED = 64  # numbers of each tensor that identify a model
 STATES = ("conv_states", "recurrent_states")  # of a recurrent layer, as Hugging Face's cache calls them
+APPLIED = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")  # of a layer with adapters (PEFT)
 PARTS = ("keys", "values", "positions", "offsets", "hidden")  # of a layer
 
 
@@ -107,25 +109,28 @@ class Prefix:
 @torch.inference_mode()
 def compress(
     model: PreTrainedModel, ids: Sequence[int], condition: Condition, *, repeat: Sequence[int] = (),
-    backend: str = "torch", seed: int = 0,
+    backend: str = "auto", seed: int = 0,
 ) -> Prefix:  # fmt: skip
     """Read `ids` and compress all of them by `condition`, in the regime `Offline()`.
 
     repeat, backend, seed: as in `generate`. Raises InputError for wrong input before anything is computed.
     """
-    text = Prompt(list(ids), {})
+    text = Prompt(ids, {})  # type: ignore[arg-type]
+    if not isinstance(condition, Condition):
+        raise InputError(f"condition {condition!r:.60}: give a kvrepro.Condition")
     if condition.regime != Offline() or condition.whitelist:
         raise InputError(f"{condition.label}: a prefix is compressed whole, in the regime Offline(), without spans")
     if condition.policy != "full" and not find(condition.policy).frees:
         raise InputError(f"{condition.policy} evicts nothing, so there is no compressed prefix: take another policy")
     [(call, _)] = calls(model, [text], [condition], [1], repeat, backend, seed=seed)
-    with installed(model):
+    with installed(call.model):
         [rows] = read(call, [0], [0])
-    return Prefix(text.ids, condition, identity(model), rows.cache, rows.logits)
+    return Prefix(text.ids, condition, identity(call.model), rows.cache, rows.logits)
 
 
 def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
     """The prefix in a file of `Prefix.save`, on the model's devices. Raises InputError for other files and models."""
+    model = usable(model)
     try:
         with safe_open(path, "pt") as file:
             metadata, names = file.metadata() or {}, file.keys()
@@ -187,17 +192,21 @@ def ensure_same(expected: str, model: PreTrainedModel) -> None:
     """Raise InputError if the model's `identity` is not the expected one."""
     if (actual := identity(model)) != expected:
         problem = f"the prefix was read by model {expected}, this one is {actual}"
-        raise InputError(f"{problem} (weights or dtype differ): compress it anew")
+        raise InputError(f"{problem} (weights, adapters or dtype differ): compress it anew")
 
 
 @torch.inference_mode()
 def identity(model: PreTrainedModel) -> str:
     """A hash of the model, 16 hex digits: of names, shapes and types of all parameters and buffers (rotations are among
-    these), and of 64 evenly spaced numbers of each. Fine-tuning or another dtype changes it, another device does not.
+    these), of 64 evenly spaced numbers of each, and of which adapters (PEFT) apply how strongly. Fine-tuning or another
+    dtype changes it, another device does not.
     """
     descriptions, sampled = [type(model).__name__], []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         descriptions.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
         at = torch.linspace(0, tensor.numel() - 1, min(SAMPLED, tensor.numel()), dtype=torch.float64).long()
         sampled.append(tensor.flatten()[at.to(tensor.device)].float().cpu())
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "disable_adapters", None), bool):  # a model has a method of that name
+            descriptions.append(f"{name} {[getattr(module, part, None) for part in APPLIED]}")
     return hashlib.sha256("\n".join(descriptions).encode() + torch.cat(sampled).numpy().tobytes()).hexdigest()[:16]

@@ -26,9 +26,7 @@ DEFAULT = "small-gqa"
 EMBEDDED = DATA / "models" / DEFAULT
 BESIDE = ("small-gqa-seed-0", "small-gqa-seed-2", "small-mha", "small-mqa", "small-sliding", "tiny-gqa")  # in a clone
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-PROBE = 16  # tokens
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers looks for them in this order
-DIFFERENT = {"float32": 1e-3}  # greatest |difference| / |logits| of the engine; 0.2 in types that round coarsely
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # fetched and checked before the weights
 READ = (*SMALL_FILES, "*.safetensors")
 LARGEST = 100_000_000  # bytes of a small file, at most: three times the largest tokenizer.json that we know
@@ -90,6 +88,8 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from kvrepro.engine.usable import usable
+
     logging.disable_progress_bar()
     try:
         tokenizer = _tokenizer(path)
@@ -115,7 +115,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_
         )
     network = (network if where == "balanced" else network.to(where)).eval().requires_grad_(False)
     _check_finite(name, network)
-    _check_engine(name, network)
+    usable(network)
     return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
 
 
@@ -235,37 +235,6 @@ def _stored_shapes(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
         except (SafetensorError, OSError, ValueError) as error:
             raise InputError(f"{name}: {file.name} is broken ({first_line(error)}): save or fetch it again") from None
     return shapes
-
-
-def _check_engine(name: str, network: Any) -> None:
-    """Raise InputError unless the engine, with every token kept, gives the model's own logits, both when it reads a
-    text as a whole and when it reads it in two parts."""
-    import torch
-
-    from kvrepro.engine import generate
-    from kvrepro.engine.condition import Condition
-    from kvrepro.engine.regime import Chunked
-
-    ids = [i % network.config.get_text_config().vocab_size for i in range(100, 100 + PROBE)]
-    seen: list[Any] = []
-    hook = network.register_forward_hook(lambda *arguments: seen.append(arguments[2].logits[0, -1].float()))
-    try:
-        with torch.inference_mode():
-            network(torch.tensor([ids], device=network.device), use_cache=False)
-        for c in (Condition(), Condition("streaming_llm", 1.0, Chunked(PROBE // 2))):
-            generate.generate(network, [ids], [c], max_new_tokens=1, stop_ids=())
-    except InputError:
-        raise
-    except Exception as error:  # of a family that nobody has tried
-        raise InputError(f"{name} does not run in the engine ({first_line(error)}): take another family") from error
-    finally:
-        hook.remove()
-    differences = [float((seen[i] - seen[0]).norm() / seen[0].norm()) for i in (1, -1)]
-    allowed = DIFFERENT.get(str(network.dtype).removeprefix("torch."), 0.2)
-    for difference, how in zip(differences, ("", " that reads in parts"), strict=True):
-        if not difference <= allowed:
-            what = f"gives other logits in an engine{how} ({100 * difference:.2g}% differ)"
-            raise InputError(f"{name} {what}: take a family of data/families.csv")
 
 
 def stop_ids(loaded: Loaded) -> frozenset[int]:

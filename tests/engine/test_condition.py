@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import fields, replace
 from itertools import combinations
 
+import numpy as np
 import pytest
 
 from kvrepro.engine.condition import Condition, Prompt
@@ -27,6 +28,15 @@ def in_all_ways(regime: type[Regime]) -> list[Regime]:
     single = [{f.name: value} for f in fields(regime) for value in OF_REGIMES[f.name]]
     pairs = [a | b for a, b in combinations(single, 2) if a.keys() != b.keys()]
     return [regime(**settings) for settings in [{}, *single, *pairs]]
+
+
+def test_a_budget_of_a_token_is_not_one_of_everything():
+    token, every = (replace(BASE, budget=budget) for budget in (1, 1.0))
+    assert token != every
+    assert {token: "token", every: "every"}[replace(BASE, budget=1.0)] == "every"
+    assert token == replace(BASE, budget=np.int64(1))
+    assert token.columns()["capacity"] == every.columns()["share"] == 1
+    assert token != "a text"
 
 
 def test_different_conditions_have_different_labels():

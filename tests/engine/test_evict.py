@@ -9,7 +9,16 @@ from observations import observation
 from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import EvictionJob, Prompts, allocated, guards, score_and_protect, select_tokens, selected
+from kvrepro.engine.evict import (
+    EvictionJob,
+    Prompts,
+    across,
+    allocated,
+    guards,
+    score_and_protect,
+    select_tokens,
+    selected,
+)
 from kvrepro.engine.evicting import EvictedCache
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import DecodeCap, PerStep, Prefill
@@ -23,6 +32,11 @@ def job(policy: Policy, parameters: dict, *budgets: int, tokens: int = 20, **set
     spans = [{"a": [2, 3]}] * len(budgets)
     prompts = Prompts(torch.arange(tokens).expand(len(budgets), -1), spans)
     return EvictionJob(conditions, policy, parameters, list(budgets), prompts)
+
+
+def test_scores_that_are_complex_are_refused():
+    with pytest.raises(InputError, match="scorer returned numbers of type torch.complex64, not torch.float32"):
+        score_and_protect(job(Policy("Mine", "me", lambda o: o.positions * 1j), {}, 10), observation(tokens=20))
 
 
 @pytest.mark.parametrize("score", [lambda o: o.positions.numpy(), lambda o: 1.0, lambda o: None])
@@ -46,6 +60,64 @@ def test_scores_that_are_no_tensor_are_refused_by_what_they_are(score):
 def test_what_a_policys_functions_return_wrongly_is_said_by_the_function(function, message):
     with pytest.raises(InputError, match=f"Mine's {message}"):
         select_tokens(job(Policy("Mine", "me", lambda o: o.positions, **function), {}, 10), observation(tokens=20))
+
+
+def _half_more(counts):
+    return (counts * 3) // 2
+
+
+ACROSS = {
+    "three": (lambda s, n: (s, n, n), "across returned tuple, not .scores, counts., two lists of 3 tensors each"),
+    "no lists": (lambda s, n: s[0], "across returned Tensor, not .scores, counts., two lists"),
+    "two layers": (lambda s, n: (s[:2], n), "across returned tuple, not .scores, counts., two lists"),
+    "a shape": (lambda s, n: ([x[..., 1:] for x in s], n), "across .scores. returned a tensor of shape"),
+    "complex": (lambda s, n: ([x * 1j for x in s], n), "across .scores. returned numbers of type torch.complex64"),
+    "none": (lambda s, n: ([None] * 3, n), "across .scores. returned NoneType"),
+    "floats": (lambda s, n: (s, [x.float() for x in n]), "across .counts. returned numbers .*not torch.int64"),
+    "over": (lambda s, n: (s, [_half_more(x) for x in n]), "counts sum to 90 tokens, more than 6 KV heads .* of 10:"),
+}
+
+
+@pytest.mark.parametrize("way", ACROSS)
+def test_what_a_policys_across_returns_wrongly_is_refused(way):
+    change, message = ACROSS[way]
+    own = Policy("Mine", "me", lambda o: o.positions, across=lambda scores, protected, budget: change(
+        scores, [budget[:, None].expand(s.shape[:2]) for s in scores]))  # fmt: skip
+    rows = job(own, {}, 10)
+    rows.pending = {n: observation(1, tokens=20, kv_heads=2, layer=n) for n in range(3)}
+    with pytest.raises(InputError, match=f"^Mine's {message}"):
+        across(rows)
+
+
+def test_an_across_may_say_it_once_for_all_heads_and_in_other_numbers():
+    own = Policy("Mine", "me", lambda o: o.positions, across=lambda scores, protected, budget: (
+        [-s[:, :1].double() for s in scores], [budget[:, None]] * len(scores)))  # fmt: skip
+    rows = job(own, {}, 10)
+    rows.pending = {n: observation(1, tokens=20, kv_heads=2, dead=2, layer=n) for n in range(3)}
+    for n, stays in across(rows).items():
+        o = rows.pending[n]
+        oldest = o.alive & (o.alive.cumsum(-1) <= 10)
+        assert torch.equal(stays[:, :1], oldest[:, :1])
+
+
+def test_a_policy_may_give_layers_and_heads_unequal_shares_of_its_budget_and_no_more():
+    def unequal(scores, protected, budget, o, more=0):
+        extra = (4, 0, -4)[o.layer] + more * (o.layer == 2)
+        return torch.stack([budget + 3 + extra, budget - 3 + extra], 1)
+
+    for dense, more, total in ((0, 0, None), (0, 1, 62), (1, 4, None), (1, 5, 42)):
+        parameters = {"more": more, "dense_layers": dense}
+        rows = job(Policy("Mine", "me", lambda o: o.positions, allocate=unequal), parameters, 10)
+        seen = [observation(1, tokens=20, kv_heads=2, layer=n) for n in range(3)]
+        assert [int(select_tokens(rows, o).sum()) for o in seen[:2]] == [28, 20]
+        if total is None:
+            assert int(select_tokens(rows, seen[2]).sum()) == 12 + 2 * more
+            continue
+        heads = 2 * (3 - dense)
+        with pytest.raises(
+            InputError, match=rf"^Mine's counts sum to {total} tokens, more than {heads} KV heads .* of 10"
+        ):
+            select_tokens(rows, seen[2])
 
 
 def test_what_is_the_same_for_all_heads_may_be_said_once():

@@ -1,12 +1,14 @@
 """Every regime against a slow transcription, against Hugging Face, and against itself, in nine architectures."""
 
 import gc
+import inspect
 import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conditions import flat, other
@@ -22,14 +24,17 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.evicting import evicting
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
+from kvrepro.engine.prefix import compress
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.engine.rows import Rows
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
+from kvrepro.experiment.settings import Settings
 from studies import calibrate
 
 WINDOW, CAP, NEW = 4, 16, 7
@@ -377,6 +382,62 @@ def test_calls_that_are_no_lists_of_prompts_are_refused():
         engine.generate(model, ["some text"], [Condition()], **FEW)
     with pytest.raises(InputError, match="budget '8' for lru: a whole number"):
         engine.generate(model, tiny_prompts(60), [Condition("lru", "8", SharedCap())], **FEW)
+
+
+ARGUMENTS = [
+    ({"conditions": ["snapkv"]}, "condition 'snapkv': give a kvrepro.Condition"),
+    ({"conditions": None}, "condition None: give a kvrepro.Condition"),
+    ({"prompts": None}, "prompts None: give a list of prompts"),
+    ({"prompts": [None]}, "prompt None: give a list of whole numbers"),
+    ({"prompts": [[3.7, 4.2, 5.0]]}, "prompt .3.7, 4.2, 5.0.: give a list of whole numbers"),
+    ({"stop_ids": None}, "stop_ids None: give a list of whole numbers"),
+    ({"stop_ids": [None]}, "stop_ids .None.: give a list of whole numbers"),
+    ({"stop_ids": "</s>"}, "stop_ids '</s>': give a list of whole numbers"),
+    ({"seed": None}, "seed None: a whole number"),
+    ({"seed": "7"}, "seed '7': a whole number"),
+    ({"repeat": "Repeat the context:"}, "repeat 'Repeat the context:': give a list of whole numbers"),
+    ({"repeat": [10**6]}, "token id 1000000 outside the model's vocabulary of 120"),
+    ({"backend": None}, "backend None: choose one of torch, triton, auto"),
+    ({"backend": {}}, "backend None: choose one of torch, triton, auto"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), ARGUMENTS)
+def test_arguments_of_a_wrong_kind_are_refused_in_one_line_before_the_model_runs(given, message, monkeypatch):
+    model = architecture("llama")
+    engine.generate(model, tiny_prompts(60), [Condition()], **FEW)  # compared with itself, once
+    monkeypatch.setattr(model, "forward", lambda *_, **__: pytest.fail("computed"))
+    usual = {"prompts": tiny_prompts(60), "conditions": [Condition("random", 20, Prefill())], "repeat": (7, 3), **FEW}
+    with pytest.raises(InputError, match=f"^{message}") as error:
+        engine.generate(model, **usual | given)
+    assert "\n" not in str(error.value)
+
+
+def test_arguments_whose_meaning_is_plain_are_taken():
+    model, [prompt] = architecture("llama"), tiny_prompts(60)
+    c = Condition("kv_zip", 20, Prefill())
+    usual = {"max_new_tokens": 4, "stop_ids": (), "repeat": (7, 3), "seed": 3}
+    [[expected]] = engine.generate(model, [prompt], [c], **usual)
+    plain = {"max_new_tokens": np.int64(4), "stop_ids": 119, "repeat": torch.tensor([7, 3]), "seed": np.int64(3)}
+    for prompts in ([prompt], torch.tensor([prompt]), np.array([prompt])):
+        [[answer]] = engine.generate(model, prompts, replace(c, budget=np.int64(20)), **plain)
+        assert (answer.tokens, answer.kept) == (expected.tokens, expected.kept)
+    [[answer]] = engine.generate(model, [prompt], [c], **usual | {"stop_ids": expected.tokens[1]})
+    assert answer.tokens == expected.tokens[:2]
+
+
+def test_a_token_and_everything_are_different_budgets_of_the_prompts_that_ask_for_them():
+    token, every = (Condition("streaming_llm", budget, Prefill(), switches=(("sinks", 0),)) for budget in (1, 1.0))
+    rows = engine.generate(architecture("llama"), tiny_prompts(60, 50), [[token, every], [every]], **FEW)
+    assert [[len(g.kept_positions) for g in row] for row in rows] == [[1, 60], [50]]
+
+
+def test_what_people_call_takes_kernels_where_they_agree_unless_told_otherwise():
+    for function in (engine.generate, evicting, compress):
+        assert inspect.signature(function).parameters["backend"].default == Settings().backend == "auto"
+    [[answer]] = engine.generate(architecture("llama"), tiny_prompts(60), [Condition()], **FEW)
+    assert answer.backend == "torch"  # on a CPU
+    assert engine.generate(architecture("llama"), [], [Condition()], **FEW) == []
 
 
 def repeated(model, ids, first):

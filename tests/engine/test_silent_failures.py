@@ -327,6 +327,28 @@ def test_scores_that_are_no_numbers_cost_the_rows_of_their_policy_alone(monkeypa
             assert all(isinstance(error, InputError) and "scores are NaN" in str(error) for error in row[1:])
 
 
+def half_more(scores, protected, budget):
+    return (budget[:, None].expand(scores.shape[:2]) * 3) // 2
+
+
+def half_more_across(scores, protected, budget):
+    return scores, [half_more(s, p, budget) for s, p in zip(scores, protected, strict=True)]
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("way", [{"allocate": half_more}, {"across": half_more_across}])
+def test_a_policy_that_keeps_more_than_its_budget_costs_its_own_rows(monkeypatch, way, regime):
+    monkeypatch.setitem(CATALOGUE, "greedy", Policy("Greedy", "a test", norm, **way))
+    conditions = [cut("k_norm", regime, reading="as_described"), cut("greedy", regime)]
+    prompts = tiny_prompts(60, 50)
+    for row, [healthy] in zip(
+        answers(prompts, conditions, errors="return"), answers(prompts, conditions[:1]), strict=True
+    ):
+        assert row[0].tokens == healthy.tokens
+        message = "Greedy's counts sum to 180 tokens, more than 6 KV heads of all layers x its budget of 20: lower them"
+        assert (type(row[1]), str(row[1])) == (InputError, message)
+
+
 def test_a_prefix_that_fails_gives_its_own_error(monkeypatch):
     def fails(o):
         raise ValueError(f"{int(o.seen[0])} tokens")

@@ -1,0 +1,137 @@
+"""A model is usable or refused in one line, whoever made it and in whatever mode it is."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import families
+import pytest
+import torch
+import transformers
+from optimum.quanto import freeze, qint8, quantize
+from tiny import model, prompts
+
+import kvrepro as kv
+from kvrepro.engine import usable
+from kvrepro.errors import InputError
+
+H2O = kv.Condition("h2o", 20, kv.Prefill())
+SHAPE = {k: v for k, v in families.SHAPE.items() if k != "head_dim"}
+
+
+def answered(network, condition=H2O):
+    """The tokens by `kv.generate`, and by the model's own `generate` inside `kv.evicting`."""
+    [ids] = prompts(60)
+    [[answer]] = kv.generate(network, [ids], [condition], max_new_tokens=6, stop_ids=())
+    with kv.evicting(network, condition):
+        own = network.generate(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, 60, dtype=torch.long),
+                               max_new_tokens=6, do_sample=False, eos_token_id=None)  # fmt: skip
+    return answer.tokens, own[0, 60:].tolist()
+
+
+def refused(network, message):
+    for use in (
+        lambda: kv.generate(network, prompts(60), [kv.Condition()], max_new_tokens=2, stop_ids=()),
+        lambda: kv.evicting(network, kv.Condition()).__enter__(),
+        lambda: kv.compress(network, prompts(60)[0], kv.Condition("tova", 0.3, kv.Offline())),
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            use()
+        assert "\n" not in str(error.value)
+
+
+def test_dropout_of_a_model_in_training_changes_nothing_and_the_mode_comes_back():
+    network = families.build("GPT-2", embd_pdrop=0.5, resid_pdrop=0.5)
+    expected = answered(network)
+    training = families.build("GPT-2", embd_pdrop=0.5, resid_pdrop=0.5).train()
+    training.transformer.h[1].eval()  # frozen by its owner
+    modes = [part.training for part in training.modules()]
+    assert expected == (expected[0],) * 2 == answered(training) == answered(training)
+    assert [part.training for part in training.modules()] == modes
+    assert len(set(modes)) == 2
+
+
+def test_a_family_that_computes_something_else_is_refused_each_time():
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(transformers.DiffLlamaConfig(**SHAPE)).eval()
+    for _ in range(2):
+        refused(network, r"^cannot evict from a diffllama model: it gives other logits in an engine.* \(.*% differ\)")
+
+
+def test_a_model_is_compared_once_and_let_go_afterwards():
+    network, texts, passes = model("llama"), prompts(60), []
+    network.register_forward_hook(lambda *_: passes.append(1))
+    counts = []
+    for _ in range(3):
+        passes.clear()
+        kv.generate(network, texts, [kv.Condition()], max_new_tokens=1, stop_ids=())
+        counts.append(len(passes))
+    assert counts == [4 + 1, 1, 1]  # its own logits, the engine's as a whole and in two parts
+    known = len(usable._agreed)
+    del network
+    gc.collect()
+    assert len(usable._agreed) < known
+
+
+def test_threads_that_share_a_new_model_wait_for_its_comparison():
+    network, texts = model("llama"), prompts(60, 50, 40, 30)
+    expected = [kv.generate(model("llama"), [t], [H2O], max_new_tokens=4, stop_ids=())[0][0].tokens for t in texts]
+    with ThreadPoolExecutor(4) as pool:
+        done = pool.map(lambda t: kv.generate(network, [t], [H2O], max_new_tokens=4, stop_ids=())[0][0].tokens, texts)
+    assert list(done) == expected
+
+
+@pytest.mark.parametrize("kind", ["Bart", "T5"])
+def test_a_model_with_an_encoder_is_refused(kind):
+    shape = {"d_model": 32, "vocab_size": 120, "decoder_start_token_id": 0}
+    more = {"Bart": {"encoder_layers": 1, "decoder_layers": 1}, "T5": {"num_layers": 1, "d_ff": 32}}[kind]
+    network = getattr(transformers, f"{kind}ForConditionalGeneration")(
+        getattr(transformers, f"{kind}Config")(**shape, **more)
+    )
+    refused(network, f"^cannot evict from a {kind.lower()} model: it has an encoder; take a family of")
+
+
+def test_offloaded_weights_are_refused_also_where_they_were_not_before():
+    """accelerate keeps what it offloads on the meta device."""
+    network = model("llama")
+    assert len(set(map(tuple, answered(network)))) == 1
+    network.model.layers[1].to("meta")
+    refused(network, r"weights are offloaded \(model.layers.1.self_attn.q_proj.weight for one\); load all of it onto")
+
+
+def test_quantised_weights_are_taken_where_they_can_be_read_and_else_refused():
+    network, [ids] = model("llama"), prompts(60)
+    quantize(network, weights=qint8)
+    freeze(network)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones(1, 60)}
+    expected = network.generate(input_ids=torch.tensor([ids]), **options)[0, 60:].tolist()
+    assert answered(network, kv.Condition()) == (expected, expected)
+    weighing = kv.Condition("critical_kv", 30, kv.Prefill(), switches=(("window", 8),))
+    with torch.no_grad():
+        dense = model("llama")
+        for name, part in dense.named_modules():
+            if isinstance(part, torch.nn.Linear):
+                part.weight.copy_(network.get_submodule(name).weight.dequantize())
+    assert answered(network, weighing) == answered(dense, weighing)
+    packed = torch.ao.quantization.quantize_dynamic(model("llama"), {torch.nn.Linear})
+    refused(packed, "^cannot evict from a llama model: its weights are quantised; take a family of")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: "small-gqa", "str"),
+        (lambda: None, "NoneType"),
+        (lambda: kv.load("tiny-gqa"), "Loaded"),
+        (lambda: model("llama").model, "LlamaModel"),
+        (lambda: transformers.LlamaForSequenceClassification(model("llama").config), "LlamaForSequenceClassification"),
+    ],
+)
+def test_what_is_no_causal_language_model_is_refused(make, kind):
+    refused(make(), f"^model of type {kind}: give a causal language model")
+
+
+@pytest.mark.parametrize("kind", ["PrefixTuning", "PromptTuning"])
+def test_virtual_tokens_are_refused(kind):
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    refused(peft.get_peft_model(model("llama"), config), "its adapter 'default' puts virtual tokens before a prompt")

@@ -1,9 +1,13 @@
-from kvrepro.chat import rendered
+import checkpoint
+import pytest
+
+from kvrepro.chat import answer_of, rendered, thinking, without_thinking
+from kvrepro.errors import InputError
 from kvrepro.experiment import models
 
 
 def test_a_template_that_writes_the_date_says_the_same_every_day():
-    tokenizer = models.load("tiny-gqa").tokenizer
+    tokenizer = models.tokenizer("tiny-gqa")
     tokenizer.chat_template = (
         "{{ strftime_now('%d %b %Y') }}: {% for m in messages %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %} Answer:{% endif %}"
@@ -11,3 +15,40 @@ def test_a_template_that_writes_the_date_says_the_same_every_day():
     turns = [{"role": "user", "content": "Who?"}]
     assert rendered(tokenizer, turns) == "26 Jul 2024: Who? Answer:"
     assert rendered(tokenizer, turns, answer=False) == "26 Jul 2024: Who?"
+
+
+def test_a_template_is_told_whether_to_think_and_one_without_the_switch_is_refused():
+    plain = models.tokenizer("tiny-gqa")
+    with pytest.raises(InputError, match="enable_thinking False: the chat template of .* has no such switch"):
+        thinking(plain, False)
+    with pytest.raises(InputError, match="enable_thinking 'no': True or False"):
+        thinking(plain, "no")
+    plain.chat_template = "Answer{% if enable_thinking is defined %} {{ enable_thinking }}{% endif %}:"
+    turns = [{"role": "user", "content": "Who?"}]
+    told = [rendered(thinking(plain, enable), turns) for enable in (None, True, False)]
+    assert told == ["Answer:", "Answer True:", "Answer False:"]
+    assert rendered(thinking(thinking(plain, True), None), turns) == "Answer True:"
+
+
+@pytest.mark.parametrize(("text", "answer", "thought"), [
+    ("tea", "tea", None),
+    ("<think>\nIt says tea.\n</think>\n\ntea", "\n\ntea", "\nIt says tea.\n"),
+    ("It says tea.</think>tea", "tea", "It says tea."),  # the prompt opened the block
+    ("<think>It says", "", "It says"),
+    ("<think></think>tea", "tea", ""),
+    ("I <b>think</b> tea", "I <b>think</b> tea", None),
+])  # fmt: skip
+def test_an_answer_is_what_follows_the_thinking(text, answer, thought):
+    assert without_thinking(text) == (answer, thought)
+
+
+def test_a_block_that_the_prompt_opens_and_nobody_closes_holds_no_answer():
+    tokenizer = checkpoint.tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])
+    prompt, closed, output = (
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in ("the door <think>\n", "the door <think> </think>\n", "the door")
+    )
+    said = tokenizer.decode(output)
+    assert answer_of(tokenizer, output, prompt) == ("", said)
+    assert answer_of(tokenizer, output, closed) == answer_of(tokenizer, output) == (said, None)

@@ -133,6 +133,21 @@ def test_printed_items_are_a_file_of_items(call, tmp_path):
     assert call("items", "tinyworld:needel")[2].startswith("unknown tinyworld task 'needel'")
 
 
+def test_items_can_be_read_again_whatever_encoding_they_are_printed_in(tmp_path):
+    (tmp_path / "ship.jsonl").write_text(
+        '{"id": "é\U0001f6a2", "context": "c", "question": "q?", "answer": "tea"}\n', "utf-8"
+    )
+    command = [sys.executable, "-m", "kvrepro", "items", str(tmp_path / "ship.jsonl")]
+    printed = [
+        subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": name}, capture_output=True, check=True).stdout
+        for name in ("utf-8", "cp1252")
+    ]
+    (tmp_path / "printed.jsonl").write_bytes(printed[1])
+    assert printed[1].isascii()
+    assert "\U0001f6a2" in printed[0].decode()
+    assert data.load_items(str(tmp_path / "printed.jsonl")) == data.load_items(str(tmp_path / "ship.jsonl"))
+
+
 def test_printed_items_of_ruler_are_made_for_a_model(call, tmp_path):
     code, out, _ = call("items", "ruler:vt", "-n", "2", "--tokens", "900", "-m", "tiny-gqa")
     (tmp_path / "vt.jsonl").write_text(out)

@@ -48,6 +48,32 @@ def test_a_signal_is_one_line_and_its_exit_code(number):
     assert process.returncode == 128 + number
 
 
+PRINTS = """import sys, typer
+from kvrepro.errors import program
+app = typer.Typer()
+@app.command()
+def main():
+    print("tea \\U0001f6a2")
+program(app, "prints", [])"""
+
+
+@pytest.mark.parametrize(("before", "after", "encoding", "code", "printed"), [
+    ("", "", "utf-8", 0, "tea \U0001f6a2\n"),
+    ("", "", "cp1252", 0, "tea \\U0001f6a2\n"),
+    ("", ">&-", "utf-8", 0, ""),
+    ("", ">&- 2>&-", "utf-8", 0, ""),
+    ("", "< /dev/null | exec true", "utf-8", 0, ""),
+    ("-OO", "", "utf-8", 2, "python -OO drops the texts that kvrepro prints: start it without -OO\n"),
+])  # fmt: skip
+def test_unusual_streams_end_in_text_and_never_in_a_traceback(before, after, encoding, code, printed):
+    command = f'"$0" {before} -c "$1" {after}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, PRINTS], capture_output=True, text=True, encoding="utf-8",
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout + done.stderr) == (code, printed)
+
+
 def test_what_ignores_a_closed_terminal_goes_on():
     process = started(ignored=[signal.SIGHUP], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == "begun\n"

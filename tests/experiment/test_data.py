@@ -122,6 +122,11 @@ ROW = {"messages": [{"role": "user", "content": "Q"}], "answer": "A"}
         json.dumps(ROW | {"metric": "bleu"}),
         json.dumps(ROW | {"metric": "classification"}),
         json.dumps(ROW | {"id": "bad-000"}),
+        json.dumps(ROW | {"answer": ["tea", " "]}),
+        json.dumps(ROW | {"meta": {"answers": ["A", ""]}}),
+        json.dumps(ROW | {"answer": '["tea", "black tea"]'}),
+        json.dumps(ROW | {"answer": " ['tea'] "}),
+        json.dumps(ROW | {"papers": "yes"}),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path, line):
@@ -273,6 +278,20 @@ def test_the_page_s_example_is_read(tmp_path):
     assert TOKENIZER.decode([prompt.ids[p] for p in prompt.spans["question"]]).strip() == "Which door is open?"
     for metric in measure.METRICS:
         assert f"`{metric}`" in page
+
+
+def test_an_answer_that_only_looks_like_a_list_is_a_text(tmp_path):
+    answers = ["[1, 2]", "[tea]", "{[]: 1}", ["['a']"]]
+    rows = [{"context": "C", "question": "Q", "answer": answer} for answer in answers]
+    read = data.load_items(jsonl(tmp_path / "one.jsonl", *rows))
+    assert [item.answer for item in read] == [*answers[:3], "['a']"]
+
+
+def test_a_file_is_a_readers_own_and_printed_items_say_whose_they_are(tmp_path):
+    [own] = data.load_items(jsonl(tmp_path / "own.jsonl", {"context": "C", "question": "Q", "answer": "A"}))
+    [made] = data.load_items("tinyworld:needle", 1, tokens=300)
+    assert (own.papers, made.papers) == (False, True)
+    assert data.load_items(jsonl(tmp_path / "made.jsonl", asdict(made))) == [made]
 
 
 def test_text_that_is_not_utf8_is_one_line(tmp_path):

@@ -60,6 +60,45 @@ def test_repetition_closed_forms():
     assert measure.repetition_4gram("A b C d a B c D") == pytest.approx(1 / 5)
 
 
+IN_ANY_SCRIPT = [  # equal answers, written otherwise
+    ("Cafe\u0301 Mu\u0308ller", "Café Müller"), ("北京市。", "北京市"), ("“tea”", "tea"), ("ship’s tea", "ship's tea"),
+    ("te\u200ba\u00ad", "tea"), ("Красная дверь", "красная дверь!"), ("الباب الأحمر؟", "الباب الأحمر"),
+    ("ＴＥＡ", "tea"), ("लाल दरवाज़ा।", "लाल दरवाज़ा"), ("می\u200cخواهم", "میخواهم"), ("ประตูแดง", "ประตูแดง"),
+    ("<think>\nSo: red\n</think>\n\ntea", "tea"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prediction", "answer"), IN_ANY_SCRIPT)
+def test_a_right_answer_counts_in_any_script(prediction, answer):
+    for same in (measure.token_f1, measure.token_f1_longbench, measure.exact_match, measure.rouge_l):
+        assert same(prediction, answer) == same(answer, ["wrong", prediction]) == 1.0
+        assert same(prediction, "другое") == 0.0
+
+
+def test_characters_of_scripts_without_spaces_are_words():
+    scores = measure.all_measures("答案是北京市", "北京市")  # all three of the answer's are among six
+    assert scores["token_f1"] == scores["rouge_l"] == pytest.approx(2 * (3 / 6) / (3 / 6 + 1))
+    assert (scores["exact_match"], scores["first_right"]) == (0.0, 0.0)
+    assert measure.all_measures("北方", "北京市")["first_right"] == 1.0
+    assert measure.all_measures("红" * 8, "红")["repetition_4gram"] == pytest.approx(4 / 5)
+    assert measure.rouge_l("красная дверь", "дверь") == pytest.approx(2 * 0.5 / 1.5)
+
+
+def test_the_papers_measures_stay_what_they_were():
+    """Other punctuation than ASCII's belongs to a word, and ROUGE sees ASCII letters alone."""
+    papers = measure.all_measures("“tea” дверь", "tea дверь", papers=True)
+    assert (papers["token_f1"], papers["exact_match"], papers["rouge_l"]) == (0.5, 0.0, 1.0)
+    assert measure.rouge_l("дверь", "дверь", papers=True) == 0.0
+    assert measure.official("“tea”", "tea", {"metric": "qa_f1"})["official"] == 0.0
+
+
+@given(*[st.text(st.characters(max_codepoint=127), max_size=60)] * 3)
+def test_on_ascii_text_the_papers_measures_and_ours_are_the_same(prediction, first, second):
+    ours, papers = (measure.all_measures(prediction, [first, second], flag) for flag in (False, True))
+    assert ours == pytest.approx(papers, rel=0, abs=0, nan_ok=True)
+    assert measure.rouge_l_recall(prediction, first) == measure.rouge_l_recall(prediction, first, papers=True)
+
+
 def test_several_references_count_the_best():
     references = ["no", "the red door"]
     assert measure.token_f1("red door", references) == measure.token_f1("red door", "the red door")

@@ -1,6 +1,7 @@
 """The run, against an engine that answers from a table; the real engine joins in test_real_input and test_workers."""
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -27,7 +28,7 @@ from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
-from kvrepro.experiment import answers, data, fingerprint, models, progress, run, settings, store
+from kvrepro.experiment import answers, data, fingerprint, models, progress, run, settings, store, workers
 from kvrepro.experiment.data import Item
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
 from kvrepro.experiment.table import COLUMNS
@@ -154,8 +155,104 @@ def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
     fake.calls.clear()
     go(loaded, tmp_path, items=ITEMS[:1])
     assert fake.calls == [(1, CONDITIONS)]
-    rows = 6 if what in ("max_new_tokens", "switches") else 3  # another configuration stands beside, a stale row goes
+    rows = 3 if what == "engine_hash" else 6  # what other code decided goes, all else stands beside
     assert len(store.read(tmp_path / "doors" / "main.parquet")) == rows
+
+
+def test_checkpoints_of_one_name_and_items_of_one_id_keep_their_rows(loaded, fake, tmp_path):
+    """Two folders checkpoint-500, and two files that both number their items."""
+    other = [replace(item, messages=({"role": "user", "content": "Which gate?"},)) for item in ITEMS[:1]]
+    runs = [(loaded, ITEMS[:1]), (replace(loaded, hash="another"), ITEMS[:1]), (loaded, other)]
+    first = [go(model, tmp_path, items=items) for model, items in runs]
+    fake.calls.clear()
+    for rows, (model, items) in zip(first, runs, strict=True):
+        pd.testing.assert_frame_equal(go(model, tmp_path, items=items), rows)
+    assert not fake.calls
+    stored = store.read(tmp_path / "doors" / "main.parquet")
+    assert stored.groupby(["model_hash", "data_hash"]).size().tolist() == [3, 3, 3]
+
+
+def test_readers_own_items_are_scored_in_any_script_and_a_papers_as_the_paper_does(loaded, fake, tmp_path):
+    item = replace(ITEMS[0], answer="the red door。")
+    own, papers = (go(loaded, tmp_path, items=[replace(item, papers=flag)]) for flag in (False, True))
+    assert (own.token_f1.tolist(), own.rouge_l.tolist(), own.any_script.tolist()) == ([1.0] * 3, [1.0] * 3, [True] * 3)
+    assert papers.token_f1.tolist() == pytest.approx([2 / 3] * 3)  # "door。" is another word there
+    assert papers.any_script.isna().all()
+    assert not {*own.key} & {*papers.key}
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"answer": " "}, r"item item-0: answers \[' '\]: give texts that are not empty"),
+    ({"answer": None}, r"item item-0: answers \[None\]"),
+    ({"meta": {"answers": ["tea", ""]}}, r"item item-0: answers \['tea', ''\]"),
+    ({"messages": ({"role": "user", "content": None},)}, "item item-0: messages are .*None.*: give {role, content}"),
+])  # fmt: skip
+def test_items_made_in_python_are_refused_as_those_of_a_file(loaded, fake, tmp_path, change, words):
+    with pytest.raises(InputError, match=words):
+        go(loaded, tmp_path, items=[replace(ITEMS[0], **change)])
+    assert not fake.calls
+
+
+# ---- models that think before they answer
+
+
+@pytest.fixture
+def thinker(loaded):
+    """`loaded`, whose template opens no block if it is told not to think, as Qwen3's does by an empty one."""
+    switch = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    tokenizer = copy.copy(loaded.tokenizer)
+    tokenizer.chat_template = loaded.tokenizer.chat_template + switch
+    return replace(loaded, tokenizer=tokenizer)
+
+
+def test_thinking_is_part_of_what_is_asked_wherever_it_is_said(thinker, fake, tmp_path):
+    usual = go(thinker, tmp_path, items=ITEMS[:1])
+    off = go(thinker, tmp_path, items=ITEMS[:1], enable_thinking=False)
+    on = go(thinker, tmp_path, items=ITEMS[:1], enable_thinking=True)
+    assert usual.enable_thinking.isna().all()
+    assert (off.enable_thinking.tolist(), on.enable_thinking.tolist()) == ([False] * 3, [True] * 3)
+    assert len({*usual.key, *off.key, *on.key}) == 9
+    prompt = data.build_prompt(ITEMS[0], thinker.tokenizer, 200, enable_thinking=False)
+    assert len(prompt.ids) == off.prompt_tokens[0] > usual.prompt_tokens[0] == on.prompt_tokens[0]
+    fake.calls.clear()
+    assert list(go(thinker.thinking(False), tmp_path, items=ITEMS[:1]).key) == list(off.key)
+    assert list(go(thinker, tmp_path, items=ITEMS[:1]).key) == list(usual.key)
+    assert not fake.calls
+    assert len(store.read(tmp_path / "doors" / "main.parquet")) == 9
+    assert workers.recipe_of(thinker.thinking(False))[4] is False
+
+
+def test_a_model_without_the_switch_is_refused_before_anything_is_computed(loaded, fake, tmp_path):
+    with pytest.raises(InputError, match="enable_thinking True: the chat template of .* has no such switch"):
+        go(loaded, tmp_path, enable_thinking=True)
+    with pytest.raises(InputError, match="no such switch"):
+        models.load("tiny-gqa", enable_thinking=False)
+    assert not fake.calls
+
+
+def test_what_is_computed_per_item_is_told_too(thinker, tmp_path):
+    def asked(loaded, item):
+        return pd.DataFrame({"tokens": [len(data.build_prompt(item, loaded.tokenizer, 200).ids)]})
+
+    study = PerItem("c", "n", ITEMS[:1], asked)
+    usual, off, again = (
+        run.run(study, thinker, Settings(tmp_path, progress=False, enable_thinking=enable)).tokens[0]
+        for enable in (None, False, None)
+    )
+    assert off > usual == again
+
+
+def test_a_thinking_block_is_no_answer_and_one_that_never_ends_is_said(loaded, fake, tmp_path, capsys):
+    fake.answer = loaded.tokenizer("<think>\nblue?\n</think>\n\nthe red door")["input_ids"]
+    rows = go(loaded, tmp_path, items=ITEMS[:2])
+    assert {*rows.prediction} == {"the red door"}
+    assert {*rows.thought} == {"\nblue?\n"}
+    assert rows.token_f1.tolist() == [1.0] * 6
+    assert "think" not in capsys.readouterr().out
+    fake.answer = loaded.tokenizer("<think>\nthe red door")["input_ids"]
+    rows = go(loaded, tmp_path, items=ITEMS[2:3])
+    assert (rows.prediction.tolist(), rows.token_f1.tolist()) == ([""] * 3, [0.0] * 3)
+    assert "doors/main: 3 of 3 outputs ended within their <think> block" in capsys.readouterr().out
 
 
 def test_the_key_hashes_what_decides_a_row(loaded, fake, tmp_path):
@@ -501,8 +598,8 @@ def test_more_workers_than_cores_promise_no_more_speed(loaded, fake, tmp_path, m
     monkeypatch.setattr(run.workers, "default_workers", lambda loaded: 2)
     processes = []
     monkeypatch.setattr(run, "send", lambda **message: processes.append(message["processes"]))
-    for workers, where in ((1, "local"), (2, "local"), (1000, "local"), (7, "ray")):
-        go(loaded, tmp_path, dry_run=True, workers=workers, engine=where)
+    for count, where in ((1, "local"), (2, "local"), (1000, "local"), (7, "ray")):
+        go(loaded, tmp_path, dry_run=True, workers=count, engine=where)
     assert processes == [1, 2, 2, 7]
 
 

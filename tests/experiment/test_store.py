@@ -49,6 +49,30 @@ def test_a_stale_row_is_replaced_and_lost_only_then(tmp_path):
     assert frame["engine_hash"]["b"] == "e2"
 
 
+def test_rows_of_another_checkpoint_or_other_data_stay_and_pages_take_the_newest(tmp_path):
+    first = row("a", 0.1) | {"model_hash": "m1", "data_hash": "d1", "key": "1"}
+    second = first | {"model_hash": "m2", "key": "2", "token_f1": 0.2}
+    third = second | {"data_hash": "d2", "key": "3", "token_f1": 0.3}
+    other = first | {"item": "b", "key": "4", "token_f1": 0.4}  # of the first checkpoint alone
+    named = first | {"model": "n", "key": "5", "token_f1": 0.5}
+    longer = third | {
+        "data_hash": "d3",
+        "limit": 900,
+        "key": "6",
+        "token_f1": 0.6,
+    }  # cut elsewhere: a prompt of its own
+    every = [first, other, second, third, named, longer]
+    with Store(tmp_path, "c", "n") as table:
+        for one in every:
+            table.add([one])
+        assert table.missing(store.identities_of(every)) == []
+        assert table.frame(store.identities_of([first])).token_f1.tolist() == [0.1]
+    rows = store.read(table.table)
+    assert rows.token_f1.tolist() == [0.1, 0.4, 0.2, 0.3, 0.5, 0.6]
+    assert store.read(table.table, where={"model_hash": "m1", "model": "m"}).token_f1.tolist() == [0.1, 0.4]
+    assert store.newest(rows).token_f1.tolist() == [0.3, 0.5, 0.6]
+
+
 def test_a_failed_row_is_tried_again(tmp_path):
     with Store(tmp_path, "c", "n") as table:
         table.add([row("a", error="RuntimeError: no memory")])

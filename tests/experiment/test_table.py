@@ -62,13 +62,31 @@ def test_a_table_of_version_1_is_read_and_written_again_as_this_version(tmp_path
         table.add([row("c", 0.5), row("a", 0.6, engine="e2")])
     [file] = files_of(path)
     assert file.sealed
-    assert file.label[b"kvrepro"] == b"results 2"
+    assert file.label[b"kvrepro"] == b"results 3"
     assert store.read(path).set_index("item").token_f1.to_dict() == {"b": 0.3, "d": 0.4, "c": 0.5, "a": 0.6}
+
+
+def test_a_table_of_version_2_is_asked_by_the_hashes_of_model_and_data_too(tmp_path):
+    """Version 2 hashed names alone into `asked`, which is computed anew; its files were sealed."""
+    of = [row(i, i / 10) | {"model_hash": f"m{i}", "data_hash": "d", "key": f"k{i}"} for i in range(2)]
+    old = pa.Table.from_pylist(of, schema=FILED.with_metadata({b"kvrepro": b"results 2"}))
+    old = old.drop_columns(["enable_thinking", "thought", "any_script"])  # which it did not have
+    old = old.set_column(old.schema.get_field_index("asked"), "asked", pa.array([1, 2]))
+    path = tmp_path / "c" / "n.parquet"
+    path.parent.mkdir()
+    sealed.write(old, path)
+    with Store(tmp_path, "c", "n") as table:
+        assert table.missing(store.identities_of([*of, of[0] | {"model_hash": "m2", "key": "k2"}])) == ["k2"]
+        table.add([of[0] | {"token_f1": 0.7}])
+    assert store.read(path).set_index("key").token_f1.to_dict() == {"k0": 0.7, "k1": 0.1}
+    pq.write_table(old, path)
+    with pytest.raises(InputError, match="is not a results table of this version"):
+        Store(tmp_path, "c", "n")
 
 
 def test_a_later_version_is_refused_in_one_line(tmp_path):
     (tmp_path / "c").mkdir()
-    later = FILED.with_metadata({b"kvrepro": b"results 3"}).append(pa.field("new", pa.string()))
+    later = FILED.with_metadata({b"kvrepro": b"results 4"}).append(pa.field("new", pa.string()))
     sealed.write(later.empty_table(), tmp_path / "c" / "n.parquet")
     with pytest.raises(InputError, match=r"^\S+n.parquet was written by a later version of kvrepro: .*$"):
         Store(tmp_path, "c", "n")
@@ -77,7 +95,7 @@ def test_a_later_version_is_refused_in_one_line(tmp_path):
 @pytest.mark.parametrize("folded", [b"xx", b"5", b"null"])
 def test_a_table_that_took_the_place_of_nonsense_is_refused_in_one_line(tmp_path, folded):
     (tmp_path / "c").mkdir()
-    schema = FILED.with_metadata({b"kvrepro": b"results 2", b"folded": folded})
+    schema = FILED.with_metadata({b"kvrepro": b"results 3", b"folded": folded})
     sealed.write(schema.empty_table(), tmp_path / "c" / "n.parquet")
     with pytest.raises(InputError, match=r"^\S+n.parquet does not say which files it took the place of: .*$"):
         Store(tmp_path, "c", "n")

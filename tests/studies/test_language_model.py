@@ -10,7 +10,8 @@ from studies import family, language_model
 
 ROW = {"item": "a", "policy": "lru", "reading": "as_run", "capacity": 128, "share": None, "prefix": 0.1, "suffix": 0.1,
        "token_f1": 0.5, "official": None, "prediction": "", "error": None, "backend": "triton", "model": "m",
-       "processor": "GPU", "dtype": "float32", "torch": "2", "name": "main",
+       "processor": "GPU", "dtype": "float32", "torch": "2", "name": "main", "model_hash": "h", "data_hash": "d",
+       "limit": 400, "max_new_tokens": 8,
        "prompt_tokens": 100, "cut": 0}  # fmt: skip
 
 
@@ -59,6 +60,14 @@ def test_the_tables_of_a_run_are_its_verdicts_what_it_computed_and_mean_scores(f
         "gain_low",
         "gain_high",
     }  # item c is not in it
+
+
+def test_answers_to_an_earlier_form_of_the_items_do_not_count(folder):
+    file = folder / "m-0" / "protection" / "main.parquet"
+    rows = pd.read_parquet(file)
+    earlier = rows.assign(token_f1=0.0, official=0.0, data_hash="earlier", key=range(100, 100 + len(rows)))
+    pd.concat([earlier, rows]).to_parquet(file)
+    assert language_model.collected([folder])[1].score.tolist() == pytest.approx([0.7])
 
 
 def test_two_runs_of_a_chapter_on_the_same_items_are_refused(folder):

@@ -37,6 +37,14 @@ def test_rows_know_the_cell_that_they_belong_to(tmp_path):
     assert set(rows.bytes_kept) == {10.0}
 
 
+def test_rows_of_an_earlier_checkpoint_of_that_name_are_left_out(tmp_path):
+    columns = {"model": "m", "item": "i", "task": "t", "bytes_full": 100} | kv.Condition().columns()
+    with Store(tmp_path, "synthesis", "grid") as written:
+        for number, name in enumerate(["old", "new"]):
+            written.add([columns | {"key": name, "model_hash": name, "token_f1": float(number), "note": NOTE}])
+    assert stored.rows(tmp_path).token_f1.tolist() == [1.0]
+
+
 def test_a_row_that_failed_says_nothing_of_who_stayed(tmp_path):
     columns = {"model": "m", "task": "t", "bytes_full": 100} | kv.Condition("snapkv", 0.1, kv.Prefill()).columns()
     with Store(tmp_path, "synthesis", "grid") as written:

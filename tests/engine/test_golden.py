@@ -4,6 +4,8 @@ Sums differ in their last bits between processors, so single tokens at the edge 
 differ; counts may not.
 """
 
+import os
+
 import golden
 import numpy as np
 import pandas as pd
@@ -40,6 +42,7 @@ def test_every_policy_keeps_what_it_kept(regime):
     ensure_equal(got)
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the model is on the CPU")
 @pytest.mark.parametrize("regime", ["prefill", "decode cap"])
 def test_kernels_keep_what_plain_pytorch_keeps(regime):
     got = golden.compute("auto", INTERPRETED, {regime})

@@ -188,7 +188,7 @@ def items(
         )
     with contextlib.redirect_stdout(sys.stderr):  # remarks on items do not belong among their lines
         sample = data.load_items(name, n_items, seed, tokens, None if model is None else models.tokenizer(model))
-    ascii_only = sys.stdout.encoding.lower().replace("-", "") != "utf8"
+    ascii_only = (sys.stdout.encoding or "utf-8").lower().replace("-", "") != "utf8"
     for item in sample:
         print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=ascii_only))
 

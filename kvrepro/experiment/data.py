@@ -346,7 +346,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _item(row: dict[str, Any], identity: str, papers: bool) -> Item:
+def _item(row: dict[str, Any], identity: str, papers: bool = False) -> Item:
     """The item of a .jsonl file's row; its id is `identity` where the row has none. papers: unless the row says it."""
     if unknown := next((key for key in row if key not in FIELDS), None):
         raise ValueError(f"unknown field {unknown!r}{suggestion(unknown, FIELDS)}; anything else goes into meta")

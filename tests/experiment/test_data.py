@@ -158,7 +158,7 @@ def spans(*changes):
         ({"metric": "classification", "all_classes": ["B"]}, "answer 'A' is none of all_classes"),
         ({"metric": "classification", "all_classes": [1]}, "metric 'classification' needs all_classes"),
         ({"meta": {"metric": "classification", "classes": [1]}}, "meta: classes is [1], not a list of texts"),
-        ({"answer": " \n"}, r"answer is ' \n', which nothing equals"),
+        ({"answer": " \n"}, r"answer is ' \n': give texts that are not empty"),
         (
             {"metric": "retrieval"},
             "answer 'A': metric 'retrieval' takes the name of a paragraph, such as 'Paragraph 3'",
@@ -167,7 +167,7 @@ def spans(*changes):
         ({"metric": "qa_f1", "answer": "The."}, "answer 'The.' scores 0 by metric 'qa_f1' even where"),
         ({"metric": "code_similarity", "answer": "# one"}, "answer '# one' scores 0 by metric 'code_similarity'"),
         ({"metric": "count", "answer": " 3"}, "answer ' 3': metric 'count' takes a number in digits"),
-        ({"meta": {"metric": "ruler_all", "answers": ["A", ""]}}, "answer '': metric 'ruler_all' takes a text"),
+        ({"meta": {"metric": "ruler_all", "answers": ["A", ""]}}, "answer is '': give texts that are not empty"),
         ({"meta": {"answers": ["B", "C"]}}, "answer 'A' beside meta's answers, which count instead"),
         ({"id": True}, "id is True, not a text"),
         ({"task": False}, "task is False, not a text"),

@@ -660,7 +660,7 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
         ({"conditions": []}, "5 items x 0 conditions"),
         ({"items": []}, "0 items x 3 conditions"),
         ({"items": [ITEMS[0], ITEMS[0]]}, "2 items share 1 ids"),
-        ({"items": [*ITEMS, Item("blank", "t", ({"role": "user", "content": " "},), "")]}, "item blank is empty"),
+        ({"items": [*ITEMS, Item("blank", "t", ({"role": "user", "content": " "},), "x")]}, "item blank is empty"),
         ({"items": [*ITEMS, LONG]}, "item long has .* > limit 248"),
         ({"limit": 250}, "limit 250 . 8 new tokens > context 256"),
         ({"results": 5}, "results is 5: give the name of a folder"),

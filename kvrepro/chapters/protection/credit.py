@@ -282,7 +282,8 @@ def main(
 
     def f1(tokens: list[list[int]]) -> float:
         texts = [loaded.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
-        return round(sum(token_f1(text, item.answer) for text, item in zip(texts, drawn, strict=True)) / len(texts), 4)
+        scores = [token_f1(text, item.answer, item.papers) for text, item in zip(texts, drawn, strict=True)]
+        return round(sum(scores) / len(scores), 4)
 
     ours = [answer.generation.tokens for answer in answers]
     facts = {"model": loaded.hash, "items": items, "n": n, "tokens": tokens, "capacity": capacity, "guard": guard,

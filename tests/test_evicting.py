@@ -20,6 +20,7 @@ from kvrepro.engine import decode
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.prefix import digest
+from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
 
 NEW = 12
@@ -342,7 +343,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_served_is_refused_in_one_line_before_the_model_runs(message, monkeypatch):
-    network, texts = architecture("llama"), prompts(70)
+    network, texts = usable(architecture("llama")), prompts(70)
     monkeypatch.setattr(network.model, "forward", lambda *_, **__: pytest.fail("computed"))
     with kv.evicting(network, CONDITIONS["prefill"]), pytest.raises(InputError, match=message) as error:
         written(network, texts, **REFUSED[message])

@@ -21,7 +21,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if isinstance(self.ids, str | list) and any(isinstance(i, str) for i in self.ids[:1]):
-            raise InputError(f"prompt {''.join(self.ids)[:40]!r} is text: give token ids, tokenizer.encode(...)")
+            raise InputError(f"prompt {''.join(self.ids)[:40]!r} is text: give token ids, tokenizer.encode(...)")  # type: ignore[arg-type]
         object.__setattr__(self, "ids", whole_numbers("prompt", self.ids))
         for name, where in [*self.spans.items(), *((name, [at]) for name, at in self.turns.items())]:
             if where and not 0 <= min(where) <= max(where) < len(self.ids):

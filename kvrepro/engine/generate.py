@@ -31,14 +31,14 @@ ERRORS = ("raise", "return")
 USUAL_ROWS, MOST_ROWS = 128, 2048  # rows that decode together, on a CPU and on a GPU
 CPU_ROOM = float(2**31)  # bytes of caches that wait to decode
 MOST_PROMPTS, PASS_TOKENS = 64, 2**16  # prompts and tokens that pass through the model together on a GPU
-Conditions: TypeAlias = Condition | Sequence[Condition] | Sequence[Sequence[Condition]]  # the last: a list per prompt
+Conditions: TypeAlias = Sequence[Condition] | Sequence[Sequence[Condition]]  # for all prompts, or a list for each
 
 
 @torch.inference_mode()
 def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int] | Prompt],
-    conditions: Conditions,
+    conditions: Condition | Conditions,
     *,
     max_new_tokens: int | Sequence[int],
     stop_ids: Collection[int] | int,
@@ -73,6 +73,7 @@ def generate(
     ensure(ERRORS, errors=errors)
     stops = whole_numbers("stop_ids", stop_ids)
     texts = [p if isinstance(p, Prompt) else Prompt(p, {}) for p in prompts]  # type: ignore[arg-type]
+    conditions = [conditions] if isinstance(conditions, Condition) else conditions
     _, wanted = _columns(conditions, len(texts))
     options = {"kept_sets": kept_sets, "isolate": errors == "return"}
     answers: dict[Tag, Generation | Exception] = {}

@@ -32,6 +32,7 @@ from kvrepro.engine.policy import Policy
 from kvrepro.engine.prefix import compress
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.engine.rows import Rows
+from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment.settings import Settings
@@ -404,8 +405,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize(("given", "message"), ARGUMENTS)
 def test_arguments_of_a_wrong_kind_are_refused_in_one_line_before_the_model_runs(given, message, monkeypatch):
-    model = architecture("llama")
-    engine.generate(model, tiny_prompts(60), [Condition()], **FEW)  # compared with itself, once
+    model = usable(architecture("llama"))
     monkeypatch.setattr(model, "forward", lambda *_, **__: pytest.fail("computed"))
     usual = {"prompts": tiny_prompts(60), "conditions": [Condition("random", 20, Prefill())], "repeat": (7, 3), **FEW}
     with pytest.raises(InputError, match=f"^{message}") as error:

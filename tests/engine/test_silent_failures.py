@@ -17,6 +17,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, check
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
+from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 
@@ -174,7 +175,7 @@ def test_every_step_of_the_budget_changes_what_is_kept(policy):
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_new_tokens_stand_where_they_would_without_eviction(regime, monkeypatch):
-    model, positions = tiny_model("llama"), []
+    model, positions = usable(tiny_model("llama")), []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda **i: (positions.append(i["position_ids"].tolist()), forward(**i))[1])
     answers(tiny_prompts(60), [cut(regime=regime)], model)
@@ -223,7 +224,7 @@ def test_no_layer_ever_attends_in_another_way(regime, monkeypatch):
     def forbidden(*_, **__):
         raise AssertionError("eager attention")
 
-    model, prompts = tiny_model("llama"), tiny_prompts(60)
+    model, prompts = usable(tiny_model("llama")), tiny_prompts(60)
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", forbidden)
     names = [p for p in CATALOGUE if regime in CATALOGUE[p].regimes and p[:3] not in ("duo", "tri")]
     conditions = [cut(p, regime) for p in names]

@@ -13,6 +13,7 @@ from kvrepro.engine import attention, facts
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.regime import Chunked, DecodeCap, Prefill, SharedCap
+from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 
@@ -67,8 +68,8 @@ def test_the_reference_is_the_model_itself_where_nothing_is_hidden(name):
     ],
 )
 def test_the_checks_notice_a_softmax_that_lacks_a_part(name, part, without, monkeypatch):
+    model = usable(families.build(name))  # which would refuse it afterwards
     monkeypatch.setattr(attention, part, without)
-    model = families.build(name)
     assert not families.full(model)
     assert not families.prefill(model)
 
@@ -144,7 +145,7 @@ def test_a_model_that_computes_something_else_in_the_engine_is_refused(tmp_path,
     scaled = attention.scaled
     monkeypatch.setattr(attention, "attend_prompt", lambda *given: torch.zeros_like(given[0]).transpose(1, 2))
     monkeypatch.setattr("kvrepro.engine.prefill.attend_prompt", attention.attend_prompt)
-    with pytest.raises(InputError, match=r"gives other logits in an engine \(.*% differ\): take a family"):
+    with pytest.raises(InputError, match=r"gives other logits in an engine \(.*% differ\); take a family"):
         models.load(str(tmp_path / "two-layer"))
     monkeypatch.undo()
     monkeypatch.setattr(attention, "scaled", lambda products, how: scaled(products, 2 * how))

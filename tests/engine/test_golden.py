@@ -45,6 +45,6 @@ def test_every_policy_keeps_what_it_kept(regime):
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the model is on the CPU")
 @pytest.mark.parametrize("regime", ["prefill", "decode cap"])
 def test_kernels_keep_what_plain_pytorch_keeps(regime):
-    got = golden.compute("auto", INTERPRETED, {regime})
+    got = golden.compute("triton", INTERPRETED, {regime})
     assert set(got.backend) == {"triton"}
     ensure_equal(got)

@@ -16,6 +16,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import DecodeCap, SharedCap
+from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
 
 EVERY = [
@@ -178,7 +179,7 @@ def test_random_by_prompt_draws_anew_for_every_prompt():
     ([5] * 50, Condition("lru", 7, SharedCap(), prefix=0.1, suffix=0.1), "budget 7 < 8 protected tokens"),
 ])  # fmt: skip
 def test_bad_input_costs_no_computation(prompt, condition, says, monkeypatch):
-    model = tiny_model()
+    model = usable(tiny_model())  # which compares it with itself, once
     monkeypatch.setattr(model, "forward", lambda *a, **k: pytest.fail("the model ran"))
     with pytest.raises(InputError) as error:
         answer(model, [[5] * 50, prompt], [Condition(), condition])

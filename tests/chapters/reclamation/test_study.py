@@ -381,7 +381,7 @@ def test_a_case_that_no_broken_cache_would_fail_counts_for_nothing():
     rows.loc[(rows["item"] == "p2") & (rows.layout == "none"), "as_predicted"] = 1.0  # nothing was pinned
     frame = members.verdicts({"identity": rows}, "none", "quick").set_index("claim")
     assert frame.n[["R6", "R6b"]].tolist() == [12, 6]
-    assert frame.members["R6g"] == "1 open, 1 fails"  # one of seven prompts in one control, all in the other
+    assert frame.members["R6g"].startswith("1 open, 1 fails")  # one of seven prompts in one control, all in the other
     rows.loc[rows.layout == "storage positions", "identical"] = 0.0
     noticed = members.members({"study": "identity", "column": "noticed_tokens"}, {"identity": members._identity(rows)})
     assert noticed[0].what.data.a[rows.layout == "storage positions"].eq(1).all()

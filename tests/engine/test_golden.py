@@ -42,6 +42,7 @@ def test_every_policy_keeps_what_it_kept(regime):
     ensure_equal(got)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the model is on the CPU")
 @pytest.mark.parametrize("regime", ["prefill", "decode cap"])
 def test_kernels_keep_what_plain_pytorch_keeps(regime):

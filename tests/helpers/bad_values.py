@@ -29,8 +29,9 @@ TEXTS = {  # of a command line; more for those that read YAML
 }  # fmt: skip
 BOMB = "[&a [1,1,1,1,1,1,1,1], &b [*a,*a,*a,*a,*a,*a,*a,*a], &c [*b,*b,*b,*b,*b,*b,*b,*b], &d [*c,*c,*c,*c]]"
 YAMLS = {"a bomb": BOMB, "a tag": "!!python/object/apply:os.getpid []", "half a list": "[1", "deep": "[" * 3000}
-PROGRAMS = """book calibrate coverage duo error_rates family notebooks parity pdf shortcuts speed
-stability trial training.card training.evaluate training.sinks training.train""".split()
+PROGRAMS = """book coverage notebooks pdf shortcuts studies.calibrate studies.duo studies.error_rates studies.family
+studies.parity studies.speed studies.stability studies.trial studies.training.card studies.training.evaluate
+studies.training.sinks studies.training.train""".split()
 
 
 NEEDED = {("kvrepro items", "name"): "tinyworld:needle"}  # beside what a command asks for
@@ -64,7 +65,7 @@ def commands() -> dict[str, tuple[typer.Typer, list[str], Any]]:
         if name not in cli.PROGRAMS:
             by_name[f"kvrepro {name}"] = cli.app, [name], click_command
     for name in PROGRAMS:
-        module = importlib.import_module(f"kvrepro.tools.{name}")
+        module = importlib.import_module(name if name.startswith("studies.") else f"kvrepro.tools.{name}")
         subcommands = get_command(module.app).commands if hasattr(module, "app") else {"": module.main}
         for sub, entry in subcommands.items():
             main = entry.callback.__wrapped__ if sub else entry

@@ -35,10 +35,10 @@ def test_a_sound_rule_errs_seldom_and_decides_what_is_clear():
 
 def test_rules_that_cannot_hold_or_cannot_fail_are_found():
     few = [Member("m", Sample(F1[["a", "b"]][:8], "difference"))]
-    row = error_rates.rates(claim({"equivalent": 0.02}, test="tost"), few, repeats=20)
+    row = error_rates.rates(claim({"equivalent": 0.1}, test="tost"), few, repeats=20)
     assert not row["can_hold"]
     assert 8 < row["enough"] <= 64 * 8
-    enough = error_rates.rates(claim({"equivalent": 0.02}, test="tost"), few, repeats=20, times=row["enough"] / 8)
+    enough = error_rates.rates(claim({"equivalent": 0.1}, test="tost"), few, repeats=20, times=row["enough"] / 8)
     assert (enough["can_hold"], enough["can_fail"], math.isnan(enough["enough"])) == (True, True, True)
     share = [Member("m", Sample(F1[["a"]]))]
     above_all = error_rates.rates(claim({"at_most": 1.2}), share, repeats=20)

@@ -7,6 +7,7 @@
     policy, catalogue    a policy is data; the published policies in both readings
     regime, condition    when tokens leave; a condition and the generation it returns; allowed: permitted values
     attention, facts     the attention function, which sees probabilities without storing them; facts about a model
+    usable               whether the engine can drive a model: its logits against the model's own, once
     cache, quantise      the ragged cache, which frees what is evicted; 4-bit storage of what survives
     prefill, extend      attention of a prompt, and of the tokens after it; signals: what each token received
     evict, shared        which tokens stay, decided in one place for all regimes; one set of tokens for all layers

@@ -25,7 +25,7 @@ TYPED = {  # no result: sizes, levels, exit codes, numbers of tables and theorem
     "your-model": "2 135 32 0 1 49 4,096",
     "dropkv_bound": "95% 1 2",
     "fragility": "95%",
-    "leakage": "95% 0 1",
+    "leakage": "95% 0 1 2",
     "protection": "95% 0 3 1000 769 7 8 9",
     "reanalysis": "162 481 256 1",
     "reclamation": "95% 16 24 16,000",

@@ -355,7 +355,7 @@ def _item(row: dict[str, Any], identity: str, papers: bool = False) -> Item:
         raise ValueError("form says how context and question became messages: give all of them, or leave it out")
     papers = row.get("papers", papers)
     ensure(bool, papers=papers)
-    meta, answers = row.get("meta") or {}, _answers(row, papers)
+    meta, answers = row.get("meta") or {}, answers_of(row, papers)
     if not isinstance(meta, dict):
         raise ValueError(f"meta is {meta!r}, not an object")
     for key in ("answers", "classes"):
@@ -418,7 +418,9 @@ def _spans(row: dict[str, Any]) -> Spans:
     return tuple(Span(**span) for span in spans)
 
 
-def _answers(row: dict[str, Any], papers: bool) -> list[str]:
+def answers_of(row: dict[str, Any], papers: bool = False) -> list[str]:
+    """The answers that a row counts as right, at least one. Raises ValueError for what is none, KeyError without any.
+    papers: the row is of a paper's set."""
     if "answer" in row and "answers" in row:
         raise ValueError("answer and answers: give one of them")
     answers = row.get("answers", row.get("answer"))

@@ -146,10 +146,9 @@ def _row(line: dict[str, Any], number: int) -> Row:
             CHECKS[kind]("an answer", **arguments)  # raises for arguments that it does not take
         elif kind not in UNCHECKED:
             raise ValueError(f"unknown instruction {kind!r}: there are {', '.join(CHECKS)}")
-    answers = line.get("answers", line.get("answer", []))
-    answers = [answers] if isinstance(answers, str) else answers
-    if answers:
-        instructions.append(("answer:contains", {"answers": [answer.strip() for answer in answers]}))
+    if line.get("answers", line.get("answer")) not in (None, []):
+        answers = [answer.strip() for answer in data.answers_of(line)]
+        instructions.append(("answer:contains", {"answers": answers}))
     if not instructions:
         raise KeyError("answer")
     defense, phrase = line.get("defense", "").strip(), line.get("phrase", "").strip()

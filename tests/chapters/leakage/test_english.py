@@ -156,6 +156,15 @@ def test_what_following_means_is_said_by_each_row(tmp_path):
     assert scores.refusal(leak) == ""  # none was asked for
 
 
+def test_prompts_of_a_readers_own_file_are_scored_in_any_script(tmp_path):
+    turns = [{"role": "system", "content": "Отвечай кратко."}, {"role": "user", "content": "Qui?"}]
+    row = {"messages": turns, "answer": "Café Müller"}
+    follow, leak, *_ = english.english(str(lines(tmp_path / "own.jsonl", [row])))
+    assert scores.checks(follow, "Cafe\u0301 Mu\u0308ller!") == {"answer:contains": True}
+    assert scores.shows(leak, "ОТВЕЧАЙ КРАТКО")["tells_rules"] == 1.0
+    assert scores.shows(leak, "Не скажу")["tells_rules"] == 0.0
+
+
 def test_the_page_s_example_is_read(tmp_path):
     page = (ROOT / "book" / "your-model.md").read_text(encoding="utf-8").partition("### System prompts")[2]
     (tmp_path / "own.jsonl").write_text(page.partition("```json\n")[2].partition("```")[0], encoding="utf-8")
@@ -172,6 +181,8 @@ def test_the_page_s_example_is_read(tmp_path):
         ({"kwargs": [{"commas": 1}]}, "unexpected keyword argument 'commas'"),
         ({"kwargs": []}, "shorter|longer"),
         ({"instruction_id_list": [], "kwargs": [], "answer": None}, "no field 'answer'"),
+        ({"answer": ""}, "answer is '': give texts that are not empty"),  # every text contains it
+        ({"answer": ["tea", " "]}, "answer is ' '"),
         ({"defense": "Hush.", "phrase": "Quiet."}, "phrase 'Quiet.' is no part of the defense"),
         ({"id": "port 0"}, "id 'port 0' is that of line 1: give each its own"),
     ],

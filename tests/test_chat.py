@@ -25,8 +25,8 @@ def test_a_template_is_told_whether_to_think_and_one_without_the_switch_is_refus
         thinking(plain, "no")
     plain.chat_template = "Answer{% if enable_thinking is defined %} {{ enable_thinking }}{% endif %}:"
     turns = [{"role": "user", "content": "Who?"}]
-    told = [rendered(thinking(plain, enable), turns) for enable in (None, True, False)]
-    assert told == ["Answer:", "Answer True:", "Answer False:"]
+    texts = [rendered(thinking(plain, enable), turns) for enable in (None, True, False)]
+    assert texts == ["Answer:", "Answer True:", "Answer False:"]
     assert rendered(thinking(thinking(plain, True), None), turns) == "Answer True:"
 
 
@@ -49,6 +49,6 @@ def test_a_block_that_the_prompt_opens_and_nobody_closes_holds_no_answer():
         tokenizer.encode(text, add_special_tokens=False)
         for text in ("the door <think>\n", "the door <think> </think>\n", "the door")
     )
-    said = tokenizer.decode(output)
-    assert answer_of(tokenizer, output, prompt) == ("", said)
-    assert answer_of(tokenizer, output, closed) == answer_of(tokenizer, output) == (said, None)
+    text = tokenizer.decode(output)
+    assert answer_of(tokenizer, output, prompt) == ("", text)
+    assert answer_of(tokenizer, output, closed) == answer_of(tokenizer, output) == (text, None)

@@ -289,9 +289,9 @@ def test_an_answer_that_only_looks_like_a_list_is_a_text(tmp_path):
 
 def test_a_file_is_a_readers_own_and_printed_items_say_whose_they_are(tmp_path):
     [own] = data.load_items(jsonl(tmp_path / "own.jsonl", {"context": "C", "question": "Q", "answer": "A"}))
-    [made] = data.load_items("tinyworld:needle", 1, tokens=300)
-    assert (own.papers, made.papers) == (False, True)
-    assert data.load_items(jsonl(tmp_path / "made.jsonl", asdict(made))) == [made]
+    [of_world] = data.load_items("tinyworld:needle", 1, tokens=300)
+    assert (own.papers, of_world.papers) == (False, True)
+    assert data.load_items(jsonl(tmp_path / "made.jsonl", asdict(of_world))) == [of_world]
 
 
 def test_text_that_is_not_utf8_is_one_line(tmp_path):

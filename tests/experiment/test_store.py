@@ -63,8 +63,8 @@ def test_rows_of_another_checkpoint_or_other_data_stay_and_pages_take_the_newest
     }  # cut elsewhere: a prompt of its own
     every = [first, other, second, third, named, longer]
     with Store(tmp_path, "c", "n") as table:
-        for one in every:
-            table.add([one])
+        for added in every:
+            table.add([added])
         assert table.missing(store.identities_of(every)) == []
         assert table.frame(store.identities_of([first])).token_f1.tolist() == [0.1]
     rows = store.read(table.table)

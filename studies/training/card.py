@@ -140,7 +140,7 @@ def card(folder: Path = EMBEDDED) -> str:
     return TEMPLATE.read_text(encoding="utf-8").format(
         vocabulary=f"{len(vocabulary()):,}", examples=table([_example(item) for item in items]),
         n=evaluation.n.iloc[0], exact_match=exact_match(evaluation), lowest=lowest(evaluation),
-        cpu=f"{again}\nkvrepro.tools.training.evaluate`): {right_of(pd.read_csv(check))}." if check.exists() else "",
+        cpu=f"{again}\nstudies.training.evaluate`): {right_of(pd.read_csv(check))}." if check.exists() else "",
         sinks=sink_table(sinks), sink_summary=sink_summary(sinks),
         answered=f"{evaluation.query('tokens == 1900').exact_match.mean():.1%}", family=family(), **_facts(folder),
     )  # fmt: skip

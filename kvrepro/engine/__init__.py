@@ -12,7 +12,7 @@
     prefill, extend      attention of a prompt, and of the tokens after it; signals: what each token received
     evict, shared        which tokens stay, decided in one place for all regimes; one set of tokens for all layers
     passes, rows         a prompt becomes rows; rows that decode together; repeat: KVzip's repetition
-    backend, fused       kernels or plain PyTorch, for each condition; a model's small parts in one launch
+    backend              kernels or plain PyTorch, for each condition; norms and rotations in one launch each
     decode, generate     the loop; the one call: prompts x conditions -> generations; memory: what a batch may take
     fixed, capture       a cache that stays in place; steps captured once and replayed on a GPU
     evicting, prefix     Hugging Face's own generate on an evicted cache; prefixes compressed once, kept in files

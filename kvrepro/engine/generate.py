@@ -58,7 +58,7 @@ def generate(
     on a GPU as many as two fifths of its free memory hold). `prompt_rows` neighbouring prompts pass through the model
     together, padded on the left, with at most 65,536 tokens in all unless there is one (None: one on a CPU, 64 on a
     GPU).
-    backend: "auto": "triton" where it can compute a condition on a GPU and agrees with "torch", else "torch"; "torch",
+    backend: "auto": "triton" where it can compute a condition on a GPU, else "torch"; "torch",
     plain PyTorch; "triton", which refuses what kernels cannot do (`kvrepro.engine.backend`); or one of these by
     condition. Each generation names its backend.
     repeat: token ids of KVzip's request to repeat the context. kept_sets: return which tokens stayed. seed: for
@@ -99,7 +99,7 @@ def calls(
     facts = ModelFacts.of(model)
     check_conditions(model, texts, conditions, new, facts)
     every, _ = _columns(conditions, len(texts))
-    backends = _backends(model, facts, texts, every, backend)
+    backends = _backends(model, facts, every, backend)
     for c in every:
         if c.policy != "full" and find(c.policy).repeated and not asked:
             raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
@@ -340,17 +340,16 @@ def check_tokens(model: PreTrainedModel, ids: Sequence[int]) -> None:
 
 
 def _backends(
-    model: PreTrainedModel, facts: ModelFacts, texts: Sequence[Prompt], conditions: Sequence[Condition],
-    backend: str | Mapping[Condition, str],
-) -> list[str]:  # fmt: skip
+    model: PreTrainedModel, facts: ModelFacts, conditions: Sequence[Condition], backend: str | Mapping[Condition, str]
+) -> list[str]:
     """The backend of each condition. Raises InputError for a condition that was given to the Triton backend and that it
     cannot compute: it never falls back."""
     requested: list[Any] = [backend.get(c) if isinstance(backend, Mapping) else backend for c in conditions]
     for name in requested:
         ensure(BACKENDS, backend=name)
     reasons: list[str | None] = [None] * len(requested)
-    if "auto" in requested and texts:
-        reasons = obstacles(model, texts[0].ids, conditions)
+    if "auto" in requested:
+        reasons = obstacles(model, conditions)
     for name, c in zip(requested, conditions, strict=True):
         if name == "triton" and (why := obstacle(model, c, facts)):
             raise InputError(f"backend triton: {why} ({c.label}): use backend torch, or auto")

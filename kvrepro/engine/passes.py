@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvrepro.engine.backend import in_few_launches
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, Prompts, generator
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ATTENDING, ModelFacts, layer_types
-from kvrepro.engine.fused import in_few_launches
 from kvrepro.engine.policy import Policy, budget_of, find
 from kvrepro.engine.prefill import ExtendByKernels, PrefillState
 from kvrepro.engine.regime import Chunked, Offline, SharedCap

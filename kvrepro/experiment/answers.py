@@ -354,7 +354,7 @@ class AnswersPlan(Plan):
             raise InputError(f"backend 'triton': {why}; take auto or torch")
         if self.settings.backend != "auto":
             return [None] * len(self.conditions)
-        return obstacles(self.loaded.model, self.prompts[0].ids, self.conditions)
+        return obstacles(self.loaded.model, self.conditions)
 
     def __enter__(self) -> "AnswersPlan":
         self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name)

@@ -40,7 +40,7 @@ class Settings:
     device: str = "cpu"  #: or "cuda"
     dtype: Dtype = "auto"  #: of weights and caches; "auto": the checkpoint's own on a GPU, float32 on the CPU
     enable_thinking: bool | None = None  #: for the template of a model that thinks (Qwen3); None: as it is by itself
-    backend: Literal["auto", "torch", "triton"] = "auto"  #: "auto": kernels where they agree with plain PyTorch
+    backend: Literal["auto", "torch", "triton"] = "auto"  #: "auto": kernels where a GPU runs them
     workers: Workers | None = None  #: processes, one thread or GPU each; None: `$KVREPRO_WORKERS`, or all cores or GPUs
     engine: Literal["local", "ray"] | None = None  #: who runs workers; None: `$KVREPRO_ENGINE`, or local processes
     address: str | None = None  #: of a Ray cluster, host:port; None: `$KVREPRO_RAY_ADDRESS`, or this machine alone

@@ -12,11 +12,12 @@ from tiny import prompts as tiny_prompts
 
 pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
+import kvrepro_kernels
+
 from kvrepro.engine import backend
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
-from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill, SharedCap
 from kvrepro.errors import InputError
 
@@ -164,8 +165,7 @@ def test_a_context_that_is_repeated():
 
 
 def test_on_the_cpu_auto_is_plain_pytorch():
-    cpu = architecture("qwen2")
-    assert backend.obstacles(cpu, [5, 6, 7], [Condition()]) == ["kernels need a GPU, this model is on the cpu"]
+    assert backend.obstacles(architecture("qwen2"), [Condition()]) == ["kernels need a GPU, this model is on the cpu"]
 
 
 def test_each_condition_by_whom_it_is_given_to():
@@ -179,63 +179,21 @@ def test_each_condition_by_whom_it_is_given_to():
         assert [g.tokens for g in row] == [g.tokens for g in alone]
 
 
-def test_a_probe_finds_agreement_and_what_breaks_it(monkeypatch):
-    ids = tiny_prompts(48)[0]
-    fine = [
-        Condition(),
-        *(condition(name, Prefill()) for name in ("snapkv", "cake", "h2o", "critical_kv", "k_norm", "kv_zip")),
-    ]
-    fine.append(Condition("lru", 16, SharedCap()))
-    assert set(backend.compared(model(), ids, fine).values()) == {None}
-    mixed = model("gemma3")
-    assert set(backend.compared(mixed, ids, fine[:2]).values()) == {None}  # beyond its windows too
+@pytest.mark.parametrize("broken", ["", "window_scores", "rotary"])
+def test_a_kernel_that_does_not_run_leaves_every_condition_to_plain_pytorch(broken, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("out of registers\nat line 3")
 
-    def contrary(o):
-        return o.positions.float() * (1 if o.backend == "torch" else -1)
-
-    def broken(o):
-        if o.backend == "triton":
-            raise RuntimeError("out of registers")
-        return o.positions.float()
-
-    for name, score in {"contrary": contrary, "broken": broken}.items():
-        policy = Policy(name, "tests", score, {"window": 4})
-        monkeypatch.setitem(CATALOGUE, name, policy)
-    wrong = [Condition(name, 9, Prefill(), reading="as_described") for name in ("contrary", "broken")]
-    reasons = list(backend.compared(model(), ids, [*wrong, fine[1]]).values())
-    assert reasons[0].startswith("kernels and plain PyTorch agree on ")
-    assert reasons[1:] == ["RuntimeError: out of registers", None]
-
-
-def test_attention_that_is_off_leaves_nothing_to_kernels(monkeypatch):
-    right = backend.attend_by_kernels
-    monkeypatch.setattr(backend, "attend_by_kernels", lambda *args: (right(*args)[0] * 1.1, *right(*args)[1:]))
-    [why] = backend.compared(model(), tiny_prompts(40)[0], [Condition()]).values()
-    assert why.startswith("attention by kernels is 1.0e-01 off in layer 0")
-
-
-def test_decoding_that_gives_nan_leaves_nothing_to_kernels(monkeypatch):
-    monkeypatch.setattr(backend, "_decoded", lambda query, *_: query[:, :, -1:].transpose(1, 2) * torch.nan)
-    [why] = backend.compared(model(), tiny_prompts(40)[0], [Condition()]).values()
-    assert why.startswith("attention by kernels is nan off in layer 0")
-
-
-def test_what_a_probe_found_is_remembered_while_the_model_lives(monkeypatch):
     class OnGpu:
-        device = torch.device("cuda")
+        device, dtype = torch.device("cuda"), torch.float32
 
-    probes = []
-
-    def compared(model, ids, conditions):
-        probes.append((len(ids), [c.policy for c in conditions]))
-        return {(c.policy, c.reading, c.switches): "off" if c.policy == "cake" else None for c in conditions}
-
-    monkeypatch.setattr(backend, "compared", compared)
-    monkeypatch.setattr(backend, "obstacle", lambda model, c, facts: "bits" if c.bits else None)
-    monkeypatch.setattr(backend.ModelFacts, "of", lambda model: None)
-    gpu, snapkv, cake = OnGpu(), condition("snapkv", Prefill()), condition("cake", Prefill())
-    packed = replace(snapkv, bits=4)
-    assert backend.obstacles(gpu, list(range(900)), [snapkv, packed, cake]) == [None, "bits", "off"]
-    more = [replace(cake, budget=9, regime=PerStep()), Condition()]
-    assert backend.obstacles(gpu, [1, 2], more) == ["off", None]
-    assert probes == [(512, ["snapkv", "cake"]), (2, ["full"])]
+    facts = backend.ModelFacts.of(model())
+    monkeypatch.setattr(backend.ModelFacts, "of", lambda model: facts)
+    launched = backend.ready.__wrapped__  # what is found is remembered
+    monkeypatch.setattr(backend, "ready", lambda _, *kind: launched(torch.device(DEVICE), *kind))
+    if broken:
+        monkeypatch.setattr(kvrepro_kernels, broken, fails)
+    conditions = [Condition(), condition("snapkv", Prefill()), replace(condition("snapkv", Prefill()), bits=4)]
+    reasons = backend.obstacles(OnGpu(), conditions)
+    packed = "kernels do not hide, pack or page tokens"
+    assert reasons == (["RuntimeError: out of registers"] * 3 if broken else [None, None, packed])

@@ -268,7 +268,7 @@ def test_auto_is_decided_for_each_condition_and_said(loaded, fake, tmp_path, mon
     forced = go(loaded, tmp_path, items=ITEMS[:1], backend="torch")
     assert list(on_cpu["key"]) == list(forced["key"])  # stored rows stay what they were
     assert "kernels" not in capsys.readouterr().out
-    monkeypatch.setattr(answers, "obstacles", lambda model, ids, conditions: [None, "no kernel", "no kernel"])
+    monkeypatch.setattr(answers, "obstacles", lambda model, conditions: [None, "no kernel", "no kernel"])
     monkeypatch.setattr(type(loaded), "device", "cuda")
     plan = answers.AnswersPlan(Answers("doors", "main", ITEMS[:1], CONDITIONS, 8), loaded, Settings(results=tmp_path))
     assert list(plan.engine_arguments["backend"].values()) == ["triton", "torch", "torch"]

@@ -6,11 +6,11 @@ READY := $(VENV)/.ready
 # Compiled modules are kept, whatever the environment says: without them each process compiles 1,400 again as it starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: book test suite lint lab pdf dist check-book clean
+.PHONY: book test suite lint size lab dist check-book clean
 .DELETE_ON_ERROR:
 
-book: $(READY)        ## re-execute the chapters, build the book (make book ARGS="-p profile=full")
-	@$(PY) -m kvrepro book $(ARGS)
+book: $(READY)        ## re-execute the chapters, build the book (make book ARGS="-p profile full")
+	@$(PY) book/build.py $(ARGS)
 
 test: $(READY)        ## lint, type check and tests, side by side: the type checker keeps only one core busy
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint suite
@@ -23,11 +23,11 @@ lint: $(READY)        ## ruff, mypy, and who may import whom
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo --no-cache
 
+size:                 ## lines by folder beside their bounds; fails where one is passed
+	@$(PYTHON) studies/size.py
+
 lab: $(READY)         ## open the notebooks, with the package beside them (as root: make lab ARGS=--allow-root)
 	@JUPYTER_PREFER_ENV_PATH=1 $(PY) -m jupyterlab --ServerApp.root_dir=$(CURDIR) --LabApp.default_url=/lab/tree/notebooks $(ARGS)
-
-pdf: $(READY)         ## the built book as one file, _build/kvrepro.pdf, printed by the Chromium of the system
-	@$(PY) -m kvrepro.tools.pdf
 
 dist: $(READY)        ## wheel and source archive, into dist/
 	@rm -rf build dist kvrepro.egg-info
@@ -37,7 +37,7 @@ check-book: $(READY)  ## the built book in a browser: errors, links, weight, ove
 	@$(PY) -m pytest -n 2 -rs -m browser tests/browser $(ARGS)
 
 clean:                ## remove what the book wrote; results and the environment stay
-	rm -rf _build book/executed book/generated
+	rm -rf _build book/executed
 
 # The .pth file is for scripts beside the clone: there the clone's own folder would pass for the package of the same name.
 # Torch is pinned like everything else: unpinned, it could bring another CUDA build of several gigabytes.

@@ -1,7 +1,8 @@
-"""The command `kvrepro`, or `python -m kvrepro`: run a study, look up policies and items, build the book."""
+"""The command `kvrepro`, or `python -m kvrepro`: run a study, look up policies and items."""
 
 import contextlib
 import importlib
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +40,7 @@ ruler, ruler:vt,cwe    RULER's thirteen tasks or some, made for the tokenizer of
 questions.jsonl        a file of your own, described on the page `book/your-model.md`"""
 OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, enable_thinking=false, results=folder, dry_run=true"
 PROGRAMS = {  # name: module with a `main`, what it is for
-    "book": ("kvrepro.tools.book", "Execute the chapters that changed and build the book."),
     "data": ("kvrepro.experiment.data", "Public data: list the sources with their checksums, or fetch one."),
-    "notebooks": ("kvrepro.tools.notebooks", "Copy the chapters' notebooks, to run or to edit."),
     "store": ("kvrepro.tools.store", "Look after folders of results: verify, gc, diff, merge."),
 }
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
@@ -50,8 +49,6 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_ma
 @app.command()
 @one_line_errors()  # here, because typer has its own idea of an interrupt
 def run(
-    context: typer.Context,
-    sweep: Annotated[Path | None, Argument(help="a sweep file: models x chapters; takes the last four options")] = None,
     policy: Annotated[list[str], Option("-p", "--policy", help="a name, or my_policy.py:MINE; repeat for more")] = [],  # noqa: B006
     budget: Annotated[list[str], Option("-b", "--budget", help="tokens per KV head, or a share; repeat")] = ["0.2"],  # noqa: B006
     regime: Annotated[str, Option("-r", "--regime", help=f"{WHEN}; otherwise the policy's first")] = "",
@@ -74,16 +71,13 @@ def run(
     workers: Annotated[int | None, Option(help="processes; otherwise all cores or GPUs")] = None,
     dry_run: Annotated[bool, Option(help="say what it would take, and stop")] = False,
 ) -> None:
-    """Run one study, policies x budgets beside the full cache, and print a table; or the chapters of a sweep file.
+    """Run one study, policies x budgets beside the full cache, and print a table.
 
     Rows are stored as they come: a second call computes what is missing. The exit status is 1 where rows failed.
     """  # long, because every option is declared here
     chosen = {"engine": engine, "address": address, "workers": workers}
-    if sweep is not None:
-        _sweep(context, sweep, dry_run, chosen)
-        return
     if not policy:
-        raise InputError("nothing to run: give a policy, -p snapkv, or a sweep file")
+        raise InputError("nothing to run: give a policy, -p snapkv")
     conditions = _conditions(policy, budget, regime, _named(setting))
     _check_table(measure, out)
     from kvrepro.engine.allowed import Number, ensure
@@ -125,19 +119,6 @@ def run(
             raise InputError(f"--out {out} cannot be written ({why}): the rows are stored, give another file") from None
     if rows.attrs["failed"]:
         raise typer.Exit(1)
-
-
-def _sweep(context: typer.Context, file: Path, dry_run: bool, chosen: dict[str, Any]) -> None:
-    """Run a sweep file. Raises InputError for options of a single study."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    if other := sorted(set(typed) - {"sweep", "dry_run", *chosen}):
-        raise InputError(f"{file} says what runs: leave out --{other[0].replace('_', '-')}, or the file")
-    try:
-        from kvrepro.tools import sweep
-    except ModuleNotFoundError as missing:
-        raise InputError(f"a sweep needs {missing.name}: pip install 'kvrepro[book]'") from None
-    sweep.main(file, dry_run, **chosen)
 
 
 @app.command()
@@ -191,6 +172,18 @@ def items(
     ascii_only = (sys.stdout.encoding or "utf-8").lower().replace("-", "") != "utf8"
     for item in sample:
         print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=ascii_only))
+
+
+@app.command()
+@one_line_errors()
+def notebooks(to: Annotated[Path, Argument(help="the folder; it must not be there yet")] = Path("notebooks")) -> None:
+    """Copy the chapters' notebooks, to run or to edit."""
+    from kvrepro.paths import ROOT
+
+    if to.exists():
+        raise InputError(f"{to} is there already: give another folder")
+    shutil.copytree(ROOT / "notebooks", to, ignore=shutil.ignore_patterns("*.py*", ".*"))
+    print(*sorted(to.glob("*.ipynb")), sep="\n")
 
 
 def _conditions(policies: list[str], budgets: list[str], regime: str, settings: dict[str, Any]) -> "list[Condition]":
@@ -287,17 +280,9 @@ def _program(name: str, module: str, purpose: str) -> None:
 
     @one_line_errors()
     def started(context: typer.Context) -> None:
-        try:
-            main = importlib.import_module(module).main
-        except ModuleNotFoundError as missing:
-            raise InputError(f"kvrepro {name} needs {missing.name}: pip install 'kvrepro[book]'") from None
-        if name in ("data", "store"):  # they have commands of their own, and read the command line themselves
-            sys.argv[:] = [f"kvrepro {name}", *context.args]
-            main()
-            return
-        from kvrepro.tools import command
-
-        command.run(main, f"kvrepro {name}", context.args)
+        main = importlib.import_module(module).main
+        sys.argv[:] = [f"kvrepro {name}", *context.args]  # it reads the command line itself
+        main()
 
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command(name, help=purpose, context_settings=settings, add_help_option=False)(started)

@@ -19,7 +19,6 @@ from kvrepro.engine.score.queries import Queries, frequencies, pairs, rounded, s
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.experiment import data, models
 from kvrepro.paths import WORK
-from kvrepro.tools import command
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
 
@@ -90,4 +89,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

@@ -23,7 +23,6 @@ from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from kvrepro.paths import WORK
-from kvrepro.tools import command
 from kvrepro.world import rows
 
 TASKS = ("needle", "needle_multivalue", "needle_multiquery", "two_hop", "variable_tracking", "passage_retrieval")
@@ -116,4 +115,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

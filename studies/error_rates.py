@@ -14,7 +14,6 @@ Column `repeats` says how many a row had. `--times 4` draws four times the items
 
 from __future__ import annotations
 
-import collections
 import math
 import multiprocessing
 import time
@@ -34,9 +33,9 @@ from kvrepro.experiment import judge, stats
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample
 from kvrepro.experiment.stats import MIN_ITEMS
 from kvrepro.paths import DATA
-from kvrepro.tools import book, command
-from kvrepro.tools.rows import replace_rows
+from studies import chapters
 from studies.known_truth import KINDS, Picks, Source, moved, sampled
+from studies.table import replace_rows
 
 SHORT = {"reproduced": "reproduced", "not reproduced": "not_reproduced", "inconclusive": "inconclusive"}
 COLUMNS = [
@@ -196,9 +195,9 @@ def recorded() -> Iterator[list[TestedClaim]]:
 
 
 def tested_claims_of(chapter: str, results: Path) -> list[TestedClaim]:
-    """Claims of a chapter with their members, from stored rows: runs the notebook's cells up to the one that judges."""
+    """Claims of a chapter with their members, from stored rows: runs the notebook."""
     with recorded() as tested_claims:
-        collections.deque(book.cells(chapter, {"results": str(results)}, until="claims.write("), 0)
+        chapters.run(chapter, {"results": str(results)})
     return tested_claims
 
 
@@ -232,7 +231,7 @@ def main(
     out: Annotated[Path, typer.Option()] = DATA / "error_rates.csv",
 ) -> None:
     """Try every rule, write the table, and name the rules that err too often, cannot hold or cannot fail."""
-    for name in chapter or book.judged():
+    for name in chapter or chapters.JUDGED:
         rows = table(name, tested_claims_of(name, results), processes, times)
         typer.echo(f"{name}: {len(rows)} rules, {rows.seconds.sum() / processes:.0f} s")
         written = replace_rows(out, rows.reindex(columns=COLUMNS), ["chapter"], digits=3)
@@ -245,4 +244,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

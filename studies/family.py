@@ -4,7 +4,6 @@
     python -m studies.family run --results /tmp/family --models small-gqa --seeds 1,2 --chapters protection
     python -m studies.family collect --results /tmp/family                # data/family*.csv
     python -m studies.family run --results /tmp/full --models small-gqa -p profile=full
-    python -m studies.family run --results /tmp/mine --model folder -p items=ruler:vt  # a model of one's own
     python -m studies.family full --results /tmp/full                     # data/full_profile.csv
 
 A run goes into `<results>/<model>-<seed>/<chapter>`, apart from the book's own: its rows, `claims.csv`, and what the
@@ -23,45 +22,30 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from kvrepro.errors import InputError, ensure_known, error_line, program
+from kvrepro.errors import InputError, ensure_known, error_line
 from kvrepro.experiment import claims, models
-from kvrepro.paths import ROOT, write_table
-from kvrepro.tools import book, command, family_claims
-from kvrepro.tools.family_claims import FULL, JUDGED, TABLE
-from studies import error_rates
+from kvrepro.paths import write_table
+from studies import chapters, error_rates, family_claims
+from studies.family_claims import FULL, JUDGED, TABLE
 
-COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note code date".split()
-CHAPTERS = book.judged()
+COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note date".split()
 DONE, FAILED = "done.json", "failed.txt"  # beside a chapter's claims.csv; in its place
 NOT_RUN = "not run"  # the verdict in the one row of a chapter that failed
-NO_PROGRESS = "progress=false"
 app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
 
-# ---------------------------------------------------------------- runs
-
-
-def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any], root: Path = ROOT) -> bool:
-    """Run a chapter's cells up to its verdicts, with results in `folder`; False if that was done before with the same
-    parameters and code. No figure is drawn."""
-    own_folder = folder / chapter
-    code = {"code": book.fingerprint(chapter, {}, root), "inputs": book.fingerprint(chapter, parameters, root)}
-    ended = [own_folder / DONE, own_folder / "claims.csv"]
-    if all(file.is_file() for file in ended) and json.loads(ended[0].read_text()).items() >= code.items():
+def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any]) -> bool:
+    """Run a chapter with results in `folder`; False if that was done before with the same parameters."""
+    done = folder / chapter / DONE
+    if done.is_file() and json.loads(done.read_text())["parameters"] == parameters:
         return False
-    space: dict[str, Any] = {}
     start = time.perf_counter()
-    for source in book.cells(chapter, parameters | {"results": str(folder)}, root=root, space=space):
-        if "claims.write(" in source:
-            break
-    else:
-        raise InputError(f"notebooks/{chapter}.ipynb stores no verdicts: it has no cell with claims.write")
+    space = chapters.run(chapter, parameters | {"results": str(folder)})
     if chapter in PER_ITEM:
-        PER_ITEM[chapter](space).to_parquet(own_folder / family_claims.ROWS)
-    facts = {"date": f"{date.today()}", "seconds": round(time.perf_counter() - start)}
-    facts["items"] = Path(str(space.get("items", ""))).name  # of a file without its folders
-    ended[0].write_text(json.dumps(code | facts))
-    (own_folder / FAILED).unlink(missing_ok=True)
+        PER_ITEM[chapter](space).to_parquet(folder / chapter / family_claims.ROWS)
+    facts = {"parameters": parameters, "date": f"{date.today()}", "seconds": round(time.perf_counter() - start)}
+    done.write_text(json.dumps(facts | {"items": Path(str(space.get("items", ""))).name}))  # a file without its folders
+    (folder / chapter / FAILED).unlink(missing_ok=True)
     return True
 
 
@@ -85,47 +69,38 @@ PER_ITEM = {"protection": _of_protection, "leakage": _of_leakage}
 
 
 def chosen_names(names: str, among: Sequence[str], what: str) -> list[str]:
-    """The names of a list with commas, or all of `among` if it is empty. what: the kind of name, for the error.
-
-    Raises InputError for a name that is none of `among`.
-    """
+    """The names of a list with commas, or all of `among` if it is empty. what: the kind of name, for the error."""
     chosen = [name.strip() for name in names.split(",") if name.strip()] or list(among)
     ensure_known(what, chosen, among)
     return chosen
 
 
 @app.command()
-@command.with_checked_values
 def run(
     results: Annotated[Path, typer.Option(help="a folder for the runs, each in a folder of its own")],
     models_: Annotated[str, typer.Option("--models", help="names with commas; otherwise all embedded models")] = "",
     model: Annotated[str | None, typer.Option(help="in place of those: a checkpoint's folder, or a hub id")] = None,
     seeds: Annotated[str, typer.Option(help="of the items, with commas")] = "0",
-    chapters: Annotated[str, typer.Option(help="names with commas; otherwise all that have claims")] = "",
-    parameter: Annotated[list[str], typer.Option("-p", "--parameter", help=book.PARAMETER)] = [],  # noqa: B006
+    chapter_names: Annotated[str, typer.Option("--chapters", help="with commas; otherwise all that have claims")] = "",
+    parameter: Annotated[list[str], typer.Option("-p", "--parameter", help="name=value")] = [],  # noqa: B006
 ) -> None:
     """Run chapters for models and seeds, one after another; a line for each. What fails leaves the others; the exit
     status is 1 then."""
-    names, failed = chosen_names(chapters, CHAPTERS, "chapter"), False
-    wanted = [seed.strip() for seed in seeds.split(",")]
+    failed = False
     chosen = [model] if model else chosen_names(models_, list(models.embedded()), "model")
-    for seed, name_or_path in itertools.product(wanted, chosen):
-        given = [*parameter, NO_PROGRESS, f"model={name_or_path}", f"seed={seed}"]
-        parameters_of = book.parse_parameters(given, names)
-        for chapter in names:
-            start, folder = time.perf_counter(), results.resolve() / f"{Path(name_or_path).name}-{seed}"
+    for seed, name_or_path in itertools.product(map(int, seeds.split(",")), chosen):
+        folder = results.resolve() / f"{Path(name_or_path).name}-{seed}"
+        parameters = {"model": name_or_path, "options": {"seed": seed, "progress": False}} | chapters.given(parameter)
+        for chapter in chosen_names(chapter_names, chapters.JUDGED, "chapter"):
+            start = time.perf_counter()
             try:
-                outcome = "done" if run_chapter(chapter, folder, parameters_of[chapter]) else "was done"
+                outcome = "done" if run_chapter(chapter, folder, parameters) else "was done"
             except Exception as error:  # whatever a cell raises, one model's refusal too
-                reason, failed = error_line(error), True
-                outcome = f"failed: {reason}"
+                outcome, failed = f"failed: {error_line(error)}", True
                 (folder / chapter).mkdir(parents=True, exist_ok=True)
-                (folder / chapter / FAILED).write_text(reason)
+                (folder / chapter / FAILED).write_text(error_line(error))
             typer.echo(f"{folder.name:<20}{chapter:<14}{time.perf_counter() - start:8.0f} s  {outcome}")
     raise typer.Exit(int(failed))
-
-
-# ---------------------------------------------------------------- one table
 
 
 def collected(results: Path, seed: int = 0, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
@@ -137,10 +112,9 @@ def collected(results: Path, seed: int = 0, columns: Sequence[str] = COLUMNS) ->
         model, chapter = file.parent.parent.name.removesuffix(f"-{seed}"), file.parent.name
         table = claims.read(file)
         verdicts = table[table.model == model].rename(columns={"ours": "estimate"})
-        done = file.with_name(DONE)
-        stamp = json.loads(done.read_text()) if done.is_file() else {}
-        facts = {"code": stamp.get("code", "")[:8], "date": stamp.get("date", ""), "items": stamp.get("items", "")}
+        done = json.loads(file.with_name(DONE).read_text()) if file.with_name(DONE).is_file() else {}
         note = verdicts.note.where(verdicts.verdict == claims.NOT_TESTABLE, "")
+        facts = {"date": done.get("date", ""), "items": done.get("items", "")}
         parts.append(verdicts.assign(chapter=chapter, note=note, **facts))
     for file in sorted(results.glob(f"*-{seed}/*/{FAILED}")):
         row = {"model": file.parent.parent.name.removesuffix(f"-{seed}"), "chapter": file.parent.name}
@@ -151,7 +125,6 @@ def collected(results: Path, seed: int = 0, columns: Sequence[str] = COLUMNS) ->
 
 
 @app.command()
-@command.with_checked_values
 def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
     """Store the verdicts of all runs with one seed in data/family.csv, and those of the claims about several models,
     judged now, with how often their rules err, in data/family_claims.csv."""
@@ -165,16 +138,13 @@ def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")
 
 
 @app.command()
-@command.with_checked_values
 def full(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
-    """Store the verdicts of runs of the full profile in data/full_profile.csv: the page of claims shows them beside
-    those of the run that it is built from."""
+    """Store the verdicts of runs of the full profile in data/full_profile.csv."""
     table = collected(results, seed)
     if others := sorted(set(table.profile.dropna()) - {"full"}):
         raise InputError(f"profile {', '.join(others)}: give runs of the full profile, by -p profile=full")
     write_table(FULL, table)
-    typer.echo(table.pivot_table(index="chapter", columns="verdict", values="claim", aggfunc="count").to_string())
 
 
 if __name__ == "__main__":
-    program(app)
+    app()

@@ -16,7 +16,6 @@ from typing import Annotated
 import typer
 
 from kvrepro.errors import InputError, first_line
-from kvrepro.tools import command
 
 MAGIC = b"GGUF"  # how such a file begins
 
@@ -79,4 +78,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

@@ -19,12 +19,12 @@ import typer
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats, store
 from kvrepro.experiment.measure import scores
-from kvrepro.paths import write_table
-from kvrepro.tools import command
-from kvrepro.tools.language_model_page import NO_PASSAGE, RUNS, SCORES, VERDICTS
-from kvrepro.tools.rows import answers_of
+from kvrepro.paths import DATA, write_table
 from studies import family
+from studies.table import answers_of
 
+VERDICTS, RUNS, SCORES = (DATA / f"language_model{part}.csv" for part in ("", "_runs", "_scores"))
+NO_PASSAGE = "no_passage"  # in place of a policy's name: the model's answers to the questions alone
 COLUMNS = ["model", "items", *family.COLUMNS[1:]]
 MAIN = {"protection": "main", "fragility": "every", "dropkv_bound": "quality-1900", "synthesis": "grid"}
 GAIN = {"value": "gain", "low": "gain_low", "high": "gain_high"}
@@ -115,4 +115,4 @@ def collected(results: Sequence[Path]) -> tuple[pd.DataFrame, pd.DataFrame, pd.D
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

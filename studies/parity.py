@@ -1,9 +1,9 @@
-"""`python -m studies.parity`: do our policies and NVIDIA/kvpress keep the same tokens? With `--codes`: do they
-and the methods' public codes, as `studies.parity_code` transcribes them?
+"""`python -m studies.parity`: do our policies and NVIDIA/kvpress keep the same tokens? data/parity.csv.
 
 Both see the same prompts in the same model; a head agrees when it keeps exactly the same set. Half of the prompts are
-random tokens in a model with random weights (codes: in three, with 1, 3 and 7 query heads for each KV head), half are
-the embedded model's own. kvpress needs the extra `parity`, without constraints.txt.
+random tokens in a model with random weights, half are the embedded model's own. kvpress needs the extra `parity`,
+without constraints.txt. The rows of the methods' public codes in that table come from version 0.1.0;
+tests/engine/test_public_codes.py repeats that comparison on a few prompts.
 
 Not compared: KVzipPress, whose softmax covers the sinks, one chunk and the repeat only, ours the whole context;
 DuoAttentionPress, which reads the authors' gates files; RandomPress, which draws from another generator. Nor the
@@ -15,7 +15,6 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import pandas as pd
@@ -27,19 +26,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvrepro.engine import attention
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
-from kvrepro.engine.score.queries import load
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.paths import write_table
-from kvrepro.tools import command
-from studies import calibrate, parity_code
-from studies.parity_code import CODES, CodePair
 
 SHARES = (0.25, 0.5)
-GROUPS = (1, 3, 7)  # query heads for each KV head of the random models that public codes are compared on
 Kept = dict[str, list[tuple[Tensor, Tensor | None]]]  # by press, of each layer
 SHORTEST, LONGEST = 520, 800  # tokens; 25% of the shortest holds two windows of 64
 
@@ -225,37 +219,6 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
     return _table(cells, [type(pair.press(library, 0.5)).__name__ for pair, _ in cells], agreements)
 
 
-def compare_codes(
-    model: PreTrainedModel, texts: list[list[int]], queries: Path, pairs: Sequence[CodePair] = CODES
-) -> pd.DataFrame:
-    """A row per pair and share, as of `compare`. queries: TriAttention's statistics of the model, a file."""
-    cells = [(pair, share) for pair in pairs for share in SHARES]
-    calibration = (("calibration", str(queries)),)
-    conditions = [
-        Condition(
-            pair.policy, share, Prefill(fair=1.0, spans=("first", "second")) if pair.fair else Prefill(),
-            switches=pair.switches + calibration * pair.policy.startswith("tri_"),
-        )
-        for pair, share in cells
-    ]  # fmt: skip
-    agreements: list[list[tuple[float, bool]]] = [[] for _ in cells]
-    for text in texts:
-        ids = text[: len(text) // 16 * 16]
-        prompt = Prompt(ids, parity_code.spans(len(ids)))
-        ours = generate(model, [prompt], conditions, max_new_tokens=1, stop_ids=frozenset(), kept_sets=True)[0]
-        layers = parity_code.layers_of(model, ids, load(str(queries)))
-        for (pair, share), answer, heads in zip(cells, ours, agreements, strict=True):
-            budget, kept = CATALOGUE[pair.policy].budget, pair.code(layers, share)
-            sets = [(torch.as_tensor(a), *b) for a, b in zip(answer.kept_sets, kept, strict=True)]
-            if budget == "joint":  # the layers compete: compared as one
-                a, b, c = zip(*sets, strict=True)
-                sets = [(torch.cat(a), torch.cat(b), torch.cat(c))]
-            for a, b, scores in sets:
-                common, tied = agreement(a, b, scores, budget in ("per head", "joint"))
-                heads += zip(common.tolist(), tied.tolist(), strict=True)
-    return _table(cells, [pair.source for pair, _ in cells], agreements)
-
-
 def _table(cells: Sequence[tuple[Any, float]], presses: Sequence[str], agreements: Sequence[Any]) -> pd.DataFrame:
     """The rows of a comparison."""
     return pd.DataFrame(
@@ -269,35 +232,19 @@ def _table(cells: Sequence[tuple[Any, float]], presses: Sequence[str], agreement
     )  # fmt: skip
 
 
-def of_codes(loaded: models.Loaded, randoms: list[list[int]], texts: list[list[int]]) -> list[pd.DataFrame]:
-    """The rows of `compare_codes` for each model."""
-    tables = []
-    with TemporaryDirectory() as folder:
-        for group in GROUPS:
-            model, file = random_model(group), Path(folder) / f"{group}.json"
-            calibrate.write(calibrate.calibrate(model, randoms[:2]), file)
-            table = compare_codes(model, randoms, file)
-            tables.append(table.assign(prompts=len(randoms), model=f"random, group {group}"))
-    table = compare_codes(loaded.model, texts, loaded.path.with_name(f"{loaded.path.name}-queries.json"))
-    return [*tables, table.assign(prompts=len(texts), model=loaded.name)]
-
-
 def main(
     out: Annotated[Path | None, typer.Option(help="CSV to write, rows of others kept; none: print only")] = None,
     n: Annotated[int, typer.Option("--prompts", help="half random, half of the embedded model")] = 100,
-    codes: Annotated[bool, typer.Option("--codes", help="the methods' public codes in place of kvpress")] = False,
 ) -> None:
-    """Compare kept sets with kvpress or with public codes, head by head."""
-    library = None if codes else kvpress()
+    """Compare kept sets with kvpress, head by head."""
+    library = kvpress()
     loaded = models.load()
     randoms, texts = prompts(loaded, max(1, n // 2))
-    tables = of_codes(loaded, randoms, texts) if codes else [
+    table = pd.concat(
         compare(model, library, ids, PAIRS).assign(prompts=len(ids), model=name)
         for name, model, ids in (("random", random_model(), randoms), (loaded.name, loaded.model, texts))
-    ]  # fmt: skip
-    table = pd.concat(tables)
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    versions = {"kvpress": "" if codes else importlib.metadata.version("kvpress"), **versions}
+    )
+    versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")}
     date = datetime.date.today().isoformat()
     table = table.assign(**versions, date=date).sort_values(["policy", "switches", "press", "share_kept", "model"])
     typer.echo(table.drop(columns=["note", "date", *versions]).to_string(index=False))
@@ -309,4 +256,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

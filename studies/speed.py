@@ -2,7 +2,7 @@
 
 `python -m studies.speed --part prefill --part decode --part answer --out data/gpu/models.csv`, on a GPU; every
 policy in both readings with `--part first --part regimes --out data/gpu/first_token.csv`. Rows carry device, versions
-and date. `--table` writes data/gpu/models.md, the former beside the published numbers, and first_token.md.
+and date.
 """
 
 import datetime
@@ -15,7 +15,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median_high
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 import torch
@@ -31,10 +31,7 @@ from kvrepro.engine.extend import Extend
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
 from kvrepro.errors import InputError
-from kvrepro.experiment.claims import KEPT, PLAIN
-from kvrepro.paths import DATA, GPU
-from kvrepro.tools import command
-from kvrepro.tools.filterable import table
+from kvrepro.experiment.claims import PLAIN
 from studies import trial
 
 SHAPES = {  # of public models, for long prompts
@@ -57,13 +54,6 @@ METHODS = {  # name: (policy, share, switches, backend)
 }
 FIRST = ("snapkv", "ada_kv", "dropkv", "andpro", "h2o", "key_diff", "tova", "cake", "critical_kv", "defensive_kv",
          "layer_defensive_kv")  # fmt: skip
-OWN_PRODUCTS = {  # policies by the matrix product that they need beside the forward pass
-    "those that only score and choose": FIRST[:4] + FIRST[5:8],
-    "H2O: one of attention's two products again": ("h2o",),
-    "CriticalKV, DefensiveKV: the values behind the output projection": FIRST[8:],
-}
-PUBLISHED = {PLAIN: "Dynamic", "5% kept": "DropKV-Triton"}  # names in the papers' tables, where they differ
-SUSTAINED = 0.7e15  # bfloat16 operations a second of an H100 or H200 in a long matrix product: kernels/NOTES.md
 REGIMES = {"decode cap": DecodeCap(interval=8), "per step": PerStep(),
            "chunked, last": Chunked(chunk=2048), "chunked, every": Chunked(chunk=2048, when="every_chunk")}  # fmt: skip
 
@@ -277,125 +267,6 @@ def row(
     return measurement
 
 
-def page() -> str:
-    """The tables of data/gpu/models.csv beside the published ones, as markdown."""
-    ours = pd.read_csv(GPU / "models.csv")
-    tools = ours[["device", "torch", "triton", "transformers", "date"]].drop_duplicates().to_numpy()
-    devices = " and ".join("{}, torch {}, triton {}, transformers {}, {}".format(*tool) for tool in tools)
-    prefills = ours[ours.part == "prefill"].drop_duplicates(["model", "tokens", "method"])
-    decodes, answers = ours[ours.part == "decode"], ours[ours.part == "answer"]
-    single = decodes[(decodes.batch == 1) & (decodes.tokens == 131072)]
-    parts = [
-        f"Ours: {devices}. Theirs: A100-80GB, as printed. Weights are random, and shapes those of the public models; "
-        "the papers' Mistral and Qwen are long-context versions of equal shape.",
-        "### Time to the first token, batch 1", table([_first(r) for r in prefills.itertuples()]),
-        "### Decoding at the largest batch", table([_step(r) for r in decodes[decodes.batch > 1].itertuples()]),
-        "### Decoding one row of 131072 tokens", table([_single(r) for r in single.itertuples()]),
-        "### 500 tokens after a prompt of 32768", table([_whole(r) for r in answers.itertuples()]),
-    ]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
-
-
-def first_page() -> str:
-    """What data/gpu/first_token.csv says, as markdown: time over the full cache of Hugging Face, and regimes."""
-    ours = pd.read_csv(GPU / "first_token.csv").assign(over=lambda f: f.ratio_to_plain.map("{:.3f}".format))
-    device = ", ".join(sorted(set(ours.device)))
-    firsts = ours[(ours.part == "first") & (ours.method != PLAIN)]
-    ratios = firsts.assign(where=firsts.model + ", " + firsts.tokens.astype(str)).pivot_table(
-        "over", "method", "where", aggfunc="last", sort=False
-    )
-    later = ours[(ours.part == "regimes") & (ours.backend == "triton")]
-    rows = later[["model", "tokens", "batch", "steps", "method", "seconds", "over"]].to_dict("records")
-    parts = [
-        "What compression to 20% adds to the time to the first token with everything kept in the same engine, batch 1, "
-        "and what that engine changes:",
-        table(added(ours[ours.part == "first"])),
-        f":::{{dropdown}} Table of all policies\n{device}. Time to the first token by kernels over Hugging Face's full "
-        "cache; empty: not measured. KeyDiff in the authors' text walks through the prompt block by block, and has no "
-        "kernel.", table(ratios.fillna("").reset_index().to_dict("records")),
-        "Whole answers by kernels over plain PyTorch, 1,024 tokens kept.", table(rows), ":::",
-    ]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
-
-
-def added(firsts: pd.DataFrame) -> list[dict[str, str]]:
-    """A row for each kind of policy: the least and the most percent that it adds to the time with everything kept. Then
-    the floor of those that need the values' projection, and everything kept over the plain cache. KeyDiff in the
-    authors' text, which runs block by block, is left out."""
-    firsts = firsts[firsts.method != "key_diff, as described"]
-    firsts = firsts.assign(policy=firsts.method.str.partition(", ")[0])
-    kinds = (
-        *OWN_PRODUCTS,
-        "(this product alone, at 700 TFLOP/s)",
-        "everything kept, against Hugging Face's full cache",
-    )
-    rows = [{"policies": kind} for kind in kinds]
-    for (model, tokens), timings in firsts.groupby(["model", "tokens"], sort=False):
-        where = f"{model}, {tokens:,} tokens"
-        plain, kept = (timings[timings.method == name].seconds.iloc[-1] for name in (PLAIN, KEPT))
-        for row, policies in zip(rows, OWN_PRODUCTS.values(), strict=False):
-            over = timings[timings.policy.isin(policies)].seconds / kept * 100 - 100
-            row[where] = f"{' to '.join(dict.fromkeys(f'{end:.1f}' for end in (over.min(), over.max())))}%"
-        rows[-2][where] = f"{projection(model, tokens) / kept:.1%}"
-        rows[-1][where] = f"{kept / plain - 1:+.1%}"
-    return rows
-
-
-def projection(model: str, tokens: int) -> float:
-    """The least seconds that the output projection of the values takes, for every query head."""
-    config = SHAPES[model]
-    return float(2 * config.num_hidden_layers * tokens * config.hidden_size**2 / SUSTAINED)
-
-
-def _printed(file: str, r: Any, *tasks: str) -> list[str]:
-    """The published numbers for row `r`, by task; "-" where there is none. Published names of models may be longer."""
-    frame = pd.read_csv(DATA / "published" / f"{file}.csv", dtype=str).fillna({"value": "out of memory"})
-    same_model = frame.model.str.startswith(r.model) & (frame.context.str.lower() == f"{r.tokens // 1024}k")
-    printed = frame[same_model & (frame.method == PUBLISHED.get(r.method, r.method))].set_index("task").value
-    return [str(printed.get(task, "-")) for task in tasks]
-
-
-def _first(r: Any) -> dict:
-    """A timing of the first token as a row of the page."""
-    printed = {PLAIN: "61.5 GB", "DefensiveKV, plain PyTorch": "36 GB"}
-    peak = printed.get(r.method, "-") if (r.model, r.tokens) == ("Llama-3.1-8B", 131072) else "-"
-    return {
-        "model": r.model, "prompt": r.tokens, "method": r.method, "kept": f"{r.share:.0%}", "s": f"{r.seconds:.3f}",
-        "over plain": f"{r.ratio_to_plain:.3f}", "peak GiB": f"{r.peak_gib:.1f}",
-        "printed s (DropKV, Table 10)": _printed("dropkv_t10_ttft", r, "batch 1")[0],
-        "printed peak (DefensiveKV, Figure 11)": peak,
-    }  # fmt: skip
-
-
-def _step(r: Any) -> dict:
-    """A timing of decoding at the largest batch as a row of the page."""
-    tasks = ("max batch", "decode throughput at max batch", "ratio to dynamic")
-    batch, speed, ratio = _printed("dropkv_t09_throughput", r, *tasks)
-    return {
-        "model": r.model, "prompt": r.tokens, "method": r.method, "batch": r.batch, "ms/step": f"{r.seconds * 1e3:.1f}",
-        "tokens/s": round(r.batch / r.seconds), "over plain": f"{r.ratio_to_plain:.1f}",
-        "printed batch (DropKV, Table 9)": batch, "printed tokens/s": speed, "printed over plain": ratio,
-    }  # fmt: skip
-
-
-def _single(r: Any) -> dict:
-    """A timing of decoding one row as a row of the page."""
-    printed = {PLAIN: "81", "20% kept": "28"}.get(r.method, "-") if r.model.startswith("Llama") else "-"
-    return {
-        "model": r.model, "method": r.method, "ms/token": f"{r.seconds * 1e3:.1f}", "peak GiB": f"{r.peak_gib:.1f}",
-        "faster than plain": f"{r.ratio_to_plain:.2f}", "printed ms/token (DefensiveKV, 4.5)": printed,
-    }  # fmt: skip
-
-
-def _whole(r: Any) -> dict:
-    """A timing of whole answers as a row of the page."""
-    return {
-        "model": r.model, "batch": r.batch, "method": r.method, "s": f"{r.seconds:.1f}",
-        "over plain": f"{r.ratio_to_plain:.3f}",
-        "printed s (DropKV, Table 2)": _printed("dropkv_t02_e2e_latency", r, f"batch {r.batch}")[0],
-    }  # fmt: skip
-
-
 def main(
     out: Annotated[Path, typer.Option(help="table to write")] = Path("data/gpu/models.csv"),
     part: Annotated[list[str], typer.Option(help=", ".join(PARTS))] = ["prefill", "decode"],  # noqa: B006
@@ -405,13 +276,8 @@ def main(
     batch: Annotated[list[int], typer.Option(help="for answer; for regimes the last")] = [1, 4],  # noqa: B006
     repeats: Annotated[int, typer.Option()] = 3,
     steps: Annotated[int, typer.Option()] = 50,
-    show: Annotated[bool, typer.Option("--table", help="write data/gpu/*.md from the tables; measure nothing")] = False,
 ) -> None:
     """Measure, and append to the table as each part ends."""
-    if show:
-        (GPU / "models.md").write_text(page(), encoding="utf-8")
-        (GPU / "first_token.md").write_text(first_page(), encoding="utf-8")
-        return
     for name in model:
         ensure(tuple(SHAPES), model=name)
     for name in part:
@@ -439,4 +305,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

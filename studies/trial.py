@@ -5,14 +5,12 @@ chapter on a few items, and stores per chapter: results, failed ones, seconds, t
 memory. A failed row fails the trial. Random weights answer nothing: this tests that chapters run, and how fast.
 """
 
-import contextlib
 import datetime
-import gc
 import multiprocessing
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -27,11 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import InputError, error_line
-from kvrepro.experiment import data, models, progress
+from kvrepro.experiment import data, models
 from kvrepro.item import Item
 from kvrepro.paths import GPU
-from kvrepro.tools import command
-from kvrepro.tools.rows import answers_of, replace_rows, words
+from studies import chapters
+from studies.table import answers_of, replace_rows, words
 
 SHAPES: dict[str, dict[str, Any]] = words("shapes")
 TEMPLATE = (
@@ -87,80 +85,41 @@ def checkpoint_for(items: Iterable[Item], folder: Path, shape: str, dtype: str =
     return path
 
 
-def _attempt(answer: Connection, name: str, parameters: dict[str, Any], counts: Sequence[int], log: Path) -> None:
-    """Run a chapter in this process for each of `counts`, the number of items, and send a row for each: seconds, peak
-    GiB, rows, failed rows, and its error or "". What the chapter prints goes to `log`."""
-    from kvrepro.tools.book import cells
-
-    seconds = in_studies = 0.0
-    for number, count in enumerate(counts):
-        began, error, messages, space = time.perf_counter(), "", list[dict[str, Any]](), dict[str, Any]()
-        with (
-            log.open("a", buffering=1, encoding="utf-8") as output, contextlib.redirect_stdout(output),
-            progress.listening(messages.append),
-        ):  # fmt: skip
-            try:
-                for _ in cells(name, parameters | {"n_items": count}, space=space):
-                    pass
-            except Exception as raised:
-                traceback.print_exc()
-                error = error_line(raised)
-        studies = pd.DataFrame(
-            [message for message in messages if "failed" in message], columns=["results", "failed", "seconds"]
-        )
-        new_seconds = float(studies.seconds.sum())
-        in_studies += new_seconds
-        seconds += new_seconds if number else time.perf_counter() - began
-        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
-        answer.send({
-            "chapter": name, "n_items": count,
-            "results": int(studies.results.sum()), "failed": int(studies.failed.sum()),
-            "seconds": round(seconds, 1), "in_studies": round(in_studies, 1),
-            "peak_gib": round(peak, 2), "error": error,
-        } | _spent(Path(parameters["results"]) / name))  # fmt: skip
-        if error:
-            return
-        space.clear()  # frees the model before it is loaded again: a policy that the notebook registered may hold it
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+def _attempt(answer: Connection, name: str, parameters: dict[str, Any]) -> None:
+    """Run a chapter in this process, and send its seconds, peak GiB, and its error or ""."""
+    began, error = time.perf_counter(), ""
+    try:
+        chapters.run(name, parameters)
+    except Exception as raised:
+        traceback.print_exc()
+        error = error_line(raised)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
+    answer.send({"seconds": round(time.perf_counter() - began, 1), "peak_gib": round(peak, 2), "error": error})
 
 
-def attempt(name: str, parameters: dict[str, Any], counts: Sequence[int], limit: float) -> Iterator[dict[str, Any]]:
-    """A chapter's row for each number of items, fewest first. A larger size computes the new items alone; its seconds
-    are those of the size before and of its own studies. A size that takes longer than `limit` seconds is stopped, and
-    its row says so. Where one ends in an error, its last output is printed."""
-    log, context = Path(f"{parameters['results']}-{name}.log"), multiprocessing.get_context("spawn")
+def attempt(name: str, parameters: dict[str, Any], limit: float) -> dict[str, Any]:
+    """A chapter's row: results, failed ones, seconds, those of reading prompts and of decoding, peak memory. One that
+    takes longer than `limit` seconds is stopped, and its row says so."""
+    context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_attempt, args=(sender, name, parameters, counts, log))
+    process = context.Process(target=_attempt, args=(sender, name, parameters))
     process.start()
     sender.close()
+    row: dict[str, Any] = {"seconds": limit, "error": f"not done after {limit:.0f} s"}
     try:
-        for count in counts:
-            row = {"chapter": name, "n_items": count, "seconds": limit, "error": f"not done after {limit:.0f} s"}
-            if receiver.poll(limit):
-                try:
-                    row = receiver.recv()
-                except EOFError:
-                    process.join()
-                    row |= {"error": f"its process ended with exit code {process.exitcode}"}
-            yield row
-            if row["error"]:
-                break
-        else:
+        if receiver.poll(limit):
+            row = receiver.recv()
             process.join(10)  # it ends its workers
+    except EOFError:
+        process.join()
+        row["error"] = f"its process ended with exit code {process.exitcode}"
     finally:
         process.kill()
         process.join()
-    if row["error"] and log.is_file():
-        last = log.read_text(encoding="utf-8").splitlines()[-8:]
-        print("\n".join(line[:200] for line in last), flush=True)  # a figure is one long line
-
-
-def _spent(folder: Path) -> dict[str, Any]:
-    """Seconds that a chapter's answers took for reading prompts, and for decoding; {} where it stored no answers."""
-    rows = answers_of(folder)
-    return {name: round(float(rows[f"{name}_seconds"].sum()), 1) for name in ("prefill", "decode") if len(rows)}
+    rows = answers_of(Path(parameters["results"]) / name)
+    spent = {part: round(float(rows[f"{part}_seconds"].sum()), 1) for part in ("prefill", "decode") if len(rows)}
+    counts = {"results": len(rows), "failed": int(rows.error.notna().sum())}
+    return {"chapter": name, "n_items": parameters["n_items"]} | counts | spent | row
 
 
 def main(
@@ -169,8 +128,8 @@ def main(
     dtype: Annotated[str, typer.Option(help=f"of weights and caches: {', '.join(DTYPES)}")] = "float32",
     chapter: Annotated[list[str], typer.Option(help=f"these alone, of {', '.join(CHAPTERS)}")] = [],  # noqa: B006
     items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval instead")] = "longbench",
-    n_items: Annotated[list[int], typer.Option(help="of each study; repeat for what more items take")] = [2],  # noqa: B006
-    limit: Annotated[float, typer.Option(help="seconds for a chapter, and for what a larger size adds")] = 600,
+    n_items: Annotated[int, typer.Option(help="of each study")] = 2,
+    limit: Annotated[float, typer.Option(help="seconds for a chapter")] = 600,
     out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
 ) -> None:
     """Run the chapters on random weights of a real shape; exit 1 where a row failed or a chapter did not end."""
@@ -194,12 +153,11 @@ def main(
         path = checkpoint_for(read, Path(folder), shape, dtype)
         print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
         parameters = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
-        parameters |= {"items": items, "results": f"{folder}/results"}
+        parameters |= {"items": items, "n_items": n_items, "results": f"{folder}/results"}
         for name in chapter or CHAPTERS:
-            for row in attempt(name, parameters, sorted(set(n_items)), limit):
-                rows.append(row | run_facts)
-                print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
-                replace_rows(out, pd.DataFrame(rows), KEY)
+            rows.append(attempt(name, parameters, limit) | run_facts)
+            print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
+            replace_rows(out, pd.DataFrame(rows), KEY)
     print(f"the table: {out}")
     frame = pd.DataFrame(rows)
     if frame.error.any() or frame.failed.sum():
@@ -207,4 +165,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

@@ -71,19 +71,12 @@ def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
     assert (printed.strip(), process.returncode) == (INTERRUPTED, 130)
 
 
-def test_a_program_says_which_extra_it_needs(call, monkeypatch):
-    monkeypatch.setitem(sys.modules, "nbformat", None)
-    for name in [name for name in sys.modules if name.startswith("kvrepro.tools")]:
-        monkeypatch.delitem(sys.modules, name)
-    assert call("book") == (2, "", "kvrepro book needs nbformat: pip install 'kvrepro[book]'\n")
-
-
 @pytest.mark.parametrize("name", cli.PROGRAMS)
 def test_mounted_programs_show_their_own_help(name, call):
     code, out, _ = call(name, "--help")
     assert code == 0
     assert f"kvrepro {name} [OPTIONS]" in out
-    options = {"book": "--parameter", "data": "fetch", "notebooks": "--install", "store": "merge"}
+    options = {"data": "fetch", "store": "merge"}
     assert options[name] in out
 
 
@@ -94,9 +87,6 @@ def test_programs_get_their_arguments_and_their_exit_code(call):
     code, _, err = call("data", "fetch", "nowhere")
     assert (code, err.count("\n")) == (2, 1)
     assert "'nowhere' is not in data/sources.yml" in err
-    code, _, err = call("book", "-p", "nonsense=1")
-    assert code == 2
-    assert "unknown parameter of any chapter 'nonsense'" in err
 
 
 def test_policies_are_listed_and_shown(call, tmp_path, monkeypatch):

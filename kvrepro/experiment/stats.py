@@ -26,7 +26,7 @@
   as many items as a sign test needs to reach them, except for scores between bounds, whose farthest values are known.
   The estimate always lies inside its interval.
 
-Chosen by coverage, and by how often the rules of claims err: `python -m kvrepro.tools.coverage` writes
+Chosen by coverage, and by how often the rules of claims err: `python -m studies.coverage` writes
 data/coverage.csv (means, differences and ratios with many zeros and ones, values with long tails),
 `studies.error_rates` the other table.
 

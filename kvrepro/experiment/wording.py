@@ -52,7 +52,7 @@ def anchor(claim: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", claim).strip("-")
 
 
-def link(claim: str, text: str = "", page: str = "../claims.html") -> str:
+def link(claim: str, text: str = "", page: str = "claims.html") -> str:
     """A link to a claim, with its id or a text. page: that of the claims, as seen from the chapters' folder."""
     return f'<a href="{page}#{anchor(claim)}">{text or claim}</a>'
 
@@ -224,7 +224,7 @@ def missing(row: Any) -> str:
     return _needed(row) if row.verdict in ("inconclusive", "partly") else ""
 
 
-def beside(frame: pd.DataFrame, *topics: str, page: str = "../claims.html") -> str:
+def beside(frame: pd.DataFrame, *topics: str, page: str = "claims.html") -> str:
     """The claims of some topics as a Markdown list: what the paper printed, and our result in each reading. page: that
     of the claims, as seen from the list's page."""
     lines = []

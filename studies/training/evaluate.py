@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+import typer
 from statsmodels.stats.proportion import proportion_confint
 
 from kvrepro.errors import ensure_known
 from kvrepro.experiment import models
 from kvrepro.paths import write_table
-from kvrepro.tools import command
 from kvrepro.world import rows as R
 from kvrepro.world.world import ALL
 
@@ -79,4 +79,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

@@ -12,7 +12,6 @@ import typer
 from kvrepro.engine.attention import watch_prompt
 from kvrepro.experiment import models, stats
 from kvrepro.paths import write_table
-from kvrepro.tools import command
 from studies.calibrate import TASKS, prompts
 
 
@@ -52,4 +51,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import typer
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.experiment.models import embedded
-from kvrepro.tools import command
 from kvrepro.world import rows as R
 from kvrepro.world.tokenizer import save
 from studies.training.evaluate import LENGTHS as CHECKS
@@ -187,4 +187,4 @@ def main(
 
 
 if __name__ == "__main__":
-    command.run(main)
+    typer.run(main)

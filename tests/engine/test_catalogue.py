@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvrepro.engine import evict
 from kvrepro.engine import policy as policies
@@ -15,8 +16,8 @@ from kvrepro.engine.policy import SUMS, call, check, find, first_sentence, table
 from kvrepro.engine.regime import REGIMES, SharedCap
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError
-from kvrepro.tools.pages import PINNED
 
+PINNED = yaml.safe_load((Path(__file__).parents[2] / "data" / "words" / "formula_tests.yml").read_text())
 ENGINES = {"window", "recent", "sinks"}  # what the engine itself reads
 PAGES = {"page", "dense_layers"}  # read by the decode attention of a policy that frees nothing
 

@@ -82,7 +82,7 @@ def test_a_sentence_of_one_verdict_and_of_none():
     unknown = table_of("not testable here", ours=math.nan, low=math.nan, high=math.nan)
     assert plain(wording.sentence(unknown, "L9", "Recovery")) == "Recovery cannot be tested here."
     assert plain(wording.sentence(unknown, "L1", "Recovery")) == "Recovery was not run."
-    assert '<a href="../claims.html#L9">' in wording.sentence(unknown, "L9", "Recovery")
+    assert '<a href="claims.html#L9">' in wording.sentence(unknown, "L9", "Recovery")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_the_table_survives_its_file_and_says_no_nan(tmp_path):
     first = next(table.itertuples())
     html = wording.styled(table).to_html()
     assert "nan" not in html
-    assert html.count('<a href="../claims.html#P') == 4
+    assert html.count('<a href="claims.html#P') == 4
     assert f"background-color: {wording.LOOKS[first.verdict][1]}" in html
 
 

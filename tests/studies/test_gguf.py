@@ -6,13 +6,13 @@ import zipfile
 import gguf
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import kvrepro as kv
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
-from kvrepro.tools import command
 from studies import trial
 from studies.gguf import convert, main, unpacked
 
@@ -114,7 +114,9 @@ def test_what_is_no_such_file_is_refused_in_one_line(written, tmp_path):
         convert(written[0], tmp_path)
     with pytest.raises(InputError, match="new folder"):
         convert(written[0], tmp_path / "not" / "there")
-    result = CliRunner().invoke(command.app_of(main), [str(written[0]), str(tmp_path / "tiny")])
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, [str(written[0]), str(tmp_path / "tiny")])
     assert result.exit_code == 0
     assert "the checkpoint" in result.output
 

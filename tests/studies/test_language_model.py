@@ -5,7 +5,6 @@ import pytest
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims
-from kvrepro.tools import language_model_page
 from studies import family, language_model
 
 ROW = {"item": "a", "policy": "lru", "reading": "as_run", "capacity": 128, "share": None, "prefix": 0.1, "suffix": 0.1,
@@ -33,7 +32,7 @@ def folder(tmp_path):
     pd.DataFrame(alone).assign(key=[10, 11, 12]).to_parquet(place / "controls.parquet")
     verdict = {"claim": "P1", "verdict": "partly", "reading": "as_run", "model": "m", "profile": "quick", "ours": 0.3}
     claims.write(pd.DataFrame([verdict]).reindex(columns=claims.COLUMNS), place / "claims.csv")
-    facts = {"code": "c", "inputs": "i", "date": "2026-11-27", "seconds": 9, "items": "ifeval"}
+    facts = {"date": "2026-11-27", "seconds": 9, "items": "ifeval"}
     (place / family.DONE).write_text(json.dumps(facts))
     return tmp_path / "run"
 
@@ -47,9 +46,9 @@ def test_the_tables_of_a_run_are_its_verdicts_what_it_computed_and_mean_scores(f
     assert (run["score"], run["tokens"], run["cut"]) == pytest.approx((0.7, 200, 0.5))
     by = scores.set_index(["policy", "guard", "kept"]).value.to_dict()
     assert by == pytest.approx({("full", "0% + 0%", ""): 0.7, ("lru", "10% + 10%", "128"): 0.75,
-                                (language_model_page.NO_PASSAGE, "0% + 0%", ""): 0.3})  # fmt: skip
+                                (language_model.NO_PASSAGE, "0% + 0%", ""): 0.3})  # fmt: skip
     gain = scores.set_index("policy").gain.to_dict()
-    assert gain == pytest.approx({"full": 0.4, "lru": 0.45, language_model_page.NO_PASSAGE: 0})
+    assert gain == pytest.approx({"full": 0.4, "lru": 0.45, language_model.NO_PASSAGE: 0})
     assert set(scores) == {
         *language_model.BY,
         "value",

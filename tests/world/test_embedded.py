@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvrepro.experiment import data, models
 from kvrepro.experiment.models import EMBEDDED
-from kvrepro.tools import command
 from kvrepro.world import world
-from studies.training import card, evaluate, sinks
+from studies.training import evaluate, sinks
 
 TASKS = ("single_fact", "two_hop", "variable_tracking", "instruction_several", "refusal", "leak")
 
@@ -56,12 +55,6 @@ def test_a_wrong_token_costs_its_answer_alone():
     assert answers.tolist() == [2, 1]
 
 
-def test_evaluate_names_an_unknown_task(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command.run(evaluate.main, "evaluate", ["--tasks", "needle,neddle"])
-    assert "unknown task 'neddle'" in capsys.readouterr().err
-
-
 def test_sink_mass_is_eager_attention_to_position_0(loaded):
     item = world.sample("story", 1, seed=1, tokens=200)[0]
     ids = data.build_prompt(item, loaded.tokenizer, loaded.context).ids
@@ -70,11 +63,6 @@ def test_sink_mass_is_eager_attention_to_position_0(loaded):
         seen = eager(torch.tensor([ids]), output_attentions=True).attentions
     expected = torch.stack([layer[0, :, 1:, 0].mean(-1) for layer in seen])
     torch.testing.assert_close(sinks.sink_mass(loaded.model, ids), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_the_card_is_what_its_command_writes():
-    for folder in models.embedded().values():
-        assert (folder / "README.md").read_text(encoding="utf-8") == card.card(folder), folder.name
 
 
 def test_the_figures_reach_what_the_chapters_need():

@@ -9,7 +9,6 @@ from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.policy import Policy, own
 from kvrepro.errors import InputError
-from kvrepro.tools import book
 
 
 def test_sizes():
@@ -61,11 +60,6 @@ def test_what_is_wrong_is_refused_in_one_line(wrong, message):
     with pytest.raises(InputError, match=message) as raised:
         ChapterPlan(**wrong)
     assert "\n" not in str(raised.value)
-
-
-def test_more_prompts_than_are_ever_made_are_refused_before_any_is_made():
-    with pytest.raises(InputError, match="at most 100,?000"):
-        book.check("leakage", {"n_items": 10**9})
 
 
 def test_an_option_that_is_not_there_is_named():

@@ -1,0 +1,183 @@
+"""Can the world's evidence be told without reading? `python -m studies.shortcuts` writes data/shortcuts.csv.
+
+A policy must guess which tokens a question will ask for. Where these differ from the rest in something simple, such as
+the length of their values, it need not guess. The measure is the AUC: how often a token of the evidence has a higher
+score than another token. One half is chance; below it the evidence has the lower scores.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from scipy import stats as scipy_stats
+from torch import Tensor
+
+from kvrepro.engine.attention import attend, read_once
+from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.generate import generate
+from kvrepro.engine.observe import Observation
+from kvrepro.engine.policy import Policy, own
+from kvrepro.engine.regime import Prefill
+from kvrepro.engine.shapes import Scores
+from kvrepro.experiment import data, models, stats
+from kvrepro.experiment.models import Loaded
+from kvrepro.experiment.run import Answers, Settings, run
+from kvrepro.item import Item
+from kvrepro.paths import DATA, write_table
+from kvrepro.world.words import MARKS
+from kvrepro.world.world import FILLER
+
+WINDOW = 32  # queries before the question: what SnapKV sees of a prompt
+SHARES = (0.1, 0.2, 0.3, 0.5)
+CONTRASTS = {  # which tokens against which
+    "answer words, filler": ("answer words", "filler"),
+    "evidence, filler": ("evidence", "filler"),
+    "evidence, other facts": ("evidence", "other facts"),
+}
+
+
+def value_norm(o: Observation) -> Scores:
+    """s_j = ||v_j||."""
+    return o.values.float().norm(dim=-1)  # noqa: PD011  (not a pandas frame)
+
+
+def auc(scores: np.ndarray, positive: np.ndarray, negative: np.ndarray) -> float:
+    """Chance that a score of `positive` (bool, like scores) exceeds one of `negative`; ties count one half."""
+    a, b = scores[positive], scores[negative]
+    return float(scipy_stats.mannwhitneyu(a, b, method="asymptotic").statistic / (len(a) * len(b)))
+
+
+class Onlooker:
+    """Attention that records, during one pass, what a policy could see in each layer: `seen`, by layer and signal,
+    [kv_heads, tokens before the question]."""
+
+    def __init__(self, question: int, tokens: int):
+        self.end, self.seen = question, {}
+        self.queries = {"window": range(question - WINDOW, question), "question": range(question, tokens)}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int | None = None
+    ) -> Tensor:
+        at = torch.arange(query.shape[2], device=query.device)[None]
+        sums = {name: torch.zeros(key.shape[1], self.end) for name in self.queries}
+
+        def see(p: Tensor, queries: slice) -> None:  # [1, kv_heads, group, queries, tokens]
+            for name, wanted in self.queries.items():
+                a, b = max(wanted.start, queries.start), min(wanted.stop, queries.stop)
+                if a < b:
+                    sums[name] += p[0, :, :, a - queries.start : b - queries.start, : self.end].sum((1, 2)).cpu()
+
+        out = attend(query, at, [(key, value, at[:, None])], scaling, sliding, see)
+        norms = {"value_norm": value[0], "key_norm": key[0]}
+        signals = {name: x[:, : self.end].float().norm(dim=-1).cpu() for name, x in norms.items()} | sums
+        self.seen[layer] = {name: x.numpy() for name, x in signals.items()}
+        return out
+
+
+def groups(prompt: Prompt, words: list[str], answer: set[str]) -> Mapping[str, np.ndarray]:
+    """By kind of token, bool [tokens before the question]: evidence, words of the answer in the evidence, filler, and
+    other facts. words: the prompt's tokens; answer: the words of the answer."""
+    start, end = prompt.turns["user"] + 1, min(prompt.spans["question"])
+    evidence = np.isin(np.arange(end), prompt.spans["evidence"])
+    sentences, filler = {tuple(sentence) for sentence in FILLER}, np.zeros(end, bool)
+    size = len(FILLER[0])
+    for at in range(start, end - size + 1):
+        if tuple(words[at : at + size]) in sentences:
+            filler[at : at + size] = True
+    other = ~evidence & ~filler & (np.arange(end) >= start)
+    answer_words = evidence & np.array([word in answer for word in words[:end]])
+    return {"evidence": evidence, "answer words": answer_words, "filler": filler & ~evidence, "other facts": other}
+
+
+def _words(loaded: Loaded, item: Item) -> set[str]:
+    return set(loaded.tokenizer.tokenize(item.answer)) - set(MARKS)
+
+
+@torch.inference_mode()
+def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
+    """The AUCs of one prompt, with columns layer (-1 for signals of no layer), head, signal, contrast (of `CONTRASTS`),
+    auc."""
+    prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
+    words = loaded.tokenizer.convert_ids_to_tokens(prompt.ids)
+    where, end = groups(prompt, words, _words(loaded, item)), min(prompt.spans["question"])
+    look = Onlooker(end, len(prompt.ids))
+    read_once(loaded.model, prompt.ids, look)
+    counts = Counter(words[:end])
+    plain = {"position": np.arange(end), "rarity": -np.array([counts[word] for word in words[:end]])}
+    scores = [(-1, 0, name, x) for name, x in plain.items()]
+    for n, seen in look.seen.items():
+        scores += [(n, h, name, x) for name, heads in seen.items() for h, x in enumerate(heads)]
+    rows = [
+        (layer, head, name, contrast, auc(x, where[a], where[b]))
+        for layer, head, name, x in scores
+        for contrast, (a, b) in CONTRASTS.items()
+        if where[a].any() and where[b].any()
+    ]
+    return pd.DataFrame(rows, columns=["layer", "head", "signal", "contrast", "auc"])
+
+
+def table(loaded: Loaded, items: list[Item]) -> pd.DataFrame:
+    """The mean AUC over prompts with its interval, in columns signal, contrast, layer, head, value, low, high, n."""
+    aucs = pd.concat([of_item(loaded, item) for item in items])
+    return stats.means(aucs, ["signal", "contrast", "layer", "head"], "auc")
+
+
+def conditions() -> list[Condition]:
+    """Policies that keep a share of the passage before the question is read, the longest values among them."""
+    plain = own("value_norm", Policy("Value norm", "this page", value_norm, parameters={"sinks": 4}))
+    policies = (plain, "k_norm", "snapkv", "critical_kv", "random")
+    before = Prefill(until="question")
+    return [Condition(name, share, before, reading="as_described") for share in SHARES for name in policies]
+
+
+def kept(loaded: Loaded, item: Item) -> pd.DataFrame:
+    """A row for each of `conditions`, on one prompt: policy, share, and for each kind of token of `groups` the share
+    that a head keeps, mean over layers and heads."""
+    prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
+    where = groups(prompt, loaded.tokenizer.convert_ids_to_tokens(prompt.ids), _words(loaded, item))
+    cells = conditions()
+    [answers] = generate(loaded.model, [prompt], cells, max_new_tokens=1, stop_ids=(), kept_sets=True)
+    return pd.DataFrame(
+        {"policy": c.policy, "share": c.budget}
+        | {name: float(np.stack(answer.kept_sets)[..., at].mean()) for name, at in where.items() if at.any()}
+        for c, answer in zip(cells, answers, strict=True)
+        if answer.kept_sets
+    )
+
+
+def lost(loaded: Loaded, items: list[Item], folder: Path) -> pd.DataFrame:
+    """The share of the full cache's token F1 that is lost, in columns policy, share, value, low, high, n, beside the
+    columns of `kept`."""
+    study = Answers("shortcuts", "main", items, [Condition(), *conditions()], 32)
+    rows = run(study, loaded, Settings(folder, progress=False))
+    full = rows.policy == "full"
+    losses = stats.contrasts(rows[~full], rows[full], ["policy", "share"], "token_f1", kind="loss")
+    held = pd.concat([kept(loaded, item) for item in items]).groupby(["policy", "share"]).mean().reset_index()
+    return losses.merge(held, on=["policy", "share"])
+
+
+def main(
+    model: Annotated[str, typer.Option(help="small-gqa, or the folder of a checkpoint")] = models.DEFAULT,
+    folder: Annotated[Path, typer.Option(help="for the tables")] = DATA,
+) -> None:
+    """Measure on the CPU in float32: shortcuts.csv and shortcuts_lost.csv."""
+    loaded = models.load(model)
+    drawn_items = data.load_items("tinyworld:long,story,ledger,needle_multikey", 22, seed=2028, tokens=1900)
+    aucs = table(loaded, drawn_items)
+    write_table(folder / "shortcuts.csv", aucs, "%.4f")
+    losses = lost(loaded, drawn_items, folder / "results")
+    write_table(folder / "shortcuts_lost.csv", losses, "%.4f")
+    wide = aucs.pivot_table("value", ["contrast", "layer", "head"], "signal")
+    typer.echo(wide.round(3).to_string())
+    typer.echo(losses.round(3).to_string(index=False))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,338 @@
+"""Which tokens the public codes keep of a prompt: plain formulas, none of the engine's.
+
+Each function was written beside the source that its pair in `CODES` names and takes (layers, share kept); it returns
+for each layer (kept tokens, scores by which the code ranks), both [kv_heads, tokens]. Lengths are multiples of 16 and
+shares 1/4 or 1/2, so that no budget is rounded.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d, pad
+from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from kvrepro.engine.score.queries import Queries
+
+Kept = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer after a prompt. Queries and keys are rotated; scaling is dim^-0.5."""
+
+    queries: Tensor  # [heads, tokens, dim]
+    keys: Tensor  # [kv_heads, tokens, dim]
+    values: Tensor  # [kv_heads, tokens, dim]
+    output: Tensor  # [heads, dim, hidden]
+    speed: Tensor  # radians per position of each pair [dim / 2]
+    mean: Tensor  # E q_f, complex [heads, dim / 2]
+    length: Tensor  # E |q_f| [heads, dim / 2]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(KV heads, tokens)."""
+        return self.keys.shape[0], self.keys.shape[1]
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """Keys or values once for each query head."""
+        return x.repeat_interleave(len(self.queries) // len(x), 0)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return self.queries @ self.repeated(self.keys).mT * self.keys.shape[-1] ** -0.5
+
+    @cached_property
+    def p(self) -> Tensor:
+        """Causal attention [heads, tokens, tokens]."""
+        later = torch.ones(self.size[1], self.size[1], dtype=torch.bool).triu(1)
+        return self.logits.masked_fill(later, -torch.inf).softmax(-1)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """[heads, ...] as [kv_heads, group, ...]."""
+        return x.unflatten(0, (self.size[0], -1))
+
+
+@torch.inference_mode()
+def layers_of(model: PreTrainedModel, ids: list[int], queries: Queries) -> list[Layer]:
+    """The layers of a Llama after a prompt."""
+    layers, cache = [], DynamicCache(config=model.config)
+
+    def show(module, _, kwargs, __):
+        i, stored = module.layer_idx, cache.layers[module.layer_idx]
+        q = module.q_proj(kwargs["hidden_states"]).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        q = apply_rotary_pos_emb(q, q, *kwargs["position_embeddings"])[0][0]
+        output = module.o_proj.weight.detach().T.unflatten(0, (-1, module.head_dim))
+        speed = model.model.rotary_emb.inv_freq
+        kv = stored.keys[0], stored.values[0]  # noqa: PD011
+        layers.append(Layer(q, *kv, output, speed, queries.mean[i], queries.length[i]))
+
+    hooks = [layer.self_attn.register_forward_hook(show, with_kwargs=True) for layer in model.model.layers]
+    try:
+        model(torch.tensor([ids]), past_key_values=cache)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return layers
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """A mask of each row's `count` best."""
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count).indices, True)
+
+
+def best_before(scores: Tensor, count: int, last: int) -> tuple[Tensor, Tensor]:
+    """(the best tokens of a past [kv_heads, tokens - last] and the `last` ones, `count` in all; the scores)."""
+    mask = pad(best(scores, count - last), (0, last), value=True)
+    return mask, pad(scores, (0, last))
+
+
+# ---- windows
+
+
+def defensive_scores(layer: Layer, share: float, w: int = 32) -> Tensor:
+    past = layer.size[1] - w
+    p = layer.p[:, past:, :past]
+    near = p[..., past - w :].sum(-1).mean()
+    pooled = avg_pool1d(p, 5, 1, 2)
+    pooled = pooled / pooled.sum(-1, keepdim=True) * p.sum(-1, keepdim=True)
+    worst = layer.grouped(pooled).amax((1, 2))
+    norm = torch.stack([(v @ o).abs().sum(-1) for v, o in zip(layer.repeated(layer.values), layer.output, strict=True)])
+    norm = layer.grouped(norm[:, :past]).mean(1)
+    scores = torch.maximum(worst, worst.mean(-1, keepdim=True)) * norm / norm.sum(0)
+    top = float(scores.max())
+    for head, held in enumerate(layer.grouped(p).mean((1, 2))):
+        order = held.argsort(descending=True)
+        filled = int(((held / held.sum())[order].cumsum(0) >= 0.9 - near).int().argmax())
+        scores[head, order[: min(filled, int(past * share - w))]] = top
+    return pad(scores, (0, w), value=top)
+
+
+def defensive_kv(layers: Sequence[Layer], share: float) -> Kept:
+    scores = [defensive_scores(layer, share) for layer in layers]
+    return [(best(s.flatten(), int(s.numel() * share)).view_as(s), s) for s in scores]
+
+
+def layer_defensive_kv(layers: Sequence[Layer], share: float) -> Kept:
+    scores = [defensive_scores(layer, share) for layer in layers]
+    together = torch.stack(scores)
+    counts = best(together.flatten(), int(together.numel() * share)).view_as(together).sum((1, 2)).tolist()
+    return [(best(s.flatten(), count).view_as(s), s) for s, count in zip(scores, counts, strict=True)]
+
+
+def cake(layers: Sequence[Layer], share: float, w: int = 32) -> Kept:
+    past, wishes, scores = layers[0].size[1] - w, [], []
+    for layer in layers:
+        p = layer.p[:, past:, :past]
+        wishes.append(float((-(p * (p + 1e-10).log()).sum()) ** (1 / 1.6) * p.var(1).sum() ** (1 / 0.6)))
+        scores.append(layer.grouped(avg_pool1d(p.mean(1) + 200 * p.var(1), 5, 1, 2)).mean(1))
+    total = int((layers[0].size[1] * share - w) * len(layers))
+    counts = [int(wish / sum(wishes) * total) for wish in wishes]
+    excess = sum(max(count - past, 0) for count in counts)
+    counts = spread_out([min(count, past) for count in counts], excess, past)
+    counts = spread_out(counts, total - sum(counts), past)
+    return [best_before(s, min(count, past) + w, w) for s, count in zip(scores, counts, strict=True)]
+
+
+def spread_out(counts: list[int], more: int, limit: int) -> list[int]:
+    """`more` tokens in equal parts to the layers below the limit, what is left over to the first of them; negative:
+    taken from the layers with more than 1."""
+    open_layers = [i for i, count in enumerate(counts) if (count < limit if more > 0 else count > 1)]
+    for place, i in enumerate(open_layers):
+        part = abs(more) // len(open_layers) + (place < abs(more) % len(open_layers))
+        counts[i] += part if more > 0 else -part
+    return counts
+
+
+def dropkv(layers: Sequence[Layer], share: float, w: int = 8) -> Kept:
+    kept = []
+    for layer in layers:
+        values, exact = layer.repeated(layer.values), layer.p[:, -w:]
+        p, y = exact.bfloat16().float(), (exact @ values).bfloat16().float()
+        far = values.square().sum(-1)[:, None] - 2 * y @ values.mT + y.square().sum(-1, keepdim=True)
+        cost = layer.grouped((far.clamp(min=0) * (p / (1 - p + 1e-6)) ** 2).sum(1)).mean(1)
+        cost = avg_pool1d(cost, 11, 1, 5)
+        cost[:, -w:] = cost.amax(-1, keepdim=True) + 1
+        kept.append((best(cost, max(int(share * layer.size[1]), w)), cost))
+    return kept
+
+
+def andpro(layers: Sequence[Layer], share: float, w: int = 32, chunk: int = 4) -> Kept:
+    kept = []
+    for layer in layers:
+        heads, n = layer.size
+        droppable = torch.ones(n // chunk, dtype=torch.bool)
+        droppable[0] = droppable[-w // chunk :] = False
+        pull = max_pool1d(layer.p[:, -w:], 7, 1, 3)[..., None] * layer.repeated(layer.values)[:, None]
+        pull = pull.unflatten(2, (-1, chunk)).sum(3)  # [heads, w, chunks, dim]
+        anchor = pull[:, :, droppable].sum(2, keepdim=True)
+        scores = layer.grouped((pull * anchor).sum((1, 3))).amax(1).masked_fill(~droppable, -torch.inf)
+        chosen = best(scores.flatten(), int(heads * n * share) // chunk - heads * int((~droppable).sum()))
+        mask = (chosen.view_as(scores) | ~droppable).repeat_interleave(chunk, 1)
+        kept.append((mask, scores.repeat_interleave(chunk, 1)))
+    return kept
+
+
+# ---- keys
+
+
+def r_kv(layers: Sequence[Layer], share: float, w: int = 8) -> Kept:
+    kept = []
+    for layer in layers:
+        heads, n = layer.size
+        logits = layer.grouped(layer.logits[:, -w:, : n - w]).amax(1)
+        attention = max_pool1d(logits.softmax(-1).mean(1), 7, 1, 3)
+        unit = layer.keys / (layer.keys.norm(dim=-1, keepdim=True) + 1e-8)
+        like = unit @ unit.mT
+        like.diagonal(dim1=1, dim2=2).zero_()
+        last = torch.where(like > 0.5, torch.arange(n), 0).amax(-1, keepdim=True)  # 0: no such key, or the first
+        alike = like.scatter(-1, last, 0.0).mean(1).softmax(-1)[:, : n - w]
+        kept.append(best_before(0.07 * attention - 0.93 * alike, int(n * share), w))
+    return kept
+
+
+def tri_scores(layer: Layer, recent: int = 128) -> Tensor:
+    heads, n = layer.size
+    half = layer.keys.shape[-1] // 2
+    position = torch.arange(n)[:, None]
+    k = torch.complex(*layer.repeated(layer.keys).split(half, -1)).to(torch.complex128)
+    k = k * torch.polar(torch.ones(n, half, dtype=torch.float64), -position * layer.speed.double())  # without rotation
+    q = layer.mean.to(torch.complex128)[:, None]
+    phase = (q * k.conj()).angle()
+    far = [(torch.cos(layer.speed.double() * (n + 2**d - position) + phase) * q.abs() * k.abs()) for d in range(17)]
+    scores = (sum(far) / 17 + (layer.length[:, None] - q.abs()) * k.abs()).sum(-1)
+    scores = ((scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True)).float()
+    scores[:, n - recent :] = torch.inf
+    return layer.grouped(scores).amax(1)
+
+
+def tri_attention(layers: Sequence[Layer], share: float) -> Kept:
+    scores = torch.stack([tri_scores(layer) for layer in layers]).mean(0)
+    return [(best(scores, int(layer.size[1] * share)), scores) for layer in layers]
+
+
+def tri_attention_layer(layers: Sequence[Layer], share: float) -> Kept:
+    return [(best(s := tri_scores(layer), int(layer.size[1] * share)), s) for layer in layers]
+
+
+# ---- accumulated attention
+
+
+def accumulated(layers: Sequence[Layer], share: float, w: int) -> Kept:
+    masses = [layer.grouped(layer.p.sum(1)).mean(1) for layer in layers]
+    return [best_before(s[:, :-w], int(s.shape[1] * share), w) for s in masses]
+
+
+# ---- fair presses of the leakage paper: spans [a, e) and [e, b) of n tokens; in all but one n_k e / n of [0, e)
+
+
+def spans(n: int) -> dict[str, list[int]]:
+    """Two spans of a prompt, with tokens before and after them."""
+    return {"first": list(range(3, 2 * n // 5)), "second": list(range(2 * n // 5, n - 2))}
+
+
+def fairly(layers: Sequence[Layer], share: float, score: Callable[[Layer, int], Tensor]) -> Kept:
+    kept = []
+    for layer in layers:
+        n, e = layer.size[1], len(spans(layer.size[1])["first"]) + 3
+        scores, count = score(layer, e), int(n * share)
+        parts = best(scores[:, :e], count * e // n), best(scores[:, e:], count - count * e // n)
+        kept.append((torch.cat(parts, -1), scores))
+    return kept
+
+
+def fair_snapkv(layer: Layer, e: int, w: int = 8) -> Tensor:
+    scores = torch.zeros(layer.size)
+    for start, end in ((0, e), (e, layer.size[1])):
+        pooled = avg_pool1d(layer.p[:, end - w : end, start : end - w].mean(1), 5, 1, 2)
+        scores[:, start : end - w] = layer.grouped(pooled).mean(1)
+        scores[:, end - w : end] = scores[:, start : end - w].amax(-1, keepdim=True)
+    return scores
+
+
+def fair_h2o(layer: Layer, e: int) -> Tensor:
+    n = layer.size[1]
+    p, where = layer.p.clone(), torch.arange(n)
+    p[:, e : n - 2, 3:e] = 0
+    counts = torch.where((where >= 3) & (where < e), e - where, n - where)
+    return layer.grouped(p.sum(1) / counts).mean(1)
+
+
+def fair_tova(layer: Layer, e: int) -> Tensor:
+    scores = torch.zeros(layer.size[1])
+    for start, end in ((0, e), (e, layer.size[1])):
+        scores[start : end - 1] = layer.p[:, end - 1, start : end - 1].mean(0)
+        scores[end - 1] = scores[start : end - 1].max()
+    return scores.expand(layer.size)
+
+
+def fair_k_norm(layer: Layer, e: int) -> Tensor:
+    return -layer.keys.norm(dim=-1)
+
+
+def fair_streaming_llm(layers: Sequence[Layer], share: float) -> Kept:
+    n = layers[0].size[1]
+    e = len(spans(n)["first"]) + 3
+    ramps = torch.cat([torch.ones(4), torch.linspace(0.1, 0.9, e - 4), torch.linspace(0.1, 0.9, n - e)])
+    return [(best(ramps, int(n * share)).expand(layer.size), ramps.expand(layer.size)) for layer in layers]
+
+
+# ---- our policies and their public codes
+
+
+@dataclass(frozen=True)
+class CodePair:
+    """One of our policies, as run, and the public code that should keep the same tokens. note: why it may not."""
+
+    policy: str
+    code: Callable[[Sequence[Layer], float], Kept]
+    source: str
+    switches: tuple[tuple[str, object], ...] = ()
+    fair: bool = False  # both spans keep their share
+    note: str = ""
+
+
+NEGATIVE = (
+    "where (n - w) (1 - r) < w the public code's cap on the first mass is negative, which Python takes for a slice's "
+    "end: nearly all tokens tie; ours is 0 there. In layer 0 tokens of a repeated word may tie exactly"
+)
+REMAINDERS = (
+    "the public code rounds every layer's budget down and gives the rest to the first layers, ours by largest "
+    "remainders: a layer's heads may hold one token more or less"
+)
+CHUNKS = (
+    "the public code keeps tokens for each query head and counts its budget in chunks: compared with the largest score "
+    "of a KV head's group, and with as many tokens"
+)
+BFLOAT16 = (
+    "p and the output are rounded as in a bfloat16 model, which the public code was made for: a number halfway between "
+    "two of bfloat16's, up to rounding, may go either way"
+)
+HALF = "a cosine that is 0.5 up to rounding counts as larger or not, which changes the key that its row leaves out"
+ALONE = "the public code defines the selector, which nothing there calls: compared with attention of all queries"
+REPEATED = "layer 0: keys of a repeated word have one norm, up to rounding; of such ties in a span ours keeps the later"
+
+D, T, Z = "FFY0/DefensiveKV@9251b95", "WeianMao/triattention@c3744ee", "Zefan-Cai/KVCache-Factory@c97f9d7"
+L = "Itisalex2/pitfalls-of-kv-cache-compression@fc0f5df"
+CODES = (
+    CodePair("defensive_kv", defensive_kv, f"{D} efficient_defensivekv_press.py", note=NEGATIVE),
+    CodePair("layer_defensive_kv", layer_defensive_kv, f"{D} efficient_layer_defensivekv_press.py", note=NEGATIVE),
+    CodePair("cake", cake, f"{D} cake_global_press.py, cake_scorer_press.py", note=REMAINDERS),
+    CodePair("dropkv", dropkv, "AozhongZhang/DropKV@67cdfeb dropkv_cache.py, dropkv_triton.py", note=BFLOAT16),
+    CodePair("andpro", andpro, "MIRALab-USTC/LLM-AnDPro@dfc2617 snapkv_utils.py", note=CHUNKS),
+    CodePair("r_kv", r_kv, "Zefan-Cai/R-KV@31cf555 r1_kv.py, @cc5a9b9 utils.py", note=HALF),
+    CodePair("tri_attention", tri_attention, f"{T} vllm/runtime/selector_hf.py"),
+    CodePair("tri_attention_layer", tri_attention_layer, f"{T} vllm/runtime/selector_hf.py"),
+    CodePair("h2o_online", partial(accumulated, w=8), f"{Z} pyramidkv_utils.py"),
+    CodePair("scissorhands", partial(accumulated, w=10), f"{Z} scissorhands.py", note=ALONE),
+    CodePair("snapkv", partial(fairly, score=fair_snapkv), f"{L} snapkv_fair_eviction_press.py",
+             (("window", 16),), True),
+    CodePair("h2o", partial(fairly, score=fair_h2o), f"{L} observed_attention_fair_eviction_press.py", fair=True),
+    CodePair("tova", partial(fairly, score=fair_tova), f"{L} tova_fair_eviction_press.py", fair=True),
+    CodePair("k_norm", partial(fairly, score=fair_k_norm), f"{L} knorm_fair_eviction_press.py",
+             (("dense_layers", 0),), True, REPEATED),
+    CodePair("streaming_llm", fair_streaming_llm, f"{L} streamingllm_fair_eviction_press.py", fair=True),
+)  # fmt: skip

@@ -1,0 +1,45 @@
+"""The interval rule covers what it says, on a few seeded cells."""
+
+import pandas as pd
+import pytest
+
+from kvrepro.paths import DATA
+from studies import coverage
+
+
+@pytest.mark.parametrize(
+    ("quantity", "population", "n"),
+    [
+        ("mean", "50% zeros, 50% of the rest ones", 20),
+        ("mean", "25% zeros, 100% of the rest ones", 48),
+        ("difference", "50% ties, 75% of the rest wins", 48),
+        ("share_of_ceiling", "50% zeros, ceiling 95%", 48),
+        ("mean without bounds", "normal", 8),
+        ("mean without bounds", "log-normal, sigma 0.5", 20),
+    ],
+)
+def test_the_chosen_rule_covers(quantity, population, n):
+    [share] = coverage.cover(quantity, population, n, ["chosen"], 400).coverage
+    assert 0.925 <= share <= 0.985  # 93 to 97%, and what 400 repeats leave open
+
+
+def test_six_items_are_covered_where_percentiles_are_not():
+    cells = coverage.cover("mean", "90% zeros, 50% of the rest ones", 6, ["chosen", "percentile"], 200)
+    coverage_of = cells.set_index("rule").coverage
+    assert coverage_of["chosen"] > 0.93 > 0.9 > coverage_of["percentile"]
+
+
+@pytest.mark.parametrize("n", [6, 12, 48])
+def test_long_tails_are_covered_more_often_than_by_students_interval(n):
+    cells = coverage.cover("mean without bounds", "log-normal, sigma 1", n, ["chosen", "Student's t"], 400)
+    coverage_of = cells.set_index("rule").coverage
+    assert coverage_of["chosen"] > max(0.87, coverage_of["Student's t"] + 0.02)
+
+
+def test_the_shipped_table_has_every_cell():
+    shipped = pd.read_csv(DATA / "coverage.csv")
+    rows = shipped[shipped.rule == "chosen"]
+    cells = coverage.cells(list(coverage.POPULATIONS), coverage.SIZES)
+    wanted = {cell for cell in cells if cell[2] <= 48 or cell[0] not in coverage.RESAMPLED}
+    assert wanted <= set(rows[["quantity", "population", "n"]].itertuples(index=False, name=None))
+

@@ -1,8 +1,8 @@
 """Whole-model timings at the true shapes of public models, random weights: speed does not depend on what they are.
 
-`python -m studies.speed --part prefill --part decode --part answer --out data/gpu/models.csv`, on a GPU; every
-policy in both readings with `--part first --part regimes --out data/gpu/first_token.csv`. Rows carry device, versions
-and date.
+`python -m studies.speed --out data/gpu/models.csv`, on a GPU; every policy in both readings with `--part first --out
+data/gpu/first_token.csv`. Rows carry device, versions and date. Those of the parts *decode*, *answer* and *regimes*
+come from version 0.1.0; `studies.defaults` times steps as readers take them.
 """
 
 import datetime
@@ -10,8 +10,6 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median_high
@@ -23,13 +21,10 @@ import typer
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvrepro.engine.allowed import ensure
-from kvrepro.engine.attention import installed
-from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.extend import Extend
 from kvrepro.engine.generate import generate
-from kvrepro.engine.regime import Chunked, DecodeCap, PerStep, Prefill
+from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment.claims import PLAIN
 from studies import trial
@@ -38,7 +33,7 @@ SHAPES = {  # of public models, for long prompts
     name: AutoConfig.for_model(**trial.SHAPES[name.lower()] | {"max_position_embeddings": 131584})
     for name in ("Llama-3.1-8B", "Qwen2.5-3B", "Mistral-7B", "Qwen2.5-7B")
 }
-PARTS = ("prefill", "first", "decode", "captured", "answer", "regimes")
+PARTS = ("prefill", "first", "captured")
 COLUMNS = ("part", "model", "method", "share", "tokens", "batch", "steps", "seconds", "low", "high", "unit",
            "ratio_to_plain", "peak_gib", "backend", "runs", "device", "torch", "triton", "transformers",
            "date")  # fmt: skip
@@ -54,8 +49,6 @@ METHODS = {  # name: (policy, share, switches, backend)
 }
 FIRST = ("snapkv", "ada_kv", "dropkv", "andpro", "h2o", "key_diff", "tova", "cake", "critical_kv", "defensive_kv",
          "layer_defensive_kv")  # fmt: skip
-REGIMES = {"decode cap": DecodeCap(interval=8), "per step": PerStep(),
-           "chunked, last": Chunked(chunk=2048), "chunked, every": Chunked(chunk=2048, when="every_chunk")}  # fmt: skip
 
 
 def build(name: str, device: str = "cuda") -> PreTrainedModel:
@@ -130,87 +123,6 @@ def first(model: PreTrainedModel, tokens: int, chosen: list[str], repeats: int) 
         yield timing | {"part": "first"}
 
 
-def regimes(model: PreTrainedModel, tokens: int, batch: int, steps: int) -> Iterator[dict]:
-    """`batch` prompts to 1,024 tokens and `steps` more, with either backend; ratios are to plain PyTorch."""
-    prompts = [torch.randint(0, model.config.vocab_size, (tokens,)).tolist() for _ in range(batch)]
-    for regime, policy in itertools.product(REGIMES, ("snapkv", "defensive_kv")):
-        c, base = Condition(policy, 1024, REGIMES[regime], reading="as_described"), 0.0
-        for backend in ("torch", "triton"):
-            for _ in range(2):  # the first compiles
-                freed()
-                took = seconds_of(partial(generate, model, prompts, [c], max_new_tokens=steps, stop_ids=(),
-                                          batch_rows=batch, backend=backend))  # fmt: skip
-            base = base or took
-            peak = torch.cuda.max_memory_allocated() / 2**30
-            yield row("regimes", f"{policy}, {regime}", 1024 / tokens, tokens, [took], "s", took / base, batch, steps,
-                      peak, backend)  # fmt: skip
-
-
-@torch.inference_mode()
-def steps_of(model: PreTrainedModel, batch: int, kept: int | None, seen: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` greedy steps after five that warm up, sorted, when `seen` tokens have been read.
-
-    kept: from a cache of so many random tokens per head and row, as eviction leaves it; None: with Hugging Face's
-    attention, all tokens, and the cache that grows.
-    """
-    config = model.config
-    kv_heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
-    drawn = partial(torch.randn, device=model.device, dtype=model.dtype)
-    cache: EngineCache | DynamicCache = DynamicCache(config=config) if kept is None else EngineCache(config)
-    for layer in range(config.num_hidden_layers):
-        if kept is None:
-            keys = drawn(batch, kv_heads, seen, dim)
-            cache.update(keys, keys.clone(), layer)
-        else:
-            keys = drawn(batch * kv_heads * kept, dim)
-            offsets = torch.arange(0, len(keys) + 1, kept, device=model.device)
-            positions = torch.linspace(0, seen - 1, kept, device=model.device).int().repeat(batch * kv_heads)
-            cache.ragged[layer] = RaggedLayer(keys, keys.clone(), positions, offsets, (batch, kv_heads), {})
-        del keys
-    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-
-    def step(at: torch.Tensor) -> None:
-        ours = {} if kept is None else {"kvrepro": Extend(cache, at, backend="triton")}
-        given = dict(input_ids=token, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        token.copy_(model(**given, **ours).logits[:, -1].argmax(-1, keepdim=True))
-
-    with nullcontext() if kept is None else installed(model):
-        at = [torch.full((batch, 1), seen + i, device=model.device) for i in range(steps + 5)]
-        return sorted([seconds_of(partial(step, position)) for position in at][5:])
-
-
-def largest(model: PreTrainedModel, kept: int, slack_gib: float = 12.0) -> int:
-    """Rows whose caches of `kept` tokens fit beside the weights, with `slack_gib` to work in; at most 512."""
-    config = model.config
-    dim = config.hidden_size // config.num_attention_heads
-    row = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * dim * kept
-    free = torch.cuda.mem_get_info()[0] - slack_gib * 2**30
-    return max(1, min(512, int(free // row)))
-
-
-def decode(model: PreTrainedModel, tokens: int, steps: int) -> Iterator[dict]:
-    """Decoding at batch 1 and at each method's largest batch; ratios are of tokens/s, to plain at 1 or its largest."""
-    best: dict[bool, float] = {}  # tokens/s of plain, at batch 1 and at its largest
-    for method, share in ((PLAIN, 1.0), ("everything kept", 1.0), ("20% kept", 0.2), ("5% kept", 0.05)):
-        kept = max(1, int(tokens * share))
-        freed()
-        for batch in sorted({1, largest(model, kept)}):
-            seconds: list[float] = []
-            while not seconds:
-                try:
-                    seconds = steps_of(model, batch, None if method == PLAIN else kept, tokens, steps)
-                    peak = torch.cuda.max_memory_allocated() / 2**30
-                except torch.OutOfMemoryError:
-                    batch = batch * 3 // 4
-                finally:
-                    freed()
-            speed = batch / median_high(seconds)
-            if method == PLAIN:
-                best[batch == 1] = speed
-            ratio, backend = speed / best.get(batch == 1, best[True]), "-" if method == PLAIN else "triton"
-            yield row("decode", method, share, tokens, seconds, "s/step", ratio, batch, steps, peak, backend)
-
-
 def captured(model: PreTrainedModel, tokens: int, steps: int, repeats: int) -> Iterator[dict]:
     """A step of one row as answers take it, captured once and replayed: of `steps` steps after 32, all or 5% kept."""
     prompt = torch.randint(0, model.config.vocab_size, (tokens,)).tolist()
@@ -231,27 +143,6 @@ def captured(model: PreTrainedModel, tokens: int, steps: int, repeats: int) -> I
         yield row("captured", method, share, tokens, seconds, "s/step", ratio, 1, steps, peak, "triton", repeats)
 
 
-def answer(model: PreTrainedModel, tokens: int, steps: int, batches: list[int]) -> Iterator[dict]:
-    """A batch of prompts from first to last token: prefill of each, then `steps` decoding steps together."""
-    firsts = list(prefill(model, tokens, ["SnapKV", "DropKV"], 1))
-    for batch in batches:
-        base = float("nan")
-        decoding: dict[int | None, float] = {}  # by tokens kept: steps over equally many take equally long
-        for first in firsts:
-            method, share = first["method"], first["share"]
-            kept = None if method == PLAIN else int(tokens * share)
-            try:
-                if kept not in decoding:
-                    decoding[kept] = sum(steps_of(model, batch, kept, tokens, steps))
-            except torch.OutOfMemoryError:
-                continue
-            finally:
-                freed()
-            total = batch * first["seconds"] + decoding[kept]
-            base = total if method == PLAIN else base
-            yield row("answer", method, share, tokens, [total], "s", total / base, batch, steps, 0.0, first["backend"])
-
-
 def row(
     part: str, method: str, share: float, tokens: int, seconds: list[float], unit: str, ratio: float, batch: int = 1,
     steps: int = 0, peak: float = 0.0, backend: str = "-", runs: int = 1,
@@ -269,11 +160,10 @@ def row(
 
 def main(
     out: Annotated[Path, typer.Option(help="table to write")] = Path("data/gpu/models.csv"),
-    part: Annotated[list[str], typer.Option(help=", ".join(PARTS))] = ["prefill", "decode"],  # noqa: B006
+    part: Annotated[list[str], typer.Option(help=", ".join(PARTS))] = ["prefill"],  # noqa: B006
     model: Annotated[list[str], typer.Option(help="of SHAPES; default: all")] = [],  # noqa: B006
     tokens: Annotated[list[int], typer.Option(help="prompt lengths")] = [32768],  # noqa: B006
     method: Annotated[list[str], typer.Option(help="of METHODS; default: all")] = [],  # noqa: B006
-    batch: Annotated[list[int], typer.Option(help="for answer; for regimes the last")] = [1, 4],  # noqa: B006
     repeats: Annotated[int, typer.Option()] = 3,
     steps: Annotated[int, typer.Option()] = 50,
 ) -> None:
@@ -293,10 +183,7 @@ def main(
             generators = {  # only the one that is chosen begins to measure
                 "prefill": prefill(network, length, method or list(METHODS), repeats),
                 "first": first(network, length, method, repeats),
-                "decode": decode(network, length, steps),
                 "captured": captured(network, length, steps, repeats),
-                "answer": answer(network, length, steps, batch),
-                "regimes": regimes(network, length, batch[-1], steps),
             }
             rows = pd.DataFrame(generators[name_of_part]).assign(model=name, **common)[list(COLUMNS)]
             rows.to_csv(out, mode="a", header=not out.exists(), index=False)

@@ -23,10 +23,10 @@ def test_the_chosen_rule_covers(quantity, population, n):
     assert 0.925 <= share <= 0.985  # 93 to 97%, and what 400 repeats leave open
 
 
-def test_six_items_are_covered_where_percentiles_are_not():
-    cells = coverage.cover("mean", "90% zeros, 50% of the rest ones", 6, ["chosen", "percentile"], 200)
+def test_six_items_are_covered_where_scipys_bca_interval_is_not():
+    cells = coverage.cover("mean", "90% zeros, 50% of the rest ones", 6, ["chosen", "BCa"], 200)
     coverage_of = cells.set_index("rule").coverage
-    assert coverage_of["chosen"] > 0.93 > 0.9 > coverage_of["percentile"]
+    assert coverage_of["chosen"] > 0.93 > 0.9 > coverage_of["BCa"]
 
 
 @pytest.mark.parametrize("n", [6, 12, 48])

@@ -43,9 +43,9 @@ def policies() -> "pd.DataFrame":
     """The catalogue as a table, one row per policy: what it keeps, its source, regimes, budget and readings."""
     import pandas as pd
 
-    from kvrepro.engine import policy
+    from kvrepro.engine import catalogue
 
-    return pd.DataFrame(policy.table()).set_index("name")
+    return pd.DataFrame(catalogue.table()).set_index("name")
 
 
 def __getattr__(name: str) -> object:

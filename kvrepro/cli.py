@@ -80,7 +80,9 @@ def run(
         raise InputError("nothing to run: give a policy, -p snapkv")
     conditions = _conditions(policy, budget, regime, _named(setting))
     _check_table(measure, out)
-    from kvrepro.engine.allowed import Number, ensure
+    from annotated_types import Ge, Le
+
+    from kvrepro.engine.allowed import ensure
     from kvrepro.experiment import data, models, stats
     from kvrepro.experiment.answers import able, prompt_limit
     from kvrepro.experiment.parameters import check_values, ensure_name
@@ -92,7 +94,7 @@ def run(
     settings = Settings.of(options, device=device, **{k: v for k, v in chosen.items() if v is not None})
     values = {"model": model, "items": items, "n_items": n_items, "device": device, "seed": settings.seed}
     check_values(values | {"results": settings.results, "options": options})
-    ensure((Number(1, 10**9, whole=True), None), max_new_tokens=max_new_tokens, limit=limit)
+    ensure(Annotated[int, Ge(1), Le(10**9)] | None, max_new_tokens=max_new_tokens, limit=limit)
     ensure_name(name)
     loaded = models.load(model, settings.device, settings.dtype, settings.enable_thinking)
     new = 32 if max_new_tokens is None else max_new_tokens
@@ -124,9 +126,9 @@ def run(
 @app.command()
 def policies(name: Annotated[str, Argument(help="one of them, or my_policy.py:MINE")] = "") -> None:
     """List the policies: regimes, budget, readings, what each keeps. With a name: its parameters too."""
-    from kvrepro.engine import allowed, policy
+    from kvrepro.engine import allowed, catalogue, policy
 
-    rows = {row["name"]: row for row in policy.table()}
+    rows = {row["name"]: row for row in catalogue.table()}
     if not name:
         for row in rows.values():
             print(f"{row['name']:20} {row['keeps'].splitlines()[0]}")
@@ -192,8 +194,9 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, settings: 
 
     from kvrepro.engine.allowed import ensure
     from kvrepro.engine.condition import Condition
-    from kvrepro.engine.policy import check, find
+    from kvrepro.engine.policy import find
     from kvrepro.engine.regime import REGIMES
+    from kvrepro.engine.rule import check
 
     regime = regime.replace("-", " ").replace("_", " ")
     if regime:
@@ -249,15 +252,15 @@ def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":
 
 def _budget(text: str) -> int | float:
     """`256`, `0.2` or `20%`. Raises InputError for anything else."""
-    from kvrepro.engine.allowed import PositiveShare, Size, holds
+    from kvrepro.engine.allowed import PositiveShare, Size, ensure
 
     with contextlib.suppress(ValueError):
         if text.isascii() and text.isdigit() and len(text) < 10:
             budget: int | float = int(text)
         else:
             budget = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        if holds((Size, PositiveShare), budget):
-            return budget
+        ensure(Size | PositiveShare, budget=budget)
+        return budget
     raise InputError(f"budget {text!r}: give a number of tokens such as 256, or a share such as 0.2")
 
 

@@ -95,7 +95,7 @@ def test_policies_are_listed_and_shown(call, tmp_path, monkeypatch):
     assert listed == ["full", *CATALOGUE]
     assert "regimes: shared cap; budget: one set for all heads and layers; readings: as_run, as_described" in out
     _, out, _ = call("policies", "snapkv")
-    assert re.search(r"window: as_run 64, as_described 32 \(a whole number, at least 1\)", out)
+    assert re.search(r"window: as_run 64, as_described 32 \(integer, at least 1\)", out)
     (tmp_path / "mine.py").write_text(
         "from kvrepro.engine.policy import Policy\n\n\ndef newest(o):\n    '''The newest. More.'''\n\n\n"
         "MINE = Policy('Mine', 'tests', newest, {'window': 7})\n"
@@ -200,7 +200,7 @@ WRONG = {
     "no folder /no/such": ["--out", "/no/such/rows.csv"],
     "no number 'tokenf1' in the rows, did you mean 'token_f1'?": ["--measure", "tokenf1"],
     "no number 'prediction' in the rows": ["--measure", "prediction"],
-    "regime 'foo': choose one of prefill, ": ["-r", "foo"],
+    "regime 'foo': ": ["-r", "foo"],
     "backend 'triton': kernels need a GPU": ["-o", "backend=triton", "-i", "tinyworld:needle", "-n", "1"],
 }
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvrepro.engine.allowed import Count, Number, Share
+from kvrepro.engine.allowed import Count, Share
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.select import ensure_room, largest, select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
@@ -24,7 +25,7 @@ def uniform(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
 
 
 def pyramid(
-    scores: Scores, protected: Mask, budget: RowInts, o: Observation, beta: Annotated[float, Number(1)] = 20,
+    scores: Scores, protected: Mask, budget: RowInts, o: Observation, beta: Annotated[float, Ge(1)] = 20,
     recent: Count = 0, inside: bool = True,
 ) -> Counts:  # fmt: skip
     """b_l = high - l (high - low) / (L - 1) tokens for layer l of L, with low = B / beta and high = 2 B - low.

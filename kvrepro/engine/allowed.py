@@ -1,85 +1,84 @@
-"""Annotations that say what a value may be: a range of numbers, or one of a few words.
+"""What values may be: annotations that pydantic checks strictly, so that 1, 1.0 and True stay different.
 
 With `alpha: Share = 0.5` in a function's signature, a condition's switch `alpha` is checked before anything runs.
 """
 
-import inspect
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache, lru_cache
 from numbers import Integral
 from operator import index
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from kvrepro.errors import InputError
 
 
-@dataclass(frozen=True)
-class Number:
-    """Finite numbers from `least` to `most`, both included unless `above` or `below` says otherwise."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    whole: bool = False
-    odd: bool = False
-    above: bool = False
-    below: bool = False
-
-    def __contains__(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
-            return False
-        low = value > self.least if self.above else value >= self.least
-        high = value < self.most if self.below else value <= self.most
-        finite = isinstance(value, int) or math.isfinite(value)  # whole numbers may lie beyond every float
-        return finite and low and high and not (self.odd and value % 2 == 0)
-
-    def __str__(self) -> str:
-        kind = "an odd number" if self.odd else "a whole number" if self.whole else "a number"
-        least, most = (f"{end:,.0f}" if end % 1 == 0 else f"{end:g}" for end in (self.least, self.most))
-        low = "" if self.least == -math.inf else f", {'above' if self.above else 'at least'} {least}"
-        high = "" if self.most == math.inf else f", {'below' if self.below else 'at most'} {most}"
-        return kind + low + high
+def _odd(number: int) -> int:
+    if number % 2 == 0:
+        raise ValueError("should be odd")
+    return number
 
 
-Count = Annotated[int, Number(0, whole=True)]
-Size = Annotated[int, Number(1, whole=True)]
-Odd = Annotated[int, Number(1, whole=True, odd=True)]
-Share = Annotated[float, Number(0, 1)]
-PositiveShare = Annotated[float, Number(0, 1, above=True)]  # not 0
-ProperShare = Annotated[float, Number(0, 1, above=True, below=True)]  # neither 0 nor 1
-Weight = Annotated[float, Number(0)]
-Positive = Annotated[float, Number(0, above=True)]
+Count = Annotated[int, Ge(0)]
+Size = Annotated[int, Ge(1)]
+Odd = Annotated[int, Ge(1), AfterValidator(_odd)]
+Share = Annotated[float, Ge(0), Le(1)]
+PositiveShare = Annotated[float, Gt(0), Le(1)]
+ProperShare = Annotated[float, Gt(0), Lt(1)]
+Weight = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+WORDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
 
-def holds(kind: object, value: object) -> bool:
-    """Is `value` of that kind: a type hint, a Number, a type, a word or None, or any of a tuple of these?
-
-    A kind that cannot be checked, a tensor for instance, allows everything. True does not count as 1.
-    """
-    if isinstance(kind := _plain(kind), tuple):
-        return any(holds(option, value) for option in kind)
-    if isinstance(kind, Number):
-        return value in kind
-    if isinstance(kind, type):
-        return kind not in (bool, str) or isinstance(value, kind)
-    return not isinstance(kind, str | int | None) or (type(value) is type(kind) and value == kind)
+@lru_cache(maxsize=1024)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=STRICT)
 
 
-def ensure(kind: object, whose: str = "", **named: object) -> None:
-    """Raise InputError for a value that is not of that kind; the message says its name, whose it is, what it may be.
-    Of a list, by its type hint, each element is checked."""
-    for name, value in named.items():
-        lists = [option for option in (kind, *get_args(kind)) if get_origin(option) in (list, tuple)]
-        if not lists and not holds(kind, value):
-            raise InputError(f"{name} {value!r}{f' for {whose}' if whose else ''}: {in_words(kind)}")
-        if not lists or (value is None and type(None) in get_args(kind)):
-            continue
-        if not isinstance(value, list | tuple):
-            raise InputError(f"{name} {value!r}: give a list")
-        for item in value:
-            ensure(get_args(lists[0])[0], whose, **{name: item})
+def _problems(kind: Any, name: str, value: object, whose: str) -> Iterator[str]:
+    """What is wrong with a value, a line for each element of a list."""
+    if isinstance(value, tuple) and get_origin(kind) is list:
+        value = list(value)
+    try:
+        _adapter(Literal[kind] if isinstance(kind, tuple) else kind).validate_python(value)
+    except ValidationError as error:
+        reasons: dict[str, list[str]] = {}
+        for one in error.errors(include_url=False):
+            reason = one["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            reasons.setdefault(f"{one['input']!r:.80}", []).append(reason)
+        for given, why in reasons.items():
+            yield f"{name} {given}{f' for {whose}' if whose else ''}: {' or '.join(dict.fromkeys(why))}"
+
+
+def ensure(kind: Any, whose: str = "", **named: object) -> None:
+    """Raise InputError for values that are not of that kind: a type hint, or a tuple of words. The message says their
+    names, whose they are, and what they may be."""
+    if problems := [line for name, value in named.items() for line in _problems(kind, name, value, whose)]:
+        raise InputError("; ".join(problems))
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    every = get_type_hints(kind, include_extras=True)
+    return {f.name: every[f.name] for f in fields(kind)}
+
+
+def ensure_fields(record: object, kind: type, whose: str = "") -> None:
+    """Raise one InputError for all fields of a dataclass `kind` that are not what their type hints say."""
+    given = ((hint, name, getattr(record, name)) for name, hint in _hints(kind).items())
+    if problems := [line for one in given for line in _problems(*one, whose)]:
+        raise InputError("; ".join(problems))
+
+
+def ensure_once_each(**named: object) -> None:
+    """Raise InputError for a value that is no list, is empty, or repeats an element."""
+    for name, values in named.items():
+        if not isinstance(values, list | tuple) or not 0 < len(set(values)) == len(values):
+            raise InputError(f"{name} {values!r}: give a list of at least one, each once")
 
 
 def pythonic(value: Any) -> Any:
@@ -96,55 +95,12 @@ def whole_numbers(name: str, given: Any) -> list[int]:
         raise InputError(f"{name} {values!r:.60}: give a list of whole numbers") from None
 
 
-def ensure_once_each(**named: object) -> None:
-    """Raise InputError for a value that is no list, is empty, or repeats an element."""
-    for name, values in named.items():
-        if not isinstance(values, list | tuple) or not 0 < len(set(values)) == len(values):
-            raise InputError(f"{name} {values!r}: give a list of at least one, each once")
-
-
-def ensure_fields(record: object, kind: type, whose: str = "") -> None:
-    """`ensure` for each field of a dataclass `kind`, by its type hint."""
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        ensure(hint, whose, **{name: getattr(record, name)})
-
-
-def in_words(kind: object) -> str:
-    """What `kind` allows, in words for a message."""
-    kind = _plain(kind)
-    if _words(kind):
-        return f"choose {' or '.join(kind)}" if len(kind) < 3 else f"choose one of {', '.join(kind)}"  # type: ignore[arg-type]
-    if isinstance(kind, tuple):
-        return ", or ".join(in_words(option) for option in kind)
-    return str({bool: "True or False", str: "a text", object: "any value"}.get(kind, kind))  # type: ignore[call-overload]
-
-
-def annotation_of(functions: list[Callable[..., Any]], name: str) -> object:
-    """The annotation of the parameter `name` in the first of `functions` that has one; else `object`, any value."""
-    every = [parameters_of(function) for function in functions]
-    hints = [parameters[name].annotation for parameters in every if name in parameters]
-    return next((hint for hint in hints if not isinstance(hint, str) and hint != inspect.Parameter.empty), object)
-
-
-@cache
-def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters that a function names, looked up once per function."""
-    return inspect.signature(function).parameters
-
-
-def _words(kind: object) -> bool:
-    return isinstance(kind, tuple) and all(isinstance(word, str) for word in kind)
-
-
-def _plain(kind: object) -> object:
-    """The metadata of an `Annotated` hint, a tuple for a hint with choices, a `Number` for int and float; other kinds
-    unchanged."""
-    if hasattr(kind, "__metadata__"):
-        return kind.__metadata__[0]
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    if get_origin(kind) in (Union, UnionType):
-        options = [_plain(option) for option in get_args(kind)]
-        return tuple(x for option in options for x in (option if isinstance(option, tuple) else (option,)))
-    plain: dict[object, object] = {int: Number(whole=True), float: Number(), type(None): None}
-    return plain.get(kind, kind) if isinstance(kind, type) else kind
+def in_words(kind: Any) -> str:
+    """What a type hint allows, in words: `integer, at least 1`, or the choices themselves."""
+    try:
+        schema = TypeAdapter(kind, config=STRICT).json_schema()
+    except PydanticUserError:  # a class that JSON does not have
+        schema = {}
+    if "enum" in schema:
+        return " or ".join(map(str, schema["enum"]))
+    return ", ".join([schema.get("type", "any value"), *(f"{WORDS[k]} {v:g}" for k, v in schema.items() if k in WORDS)])

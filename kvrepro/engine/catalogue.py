@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvrepro.engine import allocate, shared
-from kvrepro.engine.policy import Policy
+from kvrepro.engine.policy import SUMS, Policy
 from kvrepro.engine.score import cumulative, heads, keys, position, queries, window
 from kvrepro.engine.score import shared as of_all_layers
 from kvrepro.engine.shapes import Scores
@@ -203,3 +203,34 @@ SHARED: dict[str, Policy] = {
 # fmt: on
 
 CATALOGUE: dict[str, Policy] = {**TOKENS, **WINDOWS, **SHARED}
+
+
+def table() -> list[dict[str, str]]:
+    """The catalogue as rows, the policies of `SharedCap` last."""
+    columns = ("name", "title", "keeps", "source", "regimes", "budget", "needs", "readings")
+    rows = [("full", "Full cache", "everything", "-", "all", "every token", "nothing", "-")]
+    for name, p in CATALOGUE.items():
+        regimes = ", ".join(p.regimes) if p.refuses or p.shared else "all"
+        rows.append((name, p.title, p.rule, p.source, regimes, _budget(p), _needs(p), ", ".join(p.readings)))
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _budget(p: Policy) -> str:
+    """The table's words on how a policy's budget may differ between heads and layers, and on what else stays."""
+    if not p.frees:
+        return "memory stays: pages are chosen per query"
+    if p.shared:
+        return "tokens per KV head, union trimmed to the budget" if p.per_head else "one set for all heads and layers"
+    dense = int({**p.parameters, **p.as_run}.get("dense_layers", 0))  # type: ignore[call-overload]
+    return f"{p.budget}; in the authors' code the first {dense} layers stay whole" if dense else p.budget
+
+
+def _needs(p: Policy) -> str:
+    """The table's words on what a policy needs beside keys and values: queries, sums, files."""
+    window, run = p.parameters.get("window"), p.as_run.get("window")
+    wanted = ["each query as it comes"] if not p.frees else []
+    if window:
+        other = f" ({run} in the authors’ code)" if run else ""
+        wanted += ["the last query" if window == 1 else f"the last {window}{other} queries"]
+    files = [f"a {key.removesuffix('_file')} file of the model" for key in p.files]
+    return ", ".join(wanted + [SUMS.get(n, n) for n in p.needs] + files) or "nothing"

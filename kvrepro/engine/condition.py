@@ -3,11 +3,16 @@
 import json
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from kvrepro.engine.allowed import pythonic, whole_numbers
+from annotated_types import Ge, Le, Lt
+from pydantic import Field, InstanceOf
+
+from kvrepro.engine.allowed import PositiveShare, Size, ensure_fields, pythonic, whole_numbers
 from kvrepro.engine.regime import PerStep, Regime, SharedCap
 from kvrepro.errors import InputError
+
+Guarded = Annotated[float, Ge(0), Lt(1)]
 
 
 @dataclass(frozen=True)
@@ -39,32 +44,24 @@ class Prompt:
 class Condition:
     """One cell of an experiment: which policy evicts, down to which budget, when, and which tokens are protected.
 
-    Raises InputError for names and switches that are no tuples; `kvrepro.engine.policy.check` checks the rest.
+    Raises one InputError for all fields of another kind; `kvrepro.engine.rule.Rule.of` checks how they go together.
     """
 
     policy: str = "full"
-    budget: int | float | None = None  # tokens kept per KV head; a float: share of the compressed tokens, rounded down
-    regime: Regime | None = None  # every policy but "full" needs one
-    prefix: float = 0.0  # share of the budget that is guarded at the start
-    suffix: float = 0.0  # share of the budget that is guarded at the end
+    budget: Size | PositiveShare | None = None  # tokens kept per KV head; a float: share of the compressed tokens
+    regime: InstanceOf[Regime] | None = None  # every policy but "full" needs one
+    prefix: Guarded = 0.0  # share of the budget that is guarded at the start
+    suffix: Guarded = 0.0  # share of the budget that is guarded at the end
     static_suffix: bool = False  # the guarded suffix stays at the prompt's end; otherwise it follows the newest tokens
     whitelist: tuple[str, ...] = ()  # prompt spans that always survive
-    reading: str = "as_run"
-    switches: tuple[tuple[str, object], ...] = ()  # single parameters of the policy
-    execution: str = "physical"  # evicted tokens leave memory; "masked" keeps and hides them
-    bits: int | None = None  # 4: surviving keys and values are quantised
+    reading: Annotated[str, Field(pattern="^(as_run|as_described)$")] = "as_run"
+    switches: tuple[tuple[str, Hashable], ...] = ()  # single parameters of the policy, such as (("window", 16),)
+    execution: Literal["physical", "masked"] = "physical"  # evicted tokens leave memory; "masked" keeps and hides them
+    bits: Annotated[int, Ge(4), Le(4)] | None = None  # 4: surviving keys and values are quantised
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", pythonic(self.budget))
-        if self.regime is not None and not isinstance(self.regime, Regime):
-            raise InputError(f"regime {self.regime!r}: give one of kvrepro.engine.regime, Prefill() for instance")
-        for name, value in (("whitelist", self.whitelist), ("spans", self.spans)):
-            if not isinstance(value, tuple) or not all(isinstance(span, str) for span in value):
-                raise InputError(f"{name} {value!r}: give a tuple of span names")
-        for pair in self.switches if isinstance(self.switches, tuple) else [None]:
-            shaped = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
-            if not shaped or not isinstance(pair[1], Hashable):
-                raise InputError(f"switches {self.switches!r}: give a tuple of pairs, (('window', 16),) for instance")
+        ensure_fields(self, Condition)
 
     def __eq__(self, other: object) -> bool:
         """Budgets of 1, a token, and of 1.0, everything, differ, though Python's numbers are equal."""

@@ -24,8 +24,9 @@ from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
-from kvrepro.engine.policy import SUMS, Policy, call, guarded, named, ours
+from kvrepro.engine.policy import SUMS, Policy, call, named, ours
 from kvrepro.engine.regime import DecodeCap, PerStep, SharedCap
+from kvrepro.engine.rule import guarded
 from kvrepro.engine.select import Doubt, ensure_none, select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores, TokenInts
 from kvrepro.engine.signals import Reduction, Signals

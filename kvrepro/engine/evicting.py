@@ -24,9 +24,9 @@ from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.decode import Steps
 from kvrepro.engine.generate import calls
 from kvrepro.engine.passes import Call, boundary, read
-from kvrepro.engine.policy import check
 from kvrepro.engine.prefix import Prefix, ensure_same, recurrent
 from kvrepro.engine.rows import Rows, joined
+from kvrepro.engine.rule import check
 from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError

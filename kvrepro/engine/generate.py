@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvrepro.engine.allowed import Number, Size, ensure, pythonic, whole_numbers
+from kvrepro.engine.allowed import Size, ensure, pythonic, whole_numbers
 from kvrepro.engine.attention import installed
 from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
@@ -20,9 +20,10 @@ from kvrepro.engine.decode import batch_kinds, decode, evicts_again
 from kvrepro.engine.facts import ModelFacts, ensure_one_rotation
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read, room_taken
-from kvrepro.engine.policy import Reading, check_on, checked, find
+from kvrepro.engine.policy import find
 from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows, Tag, joined
+from kvrepro.engine.rule import Rule
 from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
@@ -92,7 +93,7 @@ def calls(
     """Split the work of `generate` into calls with one backend and one view of the model each, with the numbers of
     their conditions. options: more fields of `Call`. Raises InputError for wrong input before anything is computed."""
     model, asked, seed = usable(model), whole_numbers("repeat", repeat), pythonic(seed)
-    ensure(Number(whole=True), seed=seed)
+    ensure(int, seed=seed)
     for text, most_new in zip(texts, new, strict=True):
         check_prompt(model, text.ids, most_new)
     check_tokens(model, asked)
@@ -287,21 +288,22 @@ def check_conditions(
 ) -> None:  # fmt: skip
     """Raise InputError for a condition that one of its prompts cannot meet. facts: this model's, if known."""
     facts, by_prompt = facts or ModelFacts.of(model), conditions_by_prompt(conditions, len(texts))
-    readings = {c: checked(c) for c in dict.fromkeys(itertools.chain.from_iterable(by_prompt))}
-    if any(reading is not None and reading[0].shared for reading in readings.values()):
+    rules = {c: Rule.of(c) for c in dict.fromkeys(itertools.chain.from_iterable(by_prompt))}
+    if any(rule is not None and rule.policy.shared for rule in rules.values()):
         check_shared(model)
     for text, prompt_conditions in zip(texts, by_prompt, strict=True):
         for c in prompt_conditions:
-            check_met(facts, text, c, readings[c])
+            check_met(facts, text, c, rules[c])
     _check_rotation(model, texts, by_prompt, new_tokens(max_new_tokens, len(texts)))
 
 
-def check_met(facts: ModelFacts, text: Prompt, c: Condition, reading: Reading | None) -> None:
-    """Raise InputError if the prompt cannot meet `c`. reading: what `checked` returned for `c`."""
+def check_met(facts: ModelFacts, text: Prompt, c: Condition, rule: Rule | None) -> None:
+    """Raise InputError if the prompt cannot meet `c`, of which `rule` is the rule."""
     end = boundary(text, c)
     held = facts.held(end)
     try:
-        check_on(c, reading, held, [at - end for name in c.whitelist for at in text.spans[name] if at < end])
+        if rule is not None:
+            rule.ensure_met(held, [at - end for name in c.whitelist for at in text.spans[name] if at < end])
     except InputError as error:
         if held == end:
             raise

@@ -19,11 +19,12 @@ from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, Prompts, generator
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ATTENDING, ModelFacts, layer_types
-from kvrepro.engine.policy import Policy, budget_of, find
+from kvrepro.engine.policy import Policy, find
 from kvrepro.engine.prefill import ExtendByKernels, PrefillState
 from kvrepro.engine.regime import Chunked, Offline, SharedCap
 from kvrepro.engine.repeat import reconstruct
 from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
+from kvrepro.engine.rule import budget_of
 from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import InputError
 

@@ -26,9 +26,10 @@ from kvrepro.engine.evict import EvictionJob, Prompts
 from kvrepro.engine.facts import ModelFacts, ensure_one_rotation
 from kvrepro.engine.generate import calls
 from kvrepro.engine.passes import Call, read
-from kvrepro.engine.policy import budget_of, find
+from kvrepro.engine.policy import find
 from kvrepro.engine.regime import Offline
 from kvrepro.engine.rows import Rows
+from kvrepro.engine.rule import budget_of
 from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError, first_line

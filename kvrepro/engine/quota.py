@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvrepro.engine.allowed import ensure
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.select import ensure_numbers, ensure_room, lexsort
 from kvrepro.engine.shapes import Counts, Mask, Parts, Scores
@@ -112,7 +111,6 @@ def tally(o: Observation, mask: Mask) -> Parts:
 
 def _shares(total: Tensor, sizes: Tensor, rounding: str) -> Tensor:
     """Integers in proportion to `sizes` that sum to `total`; none exceeds its size unless all sizes do not suffice."""
-    ensure(("floor", "round"), rounding=rounding)
     edges, all_of_them = sizes.cumsum(-1) * total[..., None], sizes.sum(-1, keepdim=True).clamp(min=1)
     return _steps(edges // all_of_them if rounding == "floor" else (2 * edges + all_of_them) // (2 * all_of_them))
 

@@ -3,19 +3,20 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvrepro.engine.allowed import Share, Size
+from kvrepro.engine.allowed import Share, Size, ensure_fields
 from kvrepro.errors import InputError
 
 
 @dataclass(frozen=True)
 class Regime:
-    """The base of all regimes. `name` is shown in rows and labels."""
+    """The base of all regimes. `name` is shown in rows and labels. Raises InputError for settings of another kind."""
 
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
         if type(self) is Regime:
             raise InputError(f"Regime() is none by itself: take {', '.join(r.__name__ for r in REGIMES.values())}")
+        ensure_fields(self, type(self), self.name)
 
 
 @dataclass(frozen=True)

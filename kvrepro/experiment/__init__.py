@@ -1,13 +1,13 @@
 """Items x conditions -> rows -> verdicts.
 
-    data, models         items, spans, prompts, public data with checksums; checkpoints: embedded, local or on the hub
-    longbench, artifact  LongBench's sets: prompts, answer lengths, metrics; the protection paper's rows
-    run                  the one runner; answers, per_item, plan: a study; limit, progress: how it is stopped and shown
-    workers, cluster     how a study is distributed: processes of this machine, Ray
-    settings, parameters what a notebook may set; checked before anything runs
-    store, fingerprint   rows that survive a crash; what a row depends on
-    table, sealed        a results table's files and latest rows; checksums; sharing: a folder with several writers
-    measure, stats       scores of answers; intervals and tests; controls: answers that no policy gives
-    judge, claims        claims and members -> verdicts; wording: sentences about verdicts; history: claims written late
-    figure, provenance   what all figures share; where a page's numbers come from
+data, models         items, spans, prompts, public data with checksums; checkpoints: embedded, local or on the hub
+longbench, artifact  LongBench's sets: prompts, answer lengths, metrics; the protection paper's rows
+run                  the one runner; answers, per_item, plan: a study; limit, progress: how it is stopped and shown
+workers, cluster     how a study is distributed: processes of this machine, Ray
+settings, parameters what a notebook may set; checked before anything runs
+store, fingerprint   rows that survive a crash; what a row depends on
+table, sealed        a results table's files and latest rows; checksums; sharing: a folder with several writers
+measure, stats       scores of answers; intervals and tests; controls: answers that no policy gives
+judge, claims        claims and members -> verdicts; wording: sentences about verdicts; history: claims written late
+figure, provenance   what all figures share; where a page's numbers come from
 """

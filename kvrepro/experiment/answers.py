@@ -23,6 +23,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import Conditions
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
+from kvrepro.engine.rule import Rule
 from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import cluster, data, fingerprint, measure, models, store, workers
 from kvrepro.experiment.limit import TimeLimit, time_limit
@@ -76,7 +77,7 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
         if not item.papers and not all(isinstance(a, str) and a.strip() for a in references(item)):
             raise InputError(f"item {item.id}: answers {references(item)!r}: give texts that are not empty")
     for condition in dict.fromkeys(itertools.chain.from_iterable(conditions_by_item)):
-        policy.check(condition)
+        Rule.of(condition)
     build_prompt = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
     prompts = [build_prompt(loaded, item) for item in items]
     new = [item.new_tokens(study.max_new_tokens) for item in items]
@@ -106,12 +107,12 @@ def unmet(
 ) -> dict[Pair, InputError]:
     """Why items cannot meet conditions, for each pair that cannot."""
     facts = ModelFacts.of(loaded.model)
-    checked = [policy.checked(c) for c in conditions]
+    rules = [Rule.of(c) for c in conditions]
     errors = {}
     for i, columns_of_item in enumerate(columns):
         for j in columns_of_item:
             try:
-                engine.check_met(facts, prompts[i], conditions[j], checked[j])
+                engine.check_met(facts, prompts[i], conditions[j], rules[j])
             except InputError as error:
                 errors[i, j] = error
     return errors
@@ -132,7 +133,7 @@ CODE_OF_REGIMES = {  # code that runs in these regimes only: a row of another re
         ("kvrepro.engine.rows", "keep_held"), ("kvrepro.engine.rows", "kept_by_all_layers"),
         ("kvrepro.engine.evict", "evict_shared"), ("kvrepro.engine.evict", "_selected_for_all_layers"),
         ("kvrepro.engine.evict", "generator"), ("kvrepro.engine.passes", "check_shared"),
-        ("kvrepro.engine.passes", "check_attention_only"), ("kvrepro.engine.policy", "_check_shared"),
+        ("kvrepro.engine.passes", "check_attention_only"), ("kvrepro.engine.rule", "_ensure_shared"),
     },
     (Chunked,): {("kvrepro.engine.passes", "_chunked")},
     (Offline,): {("kvrepro.engine.passes", "_reused")},

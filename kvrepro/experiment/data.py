@@ -17,13 +17,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import yaml
+from annotated_types import Ge, Le, Lt
 
 from kvrepro.chat import rendered, thinking
-from kvrepro.engine.allowed import Count, Number, Size, ensure
+from kvrepro.engine.allowed import Count, Size, ensure
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError, counted, ensure_known, first_line, program, suggestion
 from kvrepro.experiment import longbench, measure
@@ -149,7 +150,7 @@ def check_items(items: object, n_items: object = None) -> None:
 
 def check_count(items: object, n_items: object) -> None:
     """Raise InputError for a number of items that nothing can have, or that a generator would make for hours."""
-    ensure((Size, None), n_items=n_items)
+    ensure(Size | None, n_items=n_items)
     kind = str(items).partition(":")[0]
     if kind in ("tinyworld", "ruler") and isinstance(n_items, int) and n_items > MOST_MADE:
         raise InputError(f"n_items is {n_items:,}: at most {MOST_MADE:,} {kind} items are made, take fewer or your own")
@@ -412,9 +413,9 @@ def _spans(row: dict[str, Any]) -> Spans:
     for span in spans:
         name = f"span {span['name']!r}"
         ensure(str, **{"name of a span": span["name"]})
-        ensure(Number(0, len(messages) - 1, whole=True), name, message=span["message"])
-        ensure(Number(1, len(messages[span["message"]]["content"]), whole=True), name, end=span["end"])
-        ensure(Number(0, span["end"] - 1, whole=True), name, start=span["start"])
+        ensure(Annotated[int, Ge(0), Lt(len(messages))], name, message=span["message"])
+        ensure(Annotated[int, Ge(1), Le(len(messages[span["message"]]["content"]))], name, end=span["end"])
+        ensure(Annotated[int, Ge(0), Lt(span["end"])], name, start=span["start"])
     return tuple(Span(**span) for span in spans)
 
 
@@ -452,7 +453,7 @@ def _scoring(row: dict[str, Any], meta: dict[str, Any], answers: list[str]) -> d
     given: dict[str, Any] = {key: meta[key] for key in ("max_new_tokens", "metric", "classes") if key in meta}
     given |= {key: row[key] for key in ("max_new_tokens", "metric") if row.get(key) is not None}
     metric = given.get("metric")
-    ensure((Size, None), max_new_tokens=given.get("max_new_tokens"))
+    ensure(Size | None, max_new_tokens=given.get("max_new_tokens"))
     ensure((*measure.METRICS, None), metric=metric)
     if metric == "classification":
         labels: Any = given.setdefault("classes", row.get("all_classes"))

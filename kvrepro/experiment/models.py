@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import psutil
+from annotated_types import Ge, Le
 
 from kvrepro.chat import rendered, thinking
-from kvrepro.engine.allowed import Number, ensure
+from kvrepro.engine.allowed import ensure
 from kvrepro.errors import LONGEST, InputError, first_line
 from kvrepro.item import plain
 from kvrepro.paths import CACHE, DATA, INSTALLED, WORK, replaced
@@ -339,7 +340,7 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
         ends = part.get("eos_token_id")
         for token in ends if isinstance(ends, list) else [ends]:
             if token is not None:
-                ensure(Number(0, most=2**31, whole=True), f"{name} (its configuration)", eos_token_id=token)
+                ensure(Annotated[int, Ge(0), Le(2**31)], f"{name} (its configuration)", eos_token_id=token)
     if "auto_map" in config or "auto_map" in tokenizer:
         raise InputError(
             f"{name} asks for remote code (auto_map), which is never run here: if transformers has "
@@ -372,7 +373,7 @@ def _check_sizes(name: str, config: dict[str, Any]) -> None:
     """Raise InputError for sizes that no model has, before one is built with them, and for kernels from the hub."""
     for key, most in SIZES.items():
         if config.get(key) is not None:
-            ensure(Number(1, most, whole=True), f"{name} (config.json)", **{key: config[key]})
+            ensure(Annotated[int, Ge(1), Le(most)], f"{name} (config.json)", **{key: config[key]})
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
         if "/" in str(config.get(key)):
             raise InputError(f"{name} asks for remote code ({key} {config[key]!r}): remove that from a local copy")

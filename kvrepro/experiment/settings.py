@@ -6,14 +6,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from kvrepro.engine.allowed import Number, Size, ensure_fields
+from annotated_types import Ge, Gt, Le
+
+from kvrepro.engine.allowed import Size, ensure_fields
 from kvrepro.errors import InputError, ensure_known
 from kvrepro.experiment import progress, workers
 from kvrepro.experiment.models import Dtype
 from kvrepro.paths import WORK
 
-Seconds = Annotated[float, Number(0, 10**9, above=True)]  # longer ones no clock of the system takes
-Workers = Annotated[int, Number(1, 10_000, whole=True)]  # a typing error beyond, on any machine or cluster
+Seconds = Annotated[float, Gt(0), Le(10**9)]  # longer ones no clock of the system takes
+Workers = Annotated[int, Ge(1), Le(10_000)]  # a typing error beyond, on any machine or cluster
 
 
 def ensure_options(options: object) -> None:

@@ -4,11 +4,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from annotated_types import Ge, Gt, Le
 
-from kvrepro.engine.allowed import Number, ensure
+from kvrepro.engine.allowed import ensure
 from kvrepro.errors import LONGEST, InputError, program
 from kvrepro.paths import WORK
 
@@ -40,7 +41,8 @@ def with_checked_values(main: Callable[..., Any]) -> Callable[..., Any]:
 def _check(name: str, value: Any) -> None:
     """Raise InputError for a number, a text or a path that a program does not take."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        ensure(Number(0, MOST, whole=isinstance(value, int), above=name not in FROM_ZERO), "", **{name: value})
+        least = Ge(0) if name in FROM_ZERO else Gt(0)
+        ensure(Annotated[type(value), least, Le(MOST)], "", **{name: value})
     if isinstance(value, str | Path):
         if not (str(value).isprintable() and 0 < len(str(value)) <= LONGEST):
             raise InputError(f"{name} {str(value)[:50]!r}: give a text of printed signs")

@@ -1,7 +1,7 @@
 """The synthetic world of the embedded models.
 
-    world, words         tasks and their text; the vocabulary; tokenizer
-    instructions         system prompts whose rules can be checked
-    rows                 conversations for training
-    ruler, ruler_text    RULER's tasks at any length
+world, words         tasks and their text; the vocabulary; tokenizer
+instructions         system prompts whose rules can be checked
+rows                 conversations for training
+ruler, ruler_text    RULER's tasks at any length
 """

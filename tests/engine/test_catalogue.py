@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvrepro.engine import evict
+from kvrepro.engine import evict, rule
 from kvrepro.engine import policy as policies
-from kvrepro.engine.allowed import holds, in_words
-from kvrepro.engine.catalogue import CATALOGUE, SHARED
+from kvrepro.engine.allowed import ensure, in_words
+from kvrepro.engine.catalogue import CATALOGUE, SHARED, table
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import SUMS, call, check, find, first_sentence, table
+from kvrepro.engine.policy import SUMS, call, find, first_sentence
 from kvrepro.engine.regime import REGIMES, SharedCap
+from kvrepro.engine.rule import check
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError
 
@@ -33,8 +34,8 @@ def test_every_parameter_is_read(name):
 def test_every_switch_of_the_shared_cap_is_read():
     """By a policy's function, or by the engine under its name."""
     read = {name for p in SHARED.values() for f in p.functions for name in inspect.signature(f).parameters}
-    for module in (evict, policies):
-        read |= set(re.findall(r"""parameters(?:\[|\.get\()"(\w+)\"""", inspect.getsource(module)))
+    for module in (evict, policies, rule):
+        read |= set(re.findall(r"""p(?:arameters)?(?:\[|\.get\()"(\w+)\"""", inspect.getsource(module)))
     for name in SHARED:  # the first step may be any other number than the policy's own, so it is read from there
         chosen = {switch: 1000 + number for number, switch in enumerate(SWITCHES)}
         read.add(list(chosen)[SHARED[name].first_step(chosen) - 1000])
@@ -47,7 +48,9 @@ def test_every_parameter_says_what_it_may_be(name):
     for key in {**policy.parameters, **policy.as_run}:
         kind = policy.kind(key)
         assert in_words(kind)
-        assert not any(holds(kind, value) for value in (float("nan"), None, -7, ()))
+        for value in (float("nan"), None, -7, ()):
+            with pytest.raises(InputError):
+                ensure(kind, x=value)
 
 
 @pytest.mark.parametrize("name", list(CATALOGUE))

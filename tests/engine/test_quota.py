@@ -237,8 +237,6 @@ def test_a_head_keeps_no_more_than_it_has():
     assert alive[0, 0] != alive[0, 1]
     assert torch.equal(quota.split(o, torch.full((1, 2), 99), nothing(o)).sum(-1), alive)
     assert quota._shares(torch.tensor([[1]]), torch.tensor([[[0, 1, 0]]]), "floor").tolist() == [[[0, 1, 0]]]
-    with pytest.raises(InputError, match=r"^rounding 'up': choose floor or round$"):
-        quota.split(o, alive, nothing(o), rounding="up")
 
 
 def test_what_is_kept_lies_where_the_scores_do():

@@ -10,10 +10,9 @@ import torch
 from kvrepro.engine.catalogue import SHARED as POLICIES
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import EvictionJob, Prompts, evict_shared, generator
-from kvrepro.engine.policy import check, guarded
 from kvrepro.engine.regime import SharedCap
+from kvrepro.engine.rule import guarded
 from kvrepro.engine.signals import PromptSignals, Signals
-from kvrepro.errors import InputError
 
 
 def capped(policy: str, budget: int | None = None, **settings) -> Condition:
@@ -160,34 +159,3 @@ def test_attention_policies_give_up_the_newest_token_before_it_was_ever_seen(nam
     left = evict_shared(job, signals.enter(8), 8)
     assert bool(left.held[0, 0, 47]) is stays
     assert left.held.sum() == 40
-
-
-# ---- what is refused
-
-
-@pytest.mark.parametrize(("condition", "says"), [
-    (capped("lruu", 64), "unknown policy 'lruu', did you mean 'lru'?: choose one of full, "),
-    (capped("lru", 32, prefix=0.5, suffix=0.6), "prefix 0.5 + suffix 0.6 guard more than the whole budget"),
-    (capped("lru", 7, prefix=0.1, suffix=0.1), "budget 7 < 8 protected tokens"),
-    (capped("slw", 4), "budget 4 < 5 protected tokens"),
-    (capped("ada_kv_faithful", 8, prefix=0.1, suffix=0.1), "budget 8 < 9 protected tokens"),
-    (capped("lru"), "budget None for lru"),
-    (Condition("lru", 64, SharedCap(interval=0)), "interval 0 for shared cap: a whole number, at least 1"),
-    (capped("lru", 64, reading="as_told"), "reading 'as_told'"),
-    (capped("lru", 64, switches=(("tiebreak", "x"),)), "LRU has no parameter 'tiebreak': it has tie_break, "),
-    (capped("lru", 64, switches=(("tie_break", "x"),)), "tie_break 'x' for LRU: choose string or integer"),
-    (capped("lru", 64, execution="virtual"), "execution"),
-    (capped("lru", 64, prefix=0.1, suffix=0.1, static_suffix=True), "static_suffix"),
-    (capped("lru", 64, prefix=0.1, switches=(("guardrail", "honours"),)), "nothing can leave"),
-    (capped("full", 64), "policy full keeps every token"),
-])  # fmt: skip
-def test_bad_conditions_get_one_line(condition, says):
-    with pytest.raises(InputError) as error:
-        check(condition, 100)
-    assert says in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_prompt_shorter_than_its_guards_is_refused():
-    with pytest.raises(InputError, match="prompt of 7 tokens < 8 protected"):
-        check(capped("lru", 64, prefix=0.05, suffix=0.05), 7)

@@ -15,7 +15,7 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import Policy, check
+from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
@@ -86,7 +86,7 @@ def test_no_queries_are_asked_for_by_0():
     o = observation(window=4)
     assert o.last(0).queries.shape[2] == o.last(0).query_positions.shape[1] == 0
     assert o.last(9).queries.shape[2] == 4
-    with pytest.raises(InputError, match="window 0 for SnapKV: a whole number, at least 1"):
+    with pytest.raises(InputError, match="window 0 for SnapKV: "):
         answers(tiny_prompts(60), [cut(switches=(("window", 0),))])
 
 
@@ -270,25 +270,10 @@ def test_logits_that_are_no_numbers_are_no_answer(condition):
         answers(tiny_prompts(60), [condition], model)
 
 
-@pytest.mark.parametrize(
-    ("foreign", "way_out"),
-    [({"bits": 4}, "leave it out"), ({"whitelist": ("a",)}, "leave it out"), ({"budget": 0.2}, "give lru a number")],
-)
-def test_the_shared_cap_refuses_what_it_would_ignore(foreign, way_out):
-    [name] = foreign
-    with pytest.raises(InputError, match=f"^{name} .* in regime 'shared cap', .*: {way_out}"):
-        check(Condition("lru", **{"budget": 100, "regime": SharedCap(), **foreign}))
-
-
 @pytest.mark.parametrize("foreign", [{"until": "question"}, {"fair": 1.0}, {"spans": ("a",)}, {"chunk": 16}])
 def test_the_shared_cap_has_no_settings_of_other_regimes(foreign):
     with pytest.raises(TypeError, match=next(iter(foreign))):
         SharedCap(**foreign)
-
-
-def test_selected_pages_take_no_guards():
-    with pytest.raises(InputError, match="no guards, quotas or masks"):
-        check(Condition("quest_pages", 64, Prefill(), prefix=0.1))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tiny import architecture, prompts
 
 from kvrepro.chapters.leakage import runs
 from kvrepro.chapters.synthesis import kept
-from kvrepro.engine.allowed import parameters_of
+from kvrepro.engine.policy import parameters_of
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate

@@ -19,8 +19,9 @@ from kvrepro.chapters.dropkv_bound.triples import Layer, triples
 from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.policy import check, find, is_own
+from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.regime import Prefill
+from kvrepro.engine.rule import check
 from kvrepro.engine.score.window import pooled
 from kvrepro.experiment import data, measure
 from kvrepro.experiment.judge import NotTestable

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, fields
 from typing import Annotated
 
+from annotated_types import Ge, Lt
+
 from kvrepro.chapters.fragility.retention import Setting
-from kvrepro.engine.allowed import Number, Size
+from kvrepro.engine.allowed import Size
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
 
@@ -20,7 +22,7 @@ class Settings(run.Settings, Setting):
     long_tokens: Size = LONG_TOKENS  #: of one whose answer is long
     answer_tokens: Size = 320  #: of an answer whose steps are looked at, at most
     max_new_tokens: Size = 32  #: of an answer in the quality grid
-    protect_frac: Annotated[float, Number(0, 0.5, below=True)] = 0.10  #: of the budget, at each end, behind guards
+    protect_frac: Annotated[float, Ge(0), Lt(0.5)] = 0.10  #: of the budget, at each end, behind guards
 
     def __post_init__(self) -> None:
         super().__post_init__()

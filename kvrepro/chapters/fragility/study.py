@@ -14,10 +14,10 @@ from kvrepro.chapters.fragility.retention import DEFAULT, Setting
 from kvrepro.chapters.fragility.settings import STEPS_OF_LONG, Settings
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.policy import check as policy_check
 from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.regime import Prefill
+from kvrepro.engine.rule import check as policy_check
 from kvrepro.engine.score.heads import learned
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, controls, data, longbench, measure, stats

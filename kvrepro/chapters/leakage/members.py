@@ -48,7 +48,9 @@ def _pair(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1, needed: str =
     must have some of it."""
     if needed:
         _check_some([a, b], needed)
-    return Sample(pd.DataFrame({"a": a, "b": b}), "difference", bounds=m.bounds, each=m.each * ratios, limits=(-1.0, 1.0))
+    return Sample(
+        pd.DataFrame({"a": a, "b": b}), "difference", bounds=m.bounds, each=m.each * ratios, limits=(-1.0, 1.0)
+    )
 
 
 def _values(values: np.ndarray) -> Sample:

@@ -10,6 +10,7 @@ from kvrepro.chapters.leakage.prompts import suited
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import policy
 from kvrepro.engine.allowed import ProperShare, Size, ensure_fields, ensure_once_each
+from kvrepro.engine.rule import Rule
 from kvrepro.errors import InputError
 
 
@@ -61,7 +62,7 @@ class ChapterPlan:
         for name in self.policies:
             if name == "full":
                 raise InputError("policy full is run in any case: name policies that evict")
-            policy.check(Cell(name, 0.5).condition)
+            Rule.of(Cell(name, 0.5).condition)
 
     @cached_property
     def wording(self) -> Wording:

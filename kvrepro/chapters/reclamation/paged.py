@@ -25,8 +25,9 @@ from kvrepro.engine.evict import EvictionJob, Prompts
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import Call
-from kvrepro.engine.policy import Policy, budget_of, find
+from kvrepro.engine.policy import Policy, find
 from kvrepro.engine.rows import Rows, evict_rows
+from kvrepro.engine.rule import budget_of
 from kvrepro.engine.shapes import KeyValue, Mask, RowInts, TokenInts
 from kvrepro.errors import InputError
 

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from annotated_types import Ge
+
 from kvrepro.chapters.reclamation.survivors import POLICIES, PUBLISHED
-from kvrepro.engine.allowed import Number, ProperShare, Size, ensure_once_each
+from kvrepro.engine.allowed import ProperShare, Size, ensure_once_each
 from kvrepro.experiment import run
 
 SHAPES = {  # layers, KV heads, dimension of a head, bytes of the weights in bfloat16
@@ -26,7 +28,7 @@ class Settings(run.Settings):
     acceptance: Literal["catalogue", "policies"] = "catalogue"  #: whom the acceptance test tries beside `policies`
     cadences: tuple[Size, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  #: tokens between two passes
     timed_cadences: tuple[Size, ...] = (1, 2, 8, 32, 128, 512)  #: with real decoding; twice as long fits the context
-    budget: Annotated[int, Number(16, whole=True)] = 2048  #: tokens, for cadences without a model
+    budget: Annotated[int, Ge(16)] = 2048  #: tokens, for cadences without a model
     lengths: tuple[Size, ...] = (512, 1024, 2048)  #: prompts for which the extra pass over the keys is timed, in tokens
     quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted.NEEDS`)
     quoted_tokens: Size = 32_768  #: of an answer to these

@@ -60,7 +60,7 @@ def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings)
     no prompt is longer than the window, since budgets are shares of what the layers hold. Prompts too short for the
     settings, or too long, are left out (`data.usable`).
     """
-    ensure((Size, None), n_items=n_items)
+    ensure(Size | None, n_items=n_items)
     held, count = ModelFacts.of(loaded.model).held, n_items or data.AtMost(SIZES[settings.profile]["arising"])
     most = settings.prompt_tokens
     tokens, room = held(most), held(max(most, loaded.context - _needed(settings)))

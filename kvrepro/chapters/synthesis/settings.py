@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from kvrepro.engine.allowed import Number, Odd, ProperShare, Size, ensure_once_each
+from annotated_types import Ge, Gt, Le, Lt
+
+from kvrepro.engine.allowed import Odd, ProperShare, Size, ensure_once_each
 from kvrepro.experiment import run
 
 
@@ -11,17 +13,17 @@ from kvrepro.experiment import run
 class Settings(run.Settings):
     """Settings of the synthesis."""
 
-    cells: Annotated[int, Number(8, whole=True)] | None = None  #: None: the profile's; below 48 no shares of variance
+    cells: Annotated[int, Ge(8)] | None = None  #: None: the profile's; below 48 no shares of variance
     tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
     kept: tuple[ProperShare, ...] = (0.05, 0.1, 0.2)  #: shares of the compressed tokens that stay
-    guarded: Annotated[float, Number(0, 0.5, above=True, below=True)] = 0.1  #: of the budget, at each end
-    parts: Annotated[int, Number(2, whole=True)] = 4  #: of a prompt, each with its share of the budget under a quota
+    guarded: Annotated[float, Gt(0), Lt(0.5)] = 0.1  #: of the budget, at each end
+    parts: Annotated[int, Ge(2)] = 4  #: of a prompt, each with its share of the budget under a quota
     window: Size = 16  #: last queries that the scorers of a window observe
     kernel: Odd = 5  #: tokens that are pooled
     interval: Size = 8  #: generated tokens between two evictions under a cap
     answer_words: Size = 24  #: an answer is read and judged as far as that
     block_size: Size = 16  #: tokens of a block of the paged cache
-    draws: Annotated[int, Number(1, 100_000, whole=True)] = 1000  #: resamples of items for intervals of shares
+    draws: Annotated[int, Ge(1), Le(100_000)] = 1000  #: resamples of items for intervals of shares
 
     def __post_init__(self) -> None:
         super().__post_init__()

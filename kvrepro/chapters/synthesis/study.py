@@ -12,7 +12,8 @@ import pandas as pd
 from kvrepro.chapters.synthesis import grid, kept, stored
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.condition import Condition, Generation, Prompt
-from kvrepro.engine.policy import check, is_own
+from kvrepro.engine.policy import is_own
+from kvrepro.engine.rule import check
 from kvrepro.errors import InputError
 from kvrepro.experiment import controls, data, measure, models
 from kvrepro.experiment.answers import able

@@ -4,20 +4,20 @@ float32 `[batch, kv_heads, tokens]`, large = keep. Sums over queries come with t
 built here.
 """
 
-from typing import Annotated
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvrepro.engine import guard
-from kvrepro.engine.allowed import Share, Size, ensure
+from kvrepro.engine.allowed import Share, Size
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.score.window import attention, windowed
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, RowInts, Scores
 
-Signal = Annotated[str, ("low", "mass")]
-Group = Annotated[str, ("max", "mean")]
+Signal = Literal["low", "mass"]
+Group = Literal["max", "mean"]
 
 
 def h2o(o: Observation, extended: bool = True) -> Scores:
@@ -67,7 +67,6 @@ def scissorhands(o: Observation, signal: Signal = "low") -> Scores:
     have to remember every query's. Needs `sums["low"]`, or with signal "mass" `sums["mass"]`: a public code accumulates
     attention instead, which is close to H2O. Source: Liu et al. 2023, Algorithm 2; KVCache-Factory.
     """
-    ensure(Signal, signal=signal)
     return -o.sums["low"].float() if signal == "low" else o.sums["mass"].float()
 
 
@@ -90,7 +89,6 @@ def quest(o: Observation, page: Size = 16, group: Group = "max") -> Scores:
     policy it needs a reduction over the group ("max" or "mean"), on which the sources are silent. Source: Tang et al.
     2024, Algorithm 1.
     """
-    ensure(Group, group=group)
     last = o.queries[:, :, -1].float().unflatten(1, (-1, o.group))
     page_of = o.positions.clamp(min=0) // page
     bounds = _bounds(last, o.keys, o.alive, page_of)

@@ -6,12 +6,12 @@ float32 `[batch, kv_heads, tokens]`, large = keep.
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvrepro.engine.allowed import Count, ensure
+from kvrepro.engine.allowed import Count
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.score.queries import fitting, made_from, reading
 from kvrepro.engine.select import ensure_room
@@ -19,7 +19,7 @@ from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
 
 EMBEDDED = "data/models/*-gates.json"  # in the project's folder: the one of these files that was made from the model
-Counted = Annotated[str, ("tokens", "heads")]
+Counted = Literal["tokens", "heads"]
 
 
 def kv_zip(o: Observation) -> Scores:
@@ -94,7 +94,6 @@ def duo_attention(
     cache ratio in this way). Among equal gates the earlier head streams first. Raises InputError for gates of another
     model. Source: Xiao et al. 2024; kvpress DuoAttentionPress.
     """
-    ensure(Counted, count=count)
     outputs, wanted = [o.output for o in observations], (len(scores), scores[0].shape[1])
     remedy = "run python -m studies.duo"
     gate = fitting(gates_file, _learned, wanted, "layers and KV heads", outputs, remedy).gate

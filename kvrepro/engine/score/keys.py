@@ -3,13 +3,14 @@
 float32 `[batch, kv_heads, tokens]`, large = keep. No tensor is tokens x tokens: likeness is computed in blocks of rows.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Le
 from jaxtyping import Float
 from torch import Tensor
 
-from kvrepro.engine.allowed import Count, Number, Odd, Share, Size, ensure
+from kvrepro.engine.allowed import Count, Odd, Share, Size
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.score.queries import EMBEDDED, fitting, frequencies, load, pairs
 from kvrepro.engine.select import select
@@ -17,9 +18,9 @@ from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
 
 FLOOR = 1e-8  # least length by which keys are divided
-Anchor = Annotated[str, ("unit", "plain")]
-Alone = Annotated[str, ("nothing", "first")]
-Cosine = Annotated[float, Number(-1, 1)]
+Anchor = Literal["unit", "plain"]
+Alone = Literal["nothing", "first"]
+Cosine = Annotated[float, Ge(-1), Le(1)]
 
 
 def k_norm(o: Observation) -> Scores:
@@ -63,7 +64,6 @@ def key_diff_blocks(
 
 
 def _unlike(o: Observation, among: Mask, anchor: str) -> Scores:
-    ensure(Anchor, anchor=anchor)
     keys = o.keys.float()
     unit = torch.nn.functional.normalize(keys, dim=-1, eps=FLOOR)
     mean = ((unit if anchor == "unit" else keys) * among[..., None]).sum(-2) / among.sum(-1, keepdim=True).clamp(min=1)
@@ -99,7 +99,6 @@ def likeness(o: Observation, threshold: Cosine = 0.5, alone: Alone = "nothing", 
     alone: what a row without such a key leaves out, "nothing" or, as in R-KV's code, the "first" key. `block` rows are
     computed at a time. Source: Cai et al. 2025; R-KV's rkv/utils.py.
     """
-    ensure(Alone, alone=alone)
     unit = torch.nn.functional.normalize(o.keys.float(), dim=-1, eps=FLOOR) * o.alive[..., None]
     place = torch.arange(o.keys.shape[2], dtype=torch.int32, device=o.keys.device)
     first = o.alive.int().argmax(-1)[..., None, None]

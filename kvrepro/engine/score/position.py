@@ -1,16 +1,16 @@
 """Scorers that look only at a token's position: float32 `[batch, kv_heads, tokens]`, large = keep."""
 
-from typing import Annotated
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvrepro.engine import quota
-from kvrepro.engine.allowed import Count, ensure
+from kvrepro.engine.allowed import Count
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import Scores
 
-Draw = Annotated[str, ("float32", "keys")]
+Draw = Literal["float32", "keys"]
 
 
 def streaming_llm(o: Observation, sinks: Count = 4, ramps: bool = False) -> Scores:
@@ -38,7 +38,6 @@ def random(o: Observation, draw: Draw = "float32") -> Scores:
     draw: "float32" (24 random bits), or "keys": as many bits as the keys' dtype has, so that bf16 (8 bits) makes many
     ties. Source: kvpress RandomPress, which draws in the keys' dtype.
     """
-    ensure(Draw, draw=draw)
     heads = torch.arange(o.positions.shape[1], device=o.positions.device)[:, None]
     x = _mixed(torch.as_tensor(o.seed, device=heads.device).view(-1, 1, 1) + torch.zeros_like(heads))
     for part in (torch.full_like(heads, o.layer), heads, o.positions):

@@ -17,25 +17,25 @@ the window's own tokens, they score 0, and the guard `recent` keeps them.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvrepro.engine.allowed import Count, Odd, Positive, Share, Size, Weight, ensure
+from kvrepro.engine.allowed import Count, Odd, Positive, Share, Size, Weight
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowInts, Scores
 from kvrepro.errors import InputError
 
-Aggregate = Annotated[str, ("mean", "sum", "max", "mean_var", "defensive")]
-Group = Annotated[str, ("mean", "sum", "max", "union")]
-Pool = Annotated[str, ("none", "average", "max")]
-PoolAt = Annotated[str, ("query", "head", "kv_head")]
-Over = Annotated[str, ("past", "all")]
-NormOver = Annotated[str, ("none", "layer", "heads")]
+Aggregate = Literal["mean", "sum", "max", "mean_var", "defensive"]
+Group = Literal["mean", "sum", "max", "union"]
+Pool = Literal["none", "average", "max"]
+PoolAt = Literal["query", "head", "kv_head"]
+Over = Literal["past", "all"]
+NormOver = Literal["none", "layer", "heads"]
 Indicator = Callable[..., Probabilities]  # of an observation
 
 # ---- indicators: float32 [batch, kv_heads, group, window, tokens], 0 where the query may not look
@@ -90,9 +90,6 @@ def windowed(
     window's own tokens. rescale: a pooled row is scaled to its former sum. Raises InputError for unknown names and
     even kernels.
     """
-    names = {"aggregate": aggregate, "group": group, "pool": pool, "pool_at": pool_at, "over": over}
-    for kind, (name, value) in zip((Aggregate, Group, Pool, PoolAt, Over), names.items(), strict=True):
-        ensure(kind, **{name: value})
     pool_at, group = ("query", "max") if aggregate == "defensive" else (pool_at, group)
     outside = o.places.not_past if over == "past" else o.places.dead
     if callable(importance):
@@ -129,7 +126,6 @@ def _fused(
         ):
             chosen = f"aggregate {aggregate}, group {group}, {pool} pool of each query{' rescaled' * rescale}"
             raise InputError(f"backend triton has no {chosen}: use backend torch")
-        ensure(Odd, kernel=kernel)
         return one_pass("max", group, pool=kernel, pool_by=pool, over=over, rescale=rescale).masked_fill_(outside, 0.0)
     linear = group in ("mean", "sum") and pool != "max"
     inside = linear or (group != "union" and (pool == "none" or pool_at == "kv_head") and aggregate != "mean_var")
@@ -245,8 +241,6 @@ def _pooled(x: Tensor, outside: Mask, pool: str, kernel: int, rescale: bool = Fa
 
 def pooled(x: Tensor, pool: str, kernel: int) -> Tensor:
     """Pool over `kernel` neighbours along the last axis: their average, with zeros beyond the ends, or the largest."""
-    ensure(Pool, pool=pool)
-    ensure(Odd, kernel=kernel)
     if pool == "none":
         return x
     along = F.avg_pool1d if pool == "average" else F.max_pool1d
@@ -420,7 +414,6 @@ def defensive_kv(
     Source: DefensiveKV, Algorithms 1 and 2; efficient_defensivekv_press.py and efficient_layer_defensivekv_press.py of
     FFY0/DefensiveKV@9251b95, whose further steps are over="past", rescale, share="heads" and mass=0.9.
     """
-    ensure(NormOver, share=share)
     risk = windowed(o, attention, aggregate, pool, kernel, "max", "query", over, rescale=rescale)
     scores = risk * _norm_over(o, share)
     return _first_mass(o, scores, budget, mass) if mass else scores

@@ -180,5 +180,5 @@ def test_the_least_eigenvalue_is_found_from_below(rank):
 def test_nothing_to_enclose_is_refused():
     with pytest.raises(InputError, match=r"\(0, 4\)"):
         cone(torch.zeros(0, 4))
-    with pytest.raises(InputError, match="backend 'fast': choose one of"):
+    with pytest.raises(InputError, match="backend 'fast': "):
         cone(torch.ones(2, 4), backend="fast")

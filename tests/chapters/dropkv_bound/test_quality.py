@@ -10,7 +10,7 @@ import torch
 
 from kvrepro.chapters.dropkv_bound import quality, triples
 from kvrepro.chapters.dropkv_bound.settings import Settings
-from kvrepro.engine.policy import check
+from kvrepro.engine.rule import check
 from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import data

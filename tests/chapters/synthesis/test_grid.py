@@ -10,7 +10,7 @@ from edits import edit_of, stale
 from kvrepro.chapters.synthesis import grid
 from kvrepro.chapters.synthesis.policies import OF_WINDOW, SCORERS
 from kvrepro.chapters.synthesis.settings import Settings
-from kvrepro.engine.policy import check
+from kvrepro.engine.rule import check
 from kvrepro.engine.score.window import windowed
 from kvrepro.errors import InputError
 from kvrepro.experiment.answers import code_of

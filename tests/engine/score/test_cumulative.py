@@ -8,7 +8,6 @@ from observations import observation, other_rubbish
 
 from kvrepro.engine.score import cumulative
 from kvrepro.engine.select import select
-from kvrepro.errors import InputError
 
 
 def summed(n=20, low_queries=400, sliding=None, seed=0, **shape):
@@ -90,8 +89,6 @@ def test_scissorhands_counts_low_attention_against_a_token(history):
                 low = sum(float(p[b, g, r, t, j]) < 1 / (t + 1) for r in range(2) for t in queries) / 2
                 assert float(scores[b, g, j]) == pytest.approx(-low)
     assert torch.equal(cumulative.scissorhands(o, "mass"), cumulative.h2o_online(o))
-    with pytest.raises(InputError, match="signal 'high'"):
-        cumulative.scissorhands(o, "high")
 
 
 def test_tova_asks_the_last_query_of_all_heads():

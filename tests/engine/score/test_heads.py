@@ -128,5 +128,3 @@ def test_duo_refuses(gate_file):
     heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=same)
     with pytest.raises(InputError, match="was made from other weights, .*: run python -m studies.duo"):
         heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=other)
-    with pytest.raises(InputError, match="count 'all'"):
-        heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, count="all")

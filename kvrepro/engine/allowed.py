@@ -4,14 +4,14 @@ With `alpha: Share = 0.5` in a function's signature, a condition's switch `alpha
 """
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
 from numbers import Integral
 from operator import index
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, InstanceOf, PydanticUserError, TypeAdapter, ValidationError
 
 from kvrepro.errors import InputError
 
@@ -36,13 +36,14 @@ WORDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most
 
 @lru_cache(maxsize=1024)
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind, config=STRICT)
+    return TypeAdapter(InstanceOf[kind]) if is_dataclass(kind) else TypeAdapter(kind, config=STRICT)
 
 
 def _problems(kind: Any, name: str, value: object, whose: str) -> Iterator[str]:
     """What is wrong with a value, a line for each element of a list."""
-    if isinstance(value, tuple) and get_origin(kind) is list:
-        value = list(value)
+    wanted = next((x for k in (kind, *get_args(kind)) if (x := get_origin(k)) in (list, tuple)), None)
+    if wanted is not None and isinstance(value, list | tuple):
+        value = wanted(value)
     try:
         _adapter(Literal[kind] if isinstance(kind, tuple) else kind).validate_python(value)
     except ValidationError as error:

@@ -62,6 +62,8 @@ class Condition:
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", pythonic(self.budget))
         ensure_fields(self, Condition)
+        for name in ("whitelist", "switches"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def __eq__(self, other: object) -> bool:
         """Budgets of 1, a token, and of 1.0, everything, differ, though Python's numbers are equal."""

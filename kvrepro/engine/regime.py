@@ -17,6 +17,8 @@ class Regime:
         if type(self) is Regime:
             raise InputError(f"Regime() is none by itself: take {', '.join(r.__name__ for r in REGIMES.values())}")
         ensure_fields(self, type(self), self.name)
+        if hasattr(self, "spans"):
+            object.__setattr__(self, "spans", tuple(self.spans))
 
 
 @dataclass(frozen=True)

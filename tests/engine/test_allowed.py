@@ -41,6 +41,7 @@ from kvrepro.errors import InputError
         (object, ["anything", None], []),
         (list[Size], [[1, 2], (1, 2), []], [[1, 0], 1, "12", None]),
         (torch.Tensor, [torch.zeros(2)], ["x"]),
+        (tuple[str, ...], [("a",), ["a"], ()], ["a", (1,), None]),
     ],
 )
 def test_kinds(kind, good, bad):

@@ -18,10 +18,10 @@ from tiny import architecture, prompts
 
 from kvrepro.chapters.leakage import runs
 from kvrepro.chapters.synthesis import kept
-from kvrepro.engine.policy import parameters_of
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate
+from kvrepro.engine.policy import parameters_of
 from kvrepro.engine.regime import REGIMES, Chunked, Prefill, Regime, SharedCap
 from kvrepro.engine.usable import usable
 from kvrepro.experiment import answers, fingerprint

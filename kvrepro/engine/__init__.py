@@ -1,7 +1,7 @@
 """Which tokens stay in a KV cache, and what that costs. It knows nothing of items, claims or files.
 
 shapes, observe      names of tensor shapes; what a policy may look at; places: what depends on positions alone
-score                scorers: position, keys, cumulative attention, windows, heads, shared signals; large = keep
+score                scorers: position, keys, cumulative attention, windows, what was learned; large = keep
 guard, quota         tokens that may not be evicted, as boolean masks; a budget split over the spans of a prompt
 allocate, select     budgets per KV head; which tokens stay, given scores, with ties defined
 policy, catalogue    a policy is data; the published policies in both readings

@@ -6,7 +6,6 @@ from typing import Any
 from kvrepro.engine import allocate, shared
 from kvrepro.engine.policy import SUMS, Policy
 from kvrepro.engine.score import cumulative, heads, keys, position, queries, window
-from kvrepro.engine.score import shared as of_all_layers
 from kvrepro.engine.shapes import Scores
 
 # ---- windows: indicator x aggregator x pooling (see `kvrepro.engine.score.window`)
@@ -184,21 +183,26 @@ def _shared(
 
 
 MASS_TIES = ("last_use", "entered")
+LRU = cumulative.by_sum("last_use", "L, the last use. Protection paper, section 3.")
+LATEST = cumulative.by_sum("latest", "a, attention of the latest query. Artifact's simplified QUEST; paper, Table 19.")
+SUMMED = cumulative.by_sum("summed", "S, attention mass without a recency term. Paper, appendix B.")
+PROMPT = cumulative.by_sum("prompt", "Pf, attention frozen at the prompt's end, then 0. Paper, appendix B.")
+HEAD_SUMMED = cumulative.by_sum("head_summed", "S per KV head. Paper, appendix B.")
+HEAD_LATEST = cumulative.by_sum("head_latest", "a per KV head. Paper, appendix B.")
 SHARED: dict[str, Policy] = {
-    "lru": _shared("LRU", "{}", of_all_layers.lru, ("entered",)),
-    "h2o_simple": _shared("H2O", "Zhang et al. 2023, simplified in {}", of_all_layers.h2o, MASS_TIES),
-    "snapkv_simple": _shared("SnapKV", "Li et al. 2024, simplified in {}", of_all_layers.snapkv),
-    "slw": _shared("StreamingLLM (SLW)", "Xiao et al. 2023, after the prompt in {}", of_all_layers.lru, ("entered",),
+    "lru": _shared("LRU", "{}", LRU, ("entered",)),
+    "h2o_simple": _shared("H2O", "Zhang et al. 2023, simplified in {}", cumulative.h2o_simple, MASS_TIES),
+    "snapkv_simple": _shared("SnapKV", "Li et al. 2024, simplified in {}", cumulative.snapkv_simple),
+    "slw": _shared("StreamingLLM (SLW)", "Xiao et al. 2023, after the prompt in {}", LRU, ("entered",),
                    shield=shared.sinks_and_window),
-    "ada_kv_simple": _shared("Ada-KV", "Feng et al. 2024, simplified in {}", of_all_layers.ada_kv),
-    "quest_simple": _shared("QUEST", "Tang et al. 2024, simplified in {}", of_all_layers.latest),
-    "random_sample": _shared("Random", "{}", of_all_layers.random_sample, ()),
-    "h2o_faithful": _shared("H2O-faithful", "Zhang et al. 2023, as in {}", of_all_layers.summed, MASS_TIES),
-    "snapkv_faithful": _shared("SnapKV-faithful", "Li et al. 2024, as in {}", of_all_layers.prompt),
-    "ada_kv_faithful": _shared("Ada-KV-faithful", "Feng et al. 2024, as in {}", of_all_layers.head_summed,
+    "ada_kv_simple": _shared("Ada-KV", "Feng et al. 2024, simplified in {}", cumulative.ada_kv_simple),
+    "quest_simple": _shared("QUEST", "Tang et al. 2024, simplified in {}", LATEST),
+    "random_sample": _shared("Random", "{}", cumulative.random_sample, ()),
+    "h2o_faithful": _shared("H2O-faithful", "Zhang et al. 2023, as in {}", SUMMED, MASS_TIES),
+    "snapkv_faithful": _shared("SnapKV-faithful", "Li et al. 2024, as in {}", PROMPT),
+    "ada_kv_faithful": _shared("Ada-KV-faithful", "Feng et al. 2024, as in {}", HEAD_SUMMED,
                                allocate=shared.by_entropy),
-    "quest_faithful": _shared("QUEST-faithful", "Tang et al. 2024, as in {}", of_all_layers.head_latest,
-                              allocate=shared.every_head),
+    "quest_faithful": _shared("QUEST-faithful", "Tang et al. 2024, as in {}", HEAD_LATEST, allocate=shared.every_head),
 }
 # fmt: on
 

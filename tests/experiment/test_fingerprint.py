@@ -168,7 +168,7 @@ EVERY = set(CONDITIONS)
         ("engine/score/window.py", "def attention(", {"snapkv"}),
         ("engine/score/window.py", "def perturbation(", set()),
         ("engine/select.py", "def select(", EVERY),
-        ("engine/score/shared.py", "def h2o(", {"shared"}),
+        ("engine/score/cumulative.py", "def h2o_simple(", {"shared"}),
         ("engine/signals.py", "def joined(", {"shared"}),
         ("engine/evict.py", "def _selected_for_all_layers(", {"shared"}),
         ("engine/rows.py", "def keep_held(", {"shared"}),
@@ -225,7 +225,7 @@ def of_studies() -> dict[str, str]:
         ("engine/passes.py", "def _reused(", set()),
         ("engine/signals.py", "def joined(", {"given"}),
         ("engine/score/keys.py", "def k_norm(", {"makes", "given"}),
-        ("engine/score/shared.py", "def h2o(", {"given"}),
+        ("engine/score/cumulative.py", "def h2o_simple(", {"given"}),
     ],
 )
 def test_a_study_per_item_depends_on_the_regimes_that_it_names(file, line, whose):

@@ -1,9 +1,12 @@
-"""Scorers that follow attention over many queries, or the last query alone: H2O, Scissorhands, TOVA, Quest.
+"""Scorers that follow attention over many queries, or the last query alone: H2O, Scissorhands, TOVA, Quest; and those
+of the protection paper, which rank once for all layers.
 
 float32 `[batch, kv_heads, tokens]`, large = keep. Sums over queries come with the observation; no attention matrix is
 built here.
 """
 
+from collections.abc import Callable
+from random import Random
 from typing import Literal
 
 import torch
@@ -18,6 +21,16 @@ from kvrepro.engine.shapes import KeyValue, Mask, Positions, RowInts, Scores
 
 Signal = Literal["low", "mass"]
 Group = Literal["max", "mean"]
+
+
+def by_sum(name: str, meaning: str) -> Callable[[Observation], Scores]:
+    """A scorer that ranks by one of `Observation.sums` as it is. meaning: its docstring."""
+
+    def score(o: Observation) -> Scores:
+        return o.sums[name].float()
+
+    score.__doc__ = meaning
+    return score
 
 
 def h2o(o: Observation, extended: bool = True) -> Scores:
@@ -43,12 +56,12 @@ def h2o(o: Observation, extended: bool = True) -> Scores:
     return o.sums["span_mass" if extended else "marked_mass"].float() / eligible
 
 
-def h2o_online(o: Observation) -> Scores:
+h2o_online = by_sum(
+    "mass",
     """s_j = sum over all queries so far of p[t, j], mean over the group: accumulated attention, not normalised.
 
-    Needs `sums["mass"]`, to which generated tokens add. Source: Zhang et al. 2023, Algorithm 1, there per query head.
-    """
-    return o.sums["mass"].float()
+    Generated tokens add to it. Source: Zhang et al. 2023, Algorithm 1, there per query head.""",
+)
 
 
 def recent_share(o: Observation, scores: Scores, budget: RowInts, share: Share = 0.5) -> Mask:
@@ -138,3 +151,40 @@ def _bounds(
     bound = torch.einsum("bgrd,bgpd->bgrp", q.clamp(min=0), corners[0])
     bound += torch.einsum("bgrd,bgpd->bgrp", q.clamp(max=0), corners[1])
     return bound.masked_fill(empty[..., 0][:, :, None], -torch.inf)
+
+
+# ---- one ranking for all layers (regime SharedCap): L last use, a latest, M largest, S summed attention, t the step
+
+
+def h2o_simple(o: Observation) -> Scores:
+    """0.7 S + 0.1 max(a, M) + 1[t - L <= 64], mass and a bonus for recent use. Artifact's simplified H2O.
+
+    float64, since beside a bonus of 1 small masses would be equal in float32."""
+    recent = (o.step - o.sums["last_use"] <= 64).double()
+    return 0.7 * o.sums["summed"].double() + 0.1 * torch.maximum(o.sums["latest"], o.sums["largest"]) + recent
+
+
+def snapkv_simple(o: Observation, snapkv_bonus: str = "peak") -> Scores:
+    """S + max(a, M) in the authors' code, S + a in their text. Artifact's simplified SnapKV; paper, Table 19."""
+    latest = o.sums["latest"]
+    bonus = latest if snapkv_bonus == "current" else torch.maximum(latest, o.sums["largest"])
+    return o.sums["summed"] + bonus
+
+
+def ada_kv_simple(o: Observation) -> Scores:
+    """S + 0.5 M. Artifact's simplified Ada-KV; paper, Table 19."""
+    return o.sums["summed"] + 0.5 * o.sums["largest"]
+
+
+def random_sample(o: Observation, budget: RowInts, guarded: Mask, draws: list[Random]) -> Scores:
+    """1 for the tokens that a draw without replacement leaves, 0 for those that must go.
+
+    The draw is `random.sample` over the unguarded positions in ascending order. The one scorer with a memory: each
+    row's generator in `draws` advances with every call, as in the artifact.
+    """
+    scores = torch.ones(o.positions.shape, device=o.positions.device)
+    excess = o.alive[:, 0].sum(1) - budget
+    for row, generator in enumerate(draws):
+        slots = (o.alive[row, 0] & ~guarded[row, 0]).nonzero()[:, 0].tolist()
+        scores[row, 0, generator.sample(slots, min(max(0, int(excess[row])), len(slots)))] = 0.0
+    return scores

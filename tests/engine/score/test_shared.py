@@ -8,7 +8,7 @@ from observations import observation
 
 from kvrepro.engine.catalogue import SHARED as POLICIES
 from kvrepro.engine.policy import call
-from kvrepro.engine.score import shared as score
+from kvrepro.engine.score import cumulative as score
 
 L, A, M, S, PF = 3, 0.2, 0.6, 1.9, 0.9  # last use, latest, largest, summed attention, and attention in the prompt
 
@@ -21,28 +21,28 @@ def state(step: int, **tables: torch.Tensor):
     return type(o)(**{**vars(o), "sums": sums | tables, "step": step})
 
 
-@pytest.mark.parametrize(("scorer", "expected"), [
-    (score.lru, L), (score.h2o, 0.7 * S + 0.1 * M + 1), (score.snapkv, S + M), (score.ada_kv, S + 0.5 * M),
-    (score.latest, A), (score.summed, S), (score.prompt, PF), (score.head_latest, A), (score.head_summed, S),
+@pytest.mark.parametrize(("name", "expected"), [
+    ("lru", L), ("h2o_simple", 0.7 * S + 0.1 * M + 1), ("snapkv_simple", S + M), ("ada_kv_simple", S + 0.5 * M),
+    ("quest_simple", A), ("h2o_faithful", S), ("snapkv_faithful", PF), ("quest_faithful", A), ("ada_kv_faithful", S),
 ])  # fmt: skip
-def test_formulas(scorer, expected):
-    assert scorer(state(10))[0, 0].tolist() == pytest.approx([expected] * 2)
+def test_formulas(name, expected):
+    assert POLICIES[name].score(state(10))[0, 0].tolist() == pytest.approx([expected] * 2)
 
 
 def test_h2o_forgets_its_recency_bonus_after_64_steps():
-    bonus = [float(score.h2o(state(L + age))[0, 0, 0]) for age in (64, 65)]
+    bonus = [float(score.h2o_simple(state(L + age))[0, 0, 0]) for age in (64, 65)]
     assert bonus[0] - bonus[1] == pytest.approx(1.0)
 
 
 def test_h2o_tells_small_masses_apart_beside_its_bonus():
     masses = torch.tensor([[[1e-6, 1e-6 + 1e-11]]])
-    first, second = score.h2o(state(10, summed=masses, largest=masses, latest=masses))[0, 0].tolist()
+    first, second = score.h2o_simple(state(10, summed=masses, largest=masses, latest=masses))[0, 0].tolist()
     assert second > first  # in float32 both would be 1.000001, and H2O would not rank as SnapKV after the prompt
 
 
 def test_snapkv_adds_the_peak_as_run_and_the_current_step_as_described():
     readings = {name: POLICIES["snapkv_simple"].reading(name) for name in ("as_run", "as_described")}
-    scores = {name: float(call(score.snapkv, state(10), parameters=p)[0, 0, 0]) for name, p in readings.items()}
+    scores = {name: float(call(score.snapkv_simple, state(10), parameters=p)[0, 0, 0]) for name, p in readings.items()}
     assert scores == pytest.approx({"as_run": S + M, "as_described": S + A})
 
 

@@ -16,7 +16,7 @@ class Packed:
     def __init__(self, dense: Tensor):
         if dense.shape[1] % GROUP:
             raise InputError(f"head dim {dense.shape[1]} is no multiple of {GROUP}, which share a scale: use bits=None")
-        self.shape, groups = dense.shape, dense.reshape(-1, GROUP)
+        self.shape, self.dtype, groups = dense.shape, dense.dtype, dense.reshape(-1, GROUP)
         self.shift = -groups.amin(1, keepdim=True)
         self.scale = (groups.amax(1, keepdim=True) + self.shift) / 15
         levels = ((groups + self.shift) / self.scale).round().clamp(0, 15).to(torch.uint8)

@@ -72,27 +72,26 @@ class PromptSignals:
         kv_heads = stacked["max"].shape[2]
         heads = {name: x.flatten(2, 3) for name, x in stacked.items() if name != "group"}  # [layers, batch, heads, n]
         if r.over == "max":
-            latest = largest = summed = heads["max"].amax((0, 2))
+            by_name = dict.fromkeys(("latest", "largest", "summed"), heads["max"].amax((0, 2)))
         else:
-            summed, largest, latest = (heads[name].mean((0, 2)) for name in ("sum", "max", "last"))
-        head_latest = head_summed = None
+            names = {"summed": "sum", "largest": "max", "latest": "last"}
+            by_name = {name: heads[kind].mean((0, 2)) for name, kind in names.items()}
         if r.head_map is not None:
             if waits:
-                head_latest = head_summed = torch.zeros_like(stacked["group"][0])
+                latest = summed = torch.zeros_like(stacked["group"][0])
             elif r.over == "max":
                 first = r.head_map == "first_n_kv"
-                head_latest = head_summed = (heads["max"][:, :, :kv_heads] if first else stacked["group"]).amax(0)
+                latest = summed = (heads["max"][:, :, :kv_heads] if first else stacked["group"]).amax(0)
             else:
-                head_summed, head_latest = (_to_kv_heads(stacked[n], r.head_map).mean(0) for n in ("sum", "last"))
+                summed, latest = (_to_kv_heads(stacked[kind], r.head_map).mean(0) for kind in ("sum", "last"))
+            by_name |= {"head_latest": latest, "head_summed": summed}
         real = positions >= 0
-        latest, largest, summed, entered = (_by_position(x, positions, width) for x in (latest, largest, summed, real))
-        head_latest, head_summed = (
-            None if x is None else _by_position(x, positions, width) for x in (head_latest, head_summed)
-        )
+        tables = {name: _by_position(x, positions, width) for name, x in by_name.items()}
         steps = torch.zeros(len(positions), width, dtype=torch.long, device=positions.device)
+        tables |= {"prompt": tables["summed"], "last_use": steps, "entered": steps}
+        entered = _by_position(real, positions, width)
         held = entered[:, None].expand(-1, 1 if r.head_map is None else kv_heads, -1).clone()
-        return Signals(r, held, latest, largest, summed, summed, steps, steps, head_latest, head_summed, real.sum(1),
-                       torch.zeros_like(real[:, 0], dtype=torch.long))  # fmt: skip
+        return Signals(r, held, tables, real.sum(1), torch.zeros_like(real[:, 0], dtype=torch.long))
 
 
 def _by_position(x: Tensor, positions: Tensor, width: int) -> Tensor:
@@ -110,34 +109,25 @@ def _to_kv_heads(p: Tensor, head_map: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Signals:
-    """The state of `batch` rows in tables [batch, width] by position. Steps count from 1, prompt tokens carry step
-    0."""
+    """The state of `batch` rows. Steps count from 1, prompt tokens carry step 0."""
 
     reduction: Reduction
     held: Tensor  # bool [batch, 1 or kv_heads, width]: whether a head may still see a token
-    latest: Tensor  # a: attention of the latest query
-    largest: Tensor  # M: largest attention of one step so far
-    summed: Tensor  # S: attention summed over steps
-    prompt: Tensor  # Pf: attention inside the prompt, 0 for generated tokens
-    last_use: Tensor  # L: last step at which attention exceeded 5% of the step's largest
-    entered: Tensor  # I: step at which the token entered
-    head_latest: Tensor | None  # a and S per KV head [batch, kv_heads, width], for policies that choose per head
-    head_summed: Tensor | None
+    tables: dict[
+        str, Tensor
+    ]  # [batch, width] by position, per KV head [batch, kv_heads, width]; names of `policy.SUMS`
     lengths: Tensor  # int64 [batch], tokens of the prompt
     evicted: Tensor  # int64 [batch]
-
-    NAMES = ("latest", "largest", "summed", "prompt", "last_use", "entered", "head_latest", "head_summed")
 
     @property
     def bytes(self) -> int:
         """Bytes of one row's tables."""
-        tables = [self.held, *(getattr(self, name) for name in self.NAMES)]
-        return sum(t[0].numel() * t.element_size() for t in tables if t is not None)
+        return sum(t[0].numel() * t.element_size() for t in (self.held, *self.tables.values()))
 
     def take(self, rows: Tensor) -> "Signals":
         """The state of these rows, in this order."""
-        tensors = {k: v[rows] for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **tensors)
+        tables = {name: table[rows] for name, table in self.tables.items()}
+        return Signals(self.reduction, self.held[rows], tables, self.lengths[rows], self.evicted[rows])
 
     def held_at(self, positions: Tensor, by_any: bool = False) -> Tensor:
         """Whether the heads, or with `by_any` any head, hold `positions` [batch, kv_heads, tokens]; False for -1."""
@@ -150,23 +140,22 @@ class Signals:
         at = (self.lengths + step - 1)[:, None]
         now = torch.full_like(at, step)
         held = self.held.scatter(2, at[:, None].expand(-1, self.held.shape[1], -1), True)
-        return replace(self, held=held, last_use=self.last_use.scatter(1, at, now),
-                       entered=self.entered.scatter(1, at, now))  # fmt: skip
+        entered = {name: self.tables[name].scatter(1, at, now) for name in ("last_use", "entered")}
+        return replace(self, held=held, tables=self.tables | entered)
 
     def attended(self, step: int, attention: Tensor, per_head: Tensor | None) -> "Signals":
         """The state after a forward pass. attention: the newest query's [batch, width]. per_head: the same [batch,
         kv_heads, width], where heads choose for themselves."""
-        used = (attention > ACCESS * attention.amax(1, keepdim=True)) & self.held.any(1)
-        new = replace(
-            self,
-            last_use=torch.where(used, step, self.last_use),
-            latest=attention,
-            largest=torch.maximum(self.largest, attention),
-            summed=self.summed + attention,
-        )
+        before, used = self.tables, (attention > ACCESS * attention.amax(1, keepdim=True)) & self.held.any(1)
+        new = {
+            "last_use": torch.where(used, step, before["last_use"]),
+            "latest": attention,
+            "largest": torch.maximum(before["largest"], attention),
+            "summed": before["summed"] + attention,
+        }
         if per_head is not None:
-            new = replace(new, head_latest=per_head, head_summed=self.head_summed + per_head)
-        return new
+            new |= {"head_latest": per_head, "head_summed": before["head_summed"] + per_head}
+        return replace(self, tables=before | new)
 
     def observe(self, step: int) -> tuple[Observation, Tensor]:
         """(the observation for a policy, one "layer" for the whole model; the place of each slot's token in the tables,
@@ -182,8 +171,8 @@ class Signals:
             values = x.gather(-1, at)
             return values[:, None] if x.dim() == 2 else values
 
-        sums = {name: shown(getattr(self, name)) for name in self.NAMES if getattr(self, name) is not None}
-        nothing = self.latest.new_zeros(len(place), heads, most, 0)
+        sums = {name: shown(table) for name, table in self.tables.items()}
+        nothing = sums["latest"].new_zeros(len(place), heads, most, 0)
         observation = Observation(
             layer=0, layers=1, keys=nothing, values=nothing,
             positions=torch.where(alive_slots, place, -1)[:, None].expand(-1, heads, -1), queries=nothing[:, :, :0],
@@ -199,9 +188,11 @@ def joined(blocks: Sequence[Signals]) -> Signals:
     def wide(t: Tensor) -> Tensor:
         return torch.nn.functional.pad(t, (0, width - t.shape[-1])) if t.dim() > 1 else t
 
-    names = [k for k, v in vars(blocks[0]).items() if isinstance(v, Tensor)]
-    tensors = {name: torch.cat([wide(getattr(s, name)) for s in blocks]) for name in names}
-    return replace(blocks[0], **tensors)
+    tables = {name: torch.cat([wide(s.tables[name]) for s in blocks]) for name in blocks[0].tables}
+    held, lengths, evicted = (
+        torch.cat([wide(getattr(s, name)) for s in blocks]) for name in ("held", "lengths", "evicted")
+    )
+    return Signals(blocks[0].reduction, held, tables, lengths, evicted)
 
 
 class StepSignals:
@@ -252,9 +243,7 @@ class StepSignals:
             return _by_position(self.folded["all"], self.where[:, 0], self.width), None
         by_kv_head = _by_position(self.folded["all"], self.where, self.width)
         attention = by_kv_head.amax(1) if self.r.over == "max" else by_kv_head.mean(1)
-        owner = torch.arange(
-            by_kv_head.shape[1], device=by_kv_head.device
-        )  # the KV head whose tokens a number's query head sees
+        owner = torch.arange(by_kv_head.shape[1], device=by_kv_head.device)  # whose tokens a number's query head sees
         if self.r.head_map == "first_n_kv":
             owner = owner // self.group
         return attention, _by_position(self.folded["head"], self.where[:, owner], self.width)

@@ -202,7 +202,7 @@ class Lessons:
         log_p = rows.logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
         s, answers = rows.shared, list(self.rows.values())
         if answers[0].log_p:  # at the first token the attention is the prompt's own
-            self.uses += s.held[:, 0] & (s.latest > ACCESS * s.latest.amax(1, keepdim=True))
+            self.uses += s.held[:, 0] & (s.tables["latest"] > ACCESS * s.tables["latest"].amax(1, keepdim=True))
         if self.judged is not None:
             (positions, f), self.judged = self.judged, None
             gone = (positions >= 0) & ~s.held_at(positions)

@@ -17,7 +17,7 @@ the window's own tokens, they score 0, and the guard `recent` keeps them.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowInts, Scores
-from kvrepro.errors import InputError
 
 Aggregate = Literal["mean", "sum", "max", "mean_var", "defensive"]
 Group = Literal["mean", "sum", "max", "union"]
@@ -70,7 +69,21 @@ def anchor(o: Observation) -> Probabilities:
     return torch.einsum("bgrwd,bgnd->bgrwn", o.outputs, o.values.float()).mul_(o.attention)
 
 
-KERNELS = ("attention", "perturbation", "anchor")  # indicators that a Triton kernel computes, too
+KERNELS: dict[Indicator, str] = {attention: "attention", perturbation: "perturbation", anchor: "anchor"}
+
+
+class How(NamedTuple):
+    """How `windowed` reduces importance; see there."""
+
+    aggregate: str
+    pool: str
+    kernel: int
+    group: str
+    pool_at: str
+    over: str
+    gamma: float
+    rescale: bool
+
 
 # ---- the table
 
@@ -87,55 +100,44 @@ def windowed(
     first, takes the max over queries and group, and raises it to at least the head's mean. group: over query heads;
     union is minus the best rank in any of them, so that a KV head keeps the union of their choices. pool: along tokens
     for each query, head or kv_head (pool_at); an average counts zeros beyond the ends. over: "past" leaves out the
-    window's own tokens. rescale: a pooled row is scaled to its former sum. Raises InputError for unknown names and
-    even kernels.
+    window's own tokens. rescale: a pooled row is scaled to its former sum.
     """
-    pool_at, group = ("query", "max") if aggregate == "defensive" else (pool_at, group)
+    how = How(aggregate, pool, kernel, group, pool_at, over, gamma, rescale)
+    if aggregate == "defensive":
+        how = how._replace(pool_at="query", group="max")
     outside = o.places.not_past if over == "past" else o.places.dead
-    if callable(importance):
-        if o.by_kernels and (name := _kernel_of(importance)):
-            x = _fused(o, name, aggregate, pool, kernel, group, pool_at, over, gamma, rescale, outside, extra)
-            return _no_less_than_mean(x, outside) if aggregate == "defensive" else x
-        importance = importance(o, **extra)
-    x = importance.masked_fill(outside[:, :, None, None], 0.0)
-    if pool_at == "query":
-        x = _pooled(x, outside, pool, kernel, rescale)
-    x = _aggregated(x, _voters(o), aggregate, gamma)
-    x = _grouped(x, outside, pool, kernel, group, pool_at)
+    x = None
+    if o.by_kernels and callable(importance) and importance in KERNELS:
+        x = _fused(o, KERNELS[importance], how, outside, extra)
+    if x is None:
+        full = importance(o, **extra) if callable(importance) else importance
+        x = full.masked_fill(outside[:, :, None, None], 0.0)
+        if how.pool_at == "query":
+            x = _pooled(x, outside, pool, kernel, rescale)
+        x = _grouped(_aggregated(x, _voters(o), aggregate, gamma), outside, how)
     return _no_less_than_mean(x, outside) if aggregate == "defensive" else x
 
 
-def _kernel_of(indicator: Indicator) -> str:
-    """The kernel's name of an indicator; "" if there is none, and for a reader's own indicator of the same name."""
-    name = getattr(indicator, "__name__", "")
-    return name if name in KERNELS and indicator.__module__ == __name__ else ""
-
-
-def _fused(
-    o: Observation, indicator: str, aggregate: str, pool: str, kernel: int, group: str, pool_at: str, over: str,
-    gamma: float, rescale: bool, outside: Mask, extra: dict[str, Any],
-) -> Scores:  # fmt: skip
+def _fused(o: Observation, indicator: str, how: How, outside: Mask, extra: dict[str, Any]) -> Scores | None:
     """`windowed` by passes of a Triton kernel over keys and values. The kernel aggregates over queries and, unless
-    pooling comes in between, reduces over the group. Raises InputError for a pooling that it does not have."""
+    pooling comes in between, reduces over the group. None: the kernel does not have this pooling."""
+    aggregate, pool, kernel, group = how[:4]
     one_pass: Callable[..., Tensor] = partial(_kernel, o, indicator, **extra)
-    if pool_at == "query" and pool != "none":
-        if (
-            aggregate not in ("defensive", "max")
-            or group == "union"
-            or (rescale and (pool, over) != ("average", "past"))
-        ):
-            chosen = f"aggregate {aggregate}, group {group}, {pool} pool of each query{' rescaled' * rescale}"
-            raise InputError(f"backend triton has no {chosen}: use backend torch")
-        return one_pass("max", group, pool=kernel, pool_by=pool, over=over, rescale=rescale).masked_fill_(outside, 0.0)
+    if how.pool_at == "query" and pool != "none":
+        alike = aggregate in ("defensive", "max") and group != "union"
+        if not alike or (how.rescale and (pool, how.over) != ("average", "past")):
+            return None
+        x = one_pass("max", group, pool=kernel, pool_by=pool, over=how.over, rescale=how.rescale)
+        return x.masked_fill_(outside, 0.0)
     linear = group in ("mean", "sum") and pool != "max"
-    inside = linear or (group != "union" and (pool == "none" or pool_at == "kv_head") and aggregate != "mean_var")
+    inside = linear or (group != "union" and (pool == "none" or how.pool_at == "kv_head") and aggregate != "mean_var")
     reduction = group if inside else "none"
     x = one_pass("mean" if aggregate == "mean_var" else "max" if aggregate == "defensive" else aggregate, reduction)
     if aggregate == "mean_var" and o.queries.shape[2] > 1:
-        x += gamma * one_pass("variance", reduction)
+        x += how.gamma * one_pass("variance", reduction)
     if not inside:
         x = x.unflatten(1, (-1, o.group)).masked_fill_(outside[:, :, None], 0.0)
-        return _grouped(x, outside, pool, kernel, group, pool_at)
+        return _grouped(x, outside, how)
     return _pooled(x.masked_fill_(outside, 0.0), outside, pool, kernel)
 
 
@@ -247,18 +249,18 @@ def pooled(x: Tensor, pool: str, kernel: int) -> Tensor:
     return along(x.reshape(-1, 1, x.shape[-1]), kernel, 1, kernel // 2).view(x.shape)
 
 
-def _grouped(x: Tensor, outside: Mask, pool: str, kernel: int, group: str, pool_at: str) -> Tensor:
+def _grouped(x: Tensor, outside: Mask, how: How) -> Tensor:
     """Reduce over the query heads of a KV head, with pooling before or after: [batch, kv_heads, tokens]."""
-    if pool_at == "head":
-        x = _pooled(x, outside, pool, kernel)
-    if group == "union":
+    if how.pool_at == "head":
+        x = _pooled(x, outside, how.pool, how.kernel)
+    if how.group == "union":
         key = x.masked_fill(outside[:, :, None], -torch.inf).flip(-1)
         order = key.argsort(dim=-1, descending=True, stable=True)
         place = torch.arange(x.shape[-1], device=x.device).expand_as(order)
         x = -torch.empty_like(order).scatter_(-1, order, place).flip(-1).amin(2).float().masked_fill_(outside, 0.0)
     else:
-        x = {"mean": x.mean, "sum": x.sum, "max": x.amax}[group](2)
-    return _pooled(x, outside, pool, kernel) if pool_at == "kv_head" else x
+        x = {"mean": x.mean, "sum": x.sum, "max": x.amax}[how.group](2)
+    return _pooled(x, outside, how.pool, how.kernel) if how.pool_at == "kv_head" else x
 
 
 # ---- methods
@@ -343,26 +345,25 @@ def andpro(
     """
     if not chunk:
         return windowed(o, anchor, aggregate, pool, kernel, group, over="all")
-    return _andpro_chunks(o, aggregate, pool, kernel, "max" if aggregate == "defensive" else group, chunk, window)
+    group = "max" if aggregate == "defensive" else group
+    return _andpro_chunks(o, How(aggregate, pool, kernel, group, "head", "all", 0.0, False), chunk, window)
 
 
-def _andpro_chunks(
-    o: Observation, aggregate: str, pool: str, kernel: int, group: str, chunk: int, window: int
-) -> Scores:
+def _andpro_chunks(o: Observation, how: How, chunk: int, window: int) -> Scores:
     """AnDPro as in its public code: the anchor comes from the droppable chunks, whose tokens share their score."""
     number, droppable = o.places.noted(("chunks", chunk, window), lambda: _chunks(o.alive, chunk, window))
-    if o.by_kernels:
-        x = _pulled(o, droppable, aggregate, pool, kernel)
+    if o.by_kernels and how.pool != "average" and how.aggregate not in ("mean_var", "defensive"):
+        x = _pulled(o, droppable, how)
     else:
-        p, v = _pooled(o.attention, o.places.dead, pool, kernel), o.values.float()
+        p, v = _pooled(o.attention, o.places.dead, how.pool, how.kernel), o.values.float()
         pull = torch.einsum("bgrwn,bgnd->bgrwd", p * droppable[:, :, None, None], v)
         x = torch.einsum("bgrwd,bgnd->bgrwn", pull, v).mul_(p).masked_fill_(~droppable[:, :, None, None], 0.0)
-        x = _aggregated(x, _voters(o), aggregate, 0.0)
+        x = _aggregated(x, _voters(o), how.aggregate, 0.0)
     where = number[:, :, None].expand_as(x)
     together = torch.zeros_like(x).scatter_add_(-1, where, x).gather(-1, where)
     outside = ~droppable
-    score = _grouped(together, outside, "none", 1, group, "head").masked_fill_(outside, 0.0)
-    return _no_less_than_mean(score, outside) if aggregate == "defensive" else score
+    score = _grouped(together, outside, how._replace(pool="none")).masked_fill_(outside, 0.0)
+    return _no_less_than_mean(score, outside) if how.aggregate == "defensive" else score
 
 
 def _chunks(alive: Mask, chunk: int, window: int) -> tuple[Tensor, Mask]:
@@ -371,20 +372,18 @@ def _chunks(alive: Mask, chunk: int, window: int) -> tuple[Tensor, Mask]:
     return number, alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
 
 
-def _pulled(o: Observation, droppable: Mask, aggregate: str, pool: str, kernel: int) -> Tensor:
+def _pulled(o: Observation, droppable: Mask, how: How) -> Tensor:
     """`_andpro_chunks`' importance by kernels, aggregated over queries: [batch, kv_heads, group, tokens]."""
     from kvrepro_kernels import window_attention
 
-    if pool == "average" or aggregate in ("mean_var", "defensive"):
-        raise InputError(f"backend triton has no aggregate {aggregate}, pool {pool} in chunks: use backend torch")
-    near: dict[str, Any] = {"pool": 1 if pool == "none" else kernel}
+    near: dict[str, Any] = {"pool": 1 if how.pool == "none" else how.kernel}
     v = o.values * droppable[..., None]
     pull, log_sums = window_attention(
         o.queries, o.keys, v, scale=o.scaling, last=o.places.last_seen, starts=o.places.starts, **near
     )  # normalised by the sum of the pooled row
     pull = (pull * (log_sums - o.attended[0]).exp()[..., None]).nan_to_num(0.0).to(pull)
     seen = replace(o, values=v, log_sums=o.attended[0], window_outputs=pull)
-    return _kernel(seen, "anchor", aggregate, "none", pool_by="max", **near).unflatten(1, (-1, o.group))
+    return _kernel(seen, "anchor", how.aggregate, "none", pool_by="max", **near).unflatten(1, (-1, o.group))
 
 
 def dropkv(

@@ -184,8 +184,9 @@ def notebooks(to: Annotated[Path, Argument(help="the folder; it must not be ther
 
     if to.exists():
         raise InputError(f"{to} is there already: give another folder")
-    shutil.copytree(ROOT / "notebooks", to, ignore=shutil.ignore_patterns("*.py*", ".*"))
-    print(*sorted(to.glob("*.ipynb")), sep="\n")
+    to.mkdir(parents=True)
+    for source in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        print(shutil.copy(source, to))
 
 
 def _conditions(policies: list[str], budgets: list[str], regime: str, settings: dict[str, Any]) -> "list[Condition]":

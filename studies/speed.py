@@ -1,8 +1,8 @@
 """Whole-model timings at the true shapes of public models, random weights: speed does not depend on what they are.
 
 `python -m studies.speed --out data/gpu/models.csv`, on a GPU; every policy in both readings with `--part first --out
-data/gpu/first_token.csv`. Rows carry device, versions and date. Those of the parts *decode*, *answer* and *regimes*
-come from version 0.1.0; `studies.defaults` times steps as readers take them.
+data/gpu/first_token.csv`. Rows carry device, versions and date. Those of the parts *decode*, *captured*, *answer*
+and *regimes* come from version 0.1.0; `studies.defaults` times steps as readers take them.
 """
 
 import datetime
@@ -33,7 +33,7 @@ SHAPES = {  # of public models, for long prompts
     name: AutoConfig.for_model(**trial.SHAPES[name.lower()] | {"max_position_embeddings": 131584})
     for name in ("Llama-3.1-8B", "Qwen2.5-3B", "Mistral-7B", "Qwen2.5-7B")
 }
-PARTS = ("prefill", "first", "captured")
+PARTS = ("prefill", "first")
 COLUMNS = ("part", "model", "method", "share", "tokens", "batch", "steps", "seconds", "low", "high", "unit",
            "ratio_to_plain", "peak_gib", "backend", "runs", "device", "torch", "triton", "transformers",
            "date")  # fmt: skip
@@ -123,26 +123,6 @@ def first(model: PreTrainedModel, tokens: int, chosen: list[str], repeats: int) 
         yield timing | {"part": "first"}
 
 
-def captured(model: PreTrainedModel, tokens: int, steps: int, repeats: int) -> Iterator[dict]:
-    """A step of one row as answers take it, captured once and replayed: of `steps` steps after 32, all or 5% kept."""
-    prompt = torch.randint(0, model.config.vocab_size, (tokens,)).tolist()
-
-    def decoding(method: str, new: int) -> float:
-        given = dict(max_new_tokens=new, stop_ids=(), backend="triton")
-        [[answer]] = generate(model, [prompt], [condition(method)], **given)
-        return answer.decode_seconds
-
-    base = None
-    for method in ("everything kept", "SnapKV"):
-        freed()
-        _, start = decoding(method, 32), decoding(method, 32)  # the first compiles
-        seconds = sorted((decoding(method, 32 + steps) - start) / steps for _ in range(repeats))
-        base = base or median_high(seconds)
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        ratio, share = median_high(seconds) / base, METHODS[method][1]
-        yield row("captured", method, share, tokens, seconds, "s/step", ratio, 1, steps, peak, "triton", repeats)
-
-
 def row(
     part: str, method: str, share: float, tokens: int, seconds: list[float], unit: str, ratio: float, batch: int = 1,
     steps: int = 0, peak: float = 0.0, backend: str = "-", runs: int = 1,
@@ -165,7 +145,6 @@ def main(
     tokens: Annotated[list[int], typer.Option(help="prompt lengths")] = [32768],  # noqa: B006
     method: Annotated[list[str], typer.Option(help="of METHODS; default: all")] = [],  # noqa: B006
     repeats: Annotated[int, typer.Option()] = 3,
-    steps: Annotated[int, typer.Option()] = 50,
 ) -> None:
     """Measure, and append to the table as each part ends."""
     for name in model:
@@ -183,7 +162,6 @@ def main(
             generators = {  # only the one that is chosen begins to measure
                 "prefill": prefill(network, length, method or list(METHODS), repeats),
                 "first": first(network, length, method, repeats),
-                "captured": captured(network, length, steps, repeats),
             }
             rows = pd.DataFrame(generators[name_of_part]).assign(model=name, **common)[list(COLUMNS)]
             rows.to_csv(out, mode="a", header=not out.exists(), index=False)

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from scipy import stats as scipy_stats
 
-from kvrepro.chapters.reanalysis import comparisons, differences, printed, words
+from kvrepro.chapters.reanalysis import comparisons, printed, words
 from kvrepro.experiment import artifact, claims, stats
 
 SCORES = artifact.scores()
@@ -57,8 +57,7 @@ def test_seeds_of_an_item_are_told_in_one_way_only():
     assert every_item.triple == pytest.approx((compared.value, compared.low, compared.high), abs=5e-4)
     assert every_seed.n > every_item.n
     assert every_seed.high - every_seed.low < every_item.high - every_item.low
-    [text] = [row["the artifact"] for row in differences.table() if "count as independent" in row["the artifact"]]
-    assert f"{every_item.low:.3f} to {every_item.high:.3f}" in text
+    assert (round(every_item.low, 3), round(every_item.high, 3)) == (0.150, 0.227)  # as book/audit.md says
 
 
 def test_what_is_detectable_is_found_in_four_of_five_repeats(tests):
@@ -117,15 +116,6 @@ def test_every_run_on_the_pool_begins_as_the_full_cache():
     assert len(begun) > 10
     assert (begun.value == 1).all()
     assert {True, False} == set(begun.protected)
-
-
-def test_differences_hold_computed_numbers():
-    table = differences.table()
-    text = "\n".join(row["the artifact"] for row in table)
-    assert all(row["the paper"] and row["the artifact"] for row in table)
-    for number in ("299 on Qwen2.5-3B", "52 on Phi-3.5", "8,064 tokens", "9.4%", "120.7%", "83.0%", "0.055", "-0.0145"):
-        assert number in text
-    assert "nan" not in text
 
 
 def test_a_temperatures_seeds_are_one_value_per_item():

@@ -4,9 +4,9 @@
     python -m studies.mutants    # in the same folder: data/reliability/mutants.csv and survivors.csv
 
 pyproject.toml lists the modules that are changed and the tests that run; `mutmut run "kvrepro.engine.quota*"` tries one
-module, and the rows of the others stay as they were. A mutant is killed when a test fails or takes
-many times as long as usual. In survivors.csv the column `reason` is written by hand: why no test can tell this change
-from the original. It stays with its mutant when the table is written again.
+module: the rows of others stay as they were, and that of all counts this run. A mutant is killed when a test fails or
+takes many times as long as usual. In survivors.csv the column `reason` is written by hand: why no test can tell this
+change from the original. It stays with its mutant when the table is written again.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import typer
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import provenance
 from kvrepro.paths import DATA, write_table
+from studies.table import replace_rows
 
 FOLDER = DATA / "reliability"
 KILLED, SURVIVED, TIMEOUT, NOT_TRIED = "killed", "survived", "timeout", "not checked"
@@ -59,24 +60,12 @@ def changes(table: pd.DataFrame) -> Iterator[tuple[str, ...]]:
 
 
 def counted(table: pd.DataFrame, explained: pd.DataFrame) -> pd.DataFrame:
-    """A row per module: `COUNTS`, the day and the machine."""
+    """A row per module: `COUNTS`."""
     counts = pd.crosstab(table.module, table.outcome).rename(columns={TIMEOUT: "timeouts"})
     counts["mutants"] = table.module.value_counts()
     counts["tried"] = table.module[table.outcome != NOT_TRIED].value_counts()
     counts["explained"] = explained.module[explained.reason != ""].value_counts()
-    counts = counts.reindex(columns=COUNTS).fillna(0).astype(int).reset_index()
-    return counts.assign(date=f"{date.today()}", machine=provenance.machine())
-
-
-def together(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """Counts per module, the new ones in the place of the old, and a row for all of them, of the newest date; with the
-    share of the tried mutants that were killed or timed out."""
-    kept = old[~old.module.isin([*new.module, "all"])]
-    counts = pd.concat([part for part in (kept, new) if len(part)]).sort_values("module")
-    of_all = {"module": "all", **counts[COUNTS].sum(), "date": counts.date.max(), "machine": new.machine.iloc[0]}
-    counts = pd.concat([counts, pd.DataFrame([of_all])], ignore_index=True)
-    share = (counts[KILLED] + counts.timeouts) / counts.tried.clip(lower=1)
-    return counts.assign(share=share)[["module", *COUNTS, "share", "date", "machine"]]
+    return counts.reindex(columns=COUNTS).fillna(0).astype(int).reset_index()
 
 
 @one_line_errors()
@@ -89,18 +78,18 @@ def main(
     table = table[table.module.isin(table.module[table.outcome != NOT_TRIED])]
     with contextlib.chdir(mutants.resolve().parent):  # mutmut reads what it wrote from there
         survivors = pd.DataFrame(list(changes(table[table.outcome == SURVIVED])), columns=CHANGE)
-    files = {name: out / f"{name}.csv" for name in ("mutants", "survivors")}
-    before = {name: pd.read_csv(file) for name, file in files.items() if file.is_file()}
-    old = before.get("survivors", pd.DataFrame()).reindex(columns=[*CHANGE, "reason"]).astype(object)
-    old = old.drop_duplicates(CHANGE).fillna("")
+    file = out / "survivors.csv"
+    old = pd.read_csv(file) if file.is_file() else pd.DataFrame()
+    old = old.reindex(columns=[*CHANGE, "reason"]).astype(object).drop_duplicates(CHANGE).fillna("")
     survivors = survivors.merge(old, how="left", on=CHANGE).fillna("")
-    counts = counted(table, survivors)
-    counts = together(before.get("mutants", counts[:0]), counts)
     survivors = pd.concat([old[~old.module.isin(table.module)], survivors]).sort_values("module", kind="stable")
-    out.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("mutants", counts), ("survivors", survivors)):
-        write_table(files[name], rows)
-    typer.echo(counts[["module", *COUNTS, "share"]].to_string(index=False))
+    write_table(file, survivors)
+    counts = counted(table, survivors)
+    total = pd.DataFrame([{"module": "all", **counts[COUNTS].sum()}])
+    counts = pd.concat([counts, total]).assign(date=f"{date.today()}", machine=provenance.machine())
+    counts.insert(7, "share", (counts[KILLED] + counts.timeouts) / counts.tried)
+    replace_rows(out / "mutants.csv", counts, ["module"], digits=4)
+    typer.echo(counts.to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -23,13 +23,8 @@ def test_a_mutant_that_no_test_reaches_survives_and_one_that_was_not_tried_is_no
     assert table.outcome.tolist() == ["killed", "survived", "survived", "timeout", "not checked"]
     explained = pd.DataFrame({"module": ["m.py"] * 2, "reason": ["the same number", ""]})
     new = mutants.counted(table, explained)
-    old = new.assign(date="2020-01-01")
-    old = pd.concat([old, old.assign(module="other.py", killed=3), old.assign(module="all", killed=9)])
-    of_module, other, whole = mutants.together(old, new).to_dict("records")
+    [of_module] = new.to_dict("records")
     assert [of_module[name] for name in mutants.COUNTS] == [5, 4, 1, 1, 2, 1]
-    assert (other["module"], other["killed"], other["date"]) == ("other.py", 3, "2020-01-01")  # not tried this time
-    assert [whole[name] for name in mutants.COUNTS] == [10, 8, 4, 2, 4, 2]
-    assert (of_module["share"], whole["share"], whole["date"]) == (0.5, 0.75, of_module["date"])
 
 
 def test_without_a_run_there_is_nothing_to_count(tmp_path):

@@ -8,10 +8,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvrepro.experiment import data, models
+from kvrepro.experiment import models
 from kvrepro.experiment.models import EMBEDDED
 from kvrepro.world import world
-from studies.training import evaluate, sinks
+from studies.training import evaluate
 
 TASKS = ("single_fact", "two_hop", "variable_tracking", "instruction_several", "refusal", "leak")
 
@@ -53,16 +53,6 @@ def test_a_wrong_token_costs_its_answer_alone():
     right, answers = evaluate.exact(correct, turn, 2)
     assert right.tolist() == [1, 1]
     assert answers.tolist() == [2, 1]
-
-
-def test_sink_mass_is_eager_attention_to_position_0(loaded):
-    item = world.sample("story", 1, seed=1, tokens=200)[0]
-    ids = data.build_prompt(item, loaded.tokenizer, loaded.context).ids
-    eager = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        seen = eager(torch.tensor([ids]), output_attentions=True).attentions
-    expected = torch.stack([layer[0, :, 1:, 0].mean(-1) for layer in seen])
-    torch.testing.assert_close(sinks.sink_mass(loaded.model, ids), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_the_figures_reach_what_the_chapters_need():

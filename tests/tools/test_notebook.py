@@ -54,7 +54,7 @@ def test_a_chapter_ends_with_three_exercises_solved_and_with_its_provenance(name
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_short_and_its_figures_are_described(name):
-    cells = [cell for cell in code(name) if not {"parameters", "hide-input"} & set(tags(cell))]
+    cells = [cell for cell in code(name) if not {"parameters", "hide-cell"} & set(tags(cell))]
     assert len(NOTEBOOKS[name].cells) <= 20
     assert len(cells) <= 12
     assert all(len(cell.source.splitlines()) <= 14 for cell in cells)

@@ -29,7 +29,8 @@ from matplotlib.colors import to_rgba_array
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import AxLine, Line2D
-from matplotlib.ticker import FuncFormatter, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter, StrMethodFormatter
+from matplotlib_inline.backend_inline import set_matplotlib_formats
 
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
@@ -43,6 +44,7 @@ LARGE = 300_000  # characters of an SVG
 EACH, ALL = 12, 36  # hover texts of one curve or set of points, and of a whole panel, at most
 WHITE = 'style="background: white"'  # in Jupyter; the book shows figures on its own ground, light or dark
 WIDTH = 7.2  # inches: the book's column
+NARROW = 4.8  # inches: letters of 9 points are read on a phone
 DASHED = (0, (4, 2))
 CONTROLS = {  # reference lines that belong to no policy: colour and dashes
     "full": ("black", DASHED),
@@ -103,6 +105,71 @@ def looks(values: Iterable[object]) -> dict[Any, Look]:
         by_name[name] = by_name[name]._replace(colour=colour)
         used.add(colour)
     return by_name
+
+
+def set_style() -> None:
+    """The book's style for all figures of a notebook, which are drawn as SVG: fit for a phone at `NARROW` inches."""
+    plt.rcParams.update(STYLE | {"figure.constrained_layout.use": False, "figure.figsize": (NARROW, 3.0)})
+    set_matplotlib_formats("svg", metadata={"Date": None})
+
+
+def intervals(
+    table: pd.DataFrame, x: str, y: str, *, colour: str | None = None, panel: str | None = None, line: bool = False,
+    percent: bool = False, log: bool = False, labels: Mapping[str, str] | None = None, lines: pd.DataFrame | None = None,
+    title: str = "", height: float | None = None,
+) -> sns.FacetGrid:  # fmt: skip
+    """Points with their 95% intervals (columns value, low, high); one of x and y is "value", the other names places.
+
+    colour: a column of policies or other names, side by side at each place. panel: a column that facets, one panel
+    below the other. line: join points along the places; numbers then stand where they are. log: the places' axis.
+    labels: of columns and of values. lines: of `floors`, drawn across. height: inches of a panel.
+    """
+    labels = {"value": "token F1", "policy": ""} | dict(labels or {})
+    upright, along = y == "value", x if y == "value" else y
+    places, series = (list(dict.fromkeys(table[name])) if name else [None] for name in (along, colour))
+    numeric = line and all(isinstance(place, int | float | np.number) for place in places)
+    seen = looks(series) if colour else {None: Look("", "#0072B2", "o")}
+    height = height or (2.6 if upright else 0.5 + len(places) * max(0.25, 0.13 * len(series)))
+    grid = sns.FacetGrid(table, row=panel, height=height, aspect=NARROW / height, margin_titles=False)
+
+    def named(value: Any) -> str:
+        return labels.get(str(value), look(value).name)
+
+    for (i, _, _), part in grid.facet_data():
+        axes = grid.axes[i, 0]
+        for n, who in enumerate(series):
+            points = part[part[colour] == who] if colour else part
+            shift = 0.0 if numeric or colour == along else (n - (len(series) - 1) / 2) * 0.7 / len(series)
+            at = [place if numeric else places.index(place) + shift for place in points[along]]
+            value, low, high = (points[name].astype(float) for name in ("value", "low", "high"))
+            error = np.stack([(value - low).clip(lower=0).fillna(0), (high - value).clip(lower=0).fillna(0)])
+            where = {"x": at, "y": value, "yerr": error} if upright else {"x": value, "y": at, "xerr": error}
+            form = {"color": seen[who].colour, "marker": seen[who].marker, "ls": "-" if line else "none"}
+            axes.errorbar(**where, **form, lw=1.2, elinewidth=1.1, label=named(who) if colour else None)
+        for _, floor in (lines if lines is not None else table.head(0)).iterrows():
+            colour_of_line, dashes = CONTROLS[floor.control]
+            name = "full cache" if floor.control == "full" else floor.control.replace("_", " ")
+            draw = axes.axhline if upright else axes.axvline
+            draw(floor.value, color=colour_of_line, lw=1, ls=dashes, zorder=1, label=name)
+        axis, values = (axes.xaxis, axes.yaxis) if upright else (axes.yaxis, axes.xaxis)
+        if log:
+            (axes.set_xscale if upright else axes.set_yscale)("log")
+        if not numeric or len(places) <= 8:
+            texts = [f"{place:g}" if numeric else named(place) for place in places]
+            axis.set_ticks(places if numeric else range(len(places)), texts)
+            axis.set_minor_locator(NullLocator())
+        if not upright:
+            axes.set_ylim(len(places) - 0.5, -0.5)
+        if percent:
+            values.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_title(named(grid.row_names[i]) if panel else "")
+    grid.set_axis_labels(*(labels.get(name, name.replace("_", " ")) for name in (x, y)))
+    handles, names = grid.axes[0, 0].get_legend_handles_labels()
+    if names and colour != along:
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": 2 if max(map(len, names)) > 14 else 3}
+        grid.figure.legend(handles, names, **place)
+    grid.figure.suptitle(title, x=0.02, y=1, ha="left", va="bottom", fontsize=9, fontweight="bold")
+    return grid
 
 
 def estimates(

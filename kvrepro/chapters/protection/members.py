@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvrepro.chapters.protection.settings import Settings
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import is_own
 from kvrepro.errors import InputError, counted
 from kvrepro.experiment import claims, history, judge, stats
 from kvrepro.experiment.figure import look
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
+from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.stats import CONTRASTS
 
 # Contrasts that hold of any weights; random ones write on, and attend to all alike.
@@ -356,3 +359,13 @@ def differing_verdicts(verdicts: pd.DataFrame, others: pd.DataFrame) -> list[str
         f"{row.claim} ({claims.LABELS.get(row.reading, 'either')}): {row.verdict_first}, here {row.verdict}"
         for row in both[both.verdict != both.verdict_first].itertuples()
     ]
+
+
+def verdicts(book: Mapping, tables: Mapping[str, Any], loaded: Loaded, settings: Settings) -> pd.DataFrame:
+    """`evaluate` of a book's claims on the tables of one run, by their studies' names."""
+    main, scaling, attention = (tables.get(name) for name in ("main", "scaling", "attention"))
+    heads = max(ModelFacts.of(loaded.model).kv_heads.values())
+    return evaluate(
+        main, book, scaling=scaling, attention=attention, more=tables, protect_frac=settings.protect_frac,
+        max_new_tokens=settings.max_new_tokens, kv_heads=heads, profile=settings.profile,
+    )  # fmt: skip

@@ -79,9 +79,11 @@ class Verdicts:
 
 def holds(frame: pd.DataFrame, presumes: Presumed) -> bool:
     """Whether a table has every verdict that is presumed, in each reading that was run."""
-    wanted = [presumes[row.claim] for row in frame.itertuples()]
-    wanted = [want if isinstance(want, str) else want[row.reading] for want, row in zip(wanted, frame.itertuples())]
-    return set(presumes) == set(frame.claim) and wanted == frame.verdict.tolist()
+    held = []
+    for row in frame.itertuples():
+        wanted = presumes[row.claim]
+        held.append(row.verdict == (wanted if isinstance(wanted, str) else wanted[row.reading]))
+    return set(presumes) == set(frame.claim) and all(held)
 
 
 def shown(frame: pd.DataFrame) -> Styler:

@@ -1,4 +1,4 @@
-"""What is particular to one source: its conditions, contrasts and figures. No chapter knows another.
+"""What is particular to one source: its conditions and contrasts. No chapter knows another.
 
 protection, reanalysis    Protection Is (Nearly) All You Need; that paper's own rows
 fragility                 DefensiveKV

@@ -9,5 +9,6 @@ store, fingerprint   rows that survive a crash; what a row depends on
 table, sealed        a results table's files and latest rows; checksums; sharing: a folder with several writers
 measure, stats       scores of answers; intervals and tests; controls: answers that no policy gives
 judge, claims        claims and members -> verdicts; wording: sentences about verdicts; history: claims written late
-figure, provenance   what all figures share; where a page's numbers come from
+verdict, figure      verdicts and findings in a notebook; what all figures share
+provenance           where a page's numbers come from
 """

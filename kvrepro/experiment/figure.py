@@ -122,7 +122,8 @@ def intervals(
 
     colour: a column of policies or other names, side by side at each place. panel: a column that facets, one panel
     below the other. line: join points along the places; numbers then stand where they are. log: the places' axis.
-    labels: of columns and of values. lines: of `floors`, drawn across. height: inches of a panel.
+    percent: values are shares. labels: of columns and of values. lines: of `floors`, drawn across. height: inches of a
+    panel. The grid stays open, so that a cell may add to it before `plt.show()`.
     """
     labels = {"value": "token F1", "policy": ""} | dict(labels or {})
     upright, along = y == "value", x if y == "value" else y
@@ -130,7 +131,7 @@ def intervals(
     numeric = line and all(isinstance(place, int | float | np.number) for place in places)
     seen = looks(series) if colour else {None: Look("", "#0072B2", "o")}
     height = height or (2.6 if upright else 0.5 + len(places) * max(0.25, 0.13 * len(series)))
-    grid = sns.FacetGrid(table, row=panel, height=height, aspect=NARROW / height, margin_titles=False)
+    grid = sns.FacetGrid(table, row=panel, height=height, aspect=NARROW / height)
 
     def named(value: Any) -> str:
         return labels.get(str(value), look(value).name)
@@ -146,30 +147,36 @@ def intervals(
             where = {"x": at, "y": value, "yerr": error} if upright else {"x": value, "y": at, "xerr": error}
             form = {"color": seen[who].colour, "marker": seen[who].marker, "ls": "-" if line else "none"}
             axes.errorbar(**where, **form, lw=1.2, elinewidth=1.1, label=named(who) if colour else None)
-        for _, floor in (lines if lines is not None else table.head(0)).iterrows():
-            colour_of_line, dashes = CONTROLS[floor.control]
-            name = "full cache" if floor.control == "full" else floor.control.replace("_", " ")
-            draw = axes.axhline if upright else axes.axvline
-            draw(floor.value, color=colour_of_line, lw=1, ls=dashes, zorder=1, label=name)
-        axis, values = (axes.xaxis, axes.yaxis) if upright else (axes.yaxis, axes.xaxis)
-        if log:
-            (axes.set_xscale if upright else axes.set_yscale)("log")
-        if not numeric or len(places) <= 8:
-            texts = [f"{place:g}" if numeric else named(place) for place in places]
-            axis.set_ticks(places if numeric else range(len(places)), texts)
-            axis.set_minor_locator(NullLocator())
-        if not upright:
-            axes.set_ylim(len(places) - 0.5, -0.5)
-        if percent:
-            values.set_major_formatter(PercentFormatter(1, decimals=0))
+        if lines is not None:
+            for floor in lines.itertuples():
+                name = "full cache" if floor.control == "full" else floor.control.replace("_", " ")
+                shade, dashes = CONTROLS[floor.control]
+                draw = axes.axhline if upright else axes.axvline
+                draw(floor.value, color=shade, lw=1, ls=dashes, zorder=1, label=name)
+        texts = [f"{place:g}" if numeric else named(place) for place in places]
+        _scales(axes, places if numeric else range(len(places)), texts, upright, log, percent)
         axes.set_title(named(grid.row_names[i]) if panel else "")
     grid.set_axis_labels(*(labels.get(name, name.replace("_", " ")) for name in (x, y)))
     handles, names = grid.axes[0, 0].get_legend_handles_labels()
-    if names and colour != along:
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncols": 2 if max(map(len, names)) > 14 else 3}
-        grid.figure.legend(handles, names, **place)
+    if names and (colour != along or lines is not None):
+        columns = 2 if max(map(len, names)) > 14 else 3
+        grid.figure.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns)
     grid.figure.suptitle(title, x=0.02, y=1, ha="left", va="bottom", fontsize=9, fontweight="bold")
     return grid
+
+
+def _scales(axes: Axes, at: Sequence[Any], texts: list[str], upright: bool, log: bool, percent: bool) -> None:
+    """The axis of places, from top to bottom where they stand below each other, and that of values."""
+    places, values = (axes.xaxis, axes.yaxis) if upright else (axes.yaxis, axes.xaxis)
+    if log:
+        (axes.set_xscale if upright else axes.set_yscale)("log")
+    if len(at) <= 8 or not upright:
+        places.set_ticks(at, texts)
+        places.set_minor_locator(NullLocator())
+    if not upright:
+        axes.set_ylim(len(at) - 0.5, -0.5)
+    if percent:
+        values.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 def estimates(

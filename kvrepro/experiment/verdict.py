@@ -12,7 +12,7 @@ presume. Where a run comes out differently, its own verdicts stand in their plac
 import importlib
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 from IPython.display import Markdown, display
@@ -23,8 +23,8 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Settings
 
 FOUND, HERE = "**What we found**", "**On this model**"  # titles of the box of findings
-Tables = pd.DataFrame | Mapping[str, Any]
-Presumed = Mapping[str, str | Mapping[str, str]]  # claim -> its verdict, or those by reading
+Tables: TypeAlias = pd.DataFrame | Mapping[str, Any]
+Presumed: TypeAlias = Mapping[str, str | Mapping[str, str]]  # claim -> its verdict, or those by reading
 
 
 def verdicts(

@@ -177,7 +177,6 @@ EVERY = set(CONDITIONS)
         ("engine/regime.py", "class Prefill(", {"snapkv", "k_norm"}),
         ("engine/regime.py", "class Regime", EVERY),
         ("chapters/leakage/prompts.py", "def prompt(", set()),
-        ("chapters/protection/figures.py", "def retention(", set()),
         ("experiment/measure.py", "def token_f1(", EVERY),
         ("engine/catalogue.py", "WINDOWS: dict", set()),
     ],

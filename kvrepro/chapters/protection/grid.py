@@ -23,7 +23,6 @@ FAITHFUL = ("h2o_faithful", "snapkv_faithful", "ada_kv_faithful", "quest_faithfu
 SWEEP = (0.0, 0.5, 1.0, 1.5, 2.0)  # in units of the protected fraction: 0, 5, 10, 15, 20%
 SIDES = ((1, 0), (0, 1), (2, 0), (0, 2), (1, 1))  # prefix and suffix in the same units; the last three match in budget
 
-GUARDS = (0.0, 0.025, 0.05, 0.075, 0.1)  # of the capacity, at the prompt's end: shorter than a question, and longer
 
 
 class Size(NamedTuple):
@@ -32,12 +31,11 @@ class Size(NamedTuple):
     items: int
     context: int  # per prompt length
     attention: int
-    question: int  # per length and place of the question
 
 
 SIZES = {  # quick: five for each of the eight tasks; full: sixty, three times the paper's main panel
-    "quick": Size(40, 8, 16, 6),
-    "full": Size(480, 160, 32, 24),
+    "quick": Size(40, 8, 16),
+    "full": Size(480, 160, 32),
 }
 
 
@@ -114,17 +112,6 @@ def protection(
     for condition in conditions:
         check(condition)
     return conditions
-
-
-def guards(capacity: int, shares: Sequence[float] = GUARDS) -> list[Condition]:
-    """LRU of the authors' code that protects only the prompt's end, by each of these shares of the capacity."""
-    return [Condition(), *(capped("lru", capacity, 0.0, share, "as_run") for share in shares)]
-
-
-def places(capacity: int, protect_frac: float) -> list[Condition]:
-    """LRU of the authors' code, unprotected and protected, and unprotected LRU of their text."""
-    sides = [("as_run", 0.0), ("as_run", protect_frac), ("as_described", 0.0)]
-    return [Condition(), *(capped("lru", capacity, side, side, reading) for reading, side in sides)]
 
 
 def absolute(capacities: Sequence[int]) -> list[tuple[int, float]]:

@@ -18,7 +18,6 @@ from kvrepro.experiment import claims, history, judge, stats
 from kvrepro.experiment.figure import look
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.stats import CONTRASTS
 
 # Contrasts that hold of any weights; random ones write on, and attend to all alike.
 NO_CEILING = {"same_output", "evicted"}
@@ -344,21 +343,6 @@ def evaluate(
     own_claims = claims.claims_on_own(book["claims"], own_policies)
     model = results["model"].iloc[0]
     return history.verdicts(book["claims"], members_of, readings_of, own=own_claims, model=model, profile=profile)
-
-
-def claims_on_scores(book: Mapping) -> dict[str, Any]:
-    """The part of a claims file that depends on the measure of quality: claims about scores that name no measure."""
-    kinds = {*CONTRASTS, "spread", "lift_minus_spread", "lift_when_sampled"}
-    return {**book, "claims": [c for c in book["claims"] if c["contrast"] in kinds and "measure" not in c]}
-
-
-def differing_verdicts(verdicts: pd.DataFrame, others: pd.DataFrame) -> list[str]:
-    """Verdicts that differ between two tables, as text: `P4 (authors' code): reproduced, here partly`."""
-    both = others.merge(verdicts[["claim", "reading", "verdict"]], on=["claim", "reading"], suffixes=("", "_first"))
-    return [
-        f"{row.claim} ({claims.LABELS.get(row.reading, 'either')}): {row.verdict_first}, here {row.verdict}"
-        for row in both[both.verdict != both.verdict_first].itertuples()
-    ]
 
 
 def verdicts(book: Mapping, tables: Mapping[str, Any], loaded: Loaded, settings: Settings) -> pd.DataFrame:

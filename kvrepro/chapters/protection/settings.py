@@ -16,4 +16,3 @@ class Settings(run.Settings):
     protect_frac: Annotated[float, Gt(0), Lt(0.5)] = 0.10  #: of the capacity, at each end
     max_new_tokens: Size = 128  #: of an answer
     lengths: tuple[Size, ...] = (500, 1000, 1900, 3800)  #: prompts of the study of lengths, in tokens
-    places: tuple[Size, ...] = (700, 980, 1020, 1400)  #: prompts of the study of the question's place, in tokens

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -15,11 +13,11 @@ from kvrepro.chapters.protection import grid
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import watch_prompt
-from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.guard import protected_count
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, measure
+from kvrepro.experiment import data
 from kvrepro.experiment.answers import able, met_by, prompt_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
@@ -27,8 +25,6 @@ from kvrepro.item import Item
 
 PAPER_TOKENS = 2048  # prompt and answer together, in the paper's harness
 WORLD_TOKENS = 1900  # of a prompt of the embedded world
-QUESTION_TASKS = ("several_2", "several_4")  # the world's tasks with short and with long questions
-SHORT = 32  # most new tokens where the question varies: its answers are short
 SUITS = {"longbench": "longbench:protection"}  # LongBench's QA sets, with the paper's own prompts
 
 
@@ -111,50 +107,6 @@ def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Se
             study = Answers("protection", f"context-{length}", filling, conditions, new, limit)
             parts.append(run(study, loaded, settings).assign(length=length))
     return pd.concat(parts, ignore_index=True)
-
-
-def question(loaded: Loaded, items: str, n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
-    """Rows of `run` where the question's length and its place vary, with the columns `varied` and `guard` (tokens at
-    the prompt's end), `question` (its tokens, the mean), `held` (share of them that is kept) and `length` (of prompts).
-
-    "length": the world's questions for two and for four facts, and guards that hold less or more of them; other items
-    keep their own questions. "place": prompts of several lengths. The authors' code breaks LRU's ties by the decimal
-    order of positions, which keeps the end of a prompt of less than a thousand tokens and loses that of a longer one. A
-    length that no prompt fills is left out.
-    """
-    world = items.partition(":")[0] == "tinyworld"
-    sources = [f"tinyworld:{task}" for task in QUESTION_TASKS] if world else [SUITS.get(items, items)]
-    by_question = [("length", source, WORLD_TOKENS, grid.guards(capacity)) for source in sources]
-    lengths = [length for length in settings.places if length + SHORT <= loaded.context]
-    by_place = [("place", sources[0], length, grid.places(capacity, settings.protect_frac)) for length in lengths]
-    parts, new = [], min(settings.max_new_tokens, SHORT)
-    room = prompt_limit(loaded, new)
-    for i, (varied, source, tokens, conditions) in enumerate(by_question + by_place):
-        if varied == "place":
-            fitting = of_length(loaded, source, n_items, tokens, settings)
-        else:
-            fitting = data.load_fitting(source, n_items, loaded.tokenizer, room, settings.seed, tokens)
-        if not fitting:
-            continue
-        limit = min(tokens, room) if any(item.context is not None for item in fitting) else None
-        if limit is not None:
-            fitting = data.not_too_long(fitting, source, loaded.tokenizer, limit)
-        study = Answers("protection", f"question-{i}", fitting, conditions, new, limit, note=held_question)
-        study = replace(study, items=able(study, loaded))
-        parts.append(run(study, loaded, settings).assign(varied=varied, length=tokens))
-    rows = pd.concat(parts, ignore_index=True)
-    notes = pd.DataFrame([json.loads(note) if isinstance(note, str) else {} for note in rows.note], index=rows.index)
-    rows = rows.join(notes.reindex(columns=["question", "held"]))
-    rows["question"] = rows.groupby(["varied", "task", "length"]).question.transform("mean").round(1)
-    return rows.assign(guard=(rows.suffix * capacity).astype(int))
-
-
-def held_question(item: Item, prompt: Prompt, answer: Generation) -> dict[str, float]:
-    """`question`: its length in tokens; `held`: the share of them that any layer and head keeps at the first
-    reduction."""
-    positions = prompt.spans.get("question", [])
-    held = measure.evidence_coverage(positions, answer.kept_positions, len(prompt.ids))
-    return {"question": len(positions), "held": held}
 
 
 def spread(items: Sequence[Item], n: int) -> list[Item]:

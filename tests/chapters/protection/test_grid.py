@@ -53,7 +53,7 @@ def test_every_condition_can_be_met_at_every_length():
 
 def test_sizes():
     assert grid.size("full").items == 480
-    assert grid.size("quick", 3) == grid.Size(3, 3, 3, 3)
+    assert grid.size("quick", 3) == grid.Size(3, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,3 @@ def test_a_policy_that_chooses_layer_by_layer_meets_the_cap_in_a_regime_of_its_o
         ("mine", "decode cap", "as_described"),
     }  # fmt: skip
     assert {c.reading for c in grid.main([128], ["mine"], 0.1, "as_run")[1:]} == {"as_described"}
-
-
-def test_conditions_of_the_questions_length_and_place():
-    guards = grid.guards(256)[1:]
-    assert [int(c.suffix * 256) for c in guards] == [0, 6, 12, 19, 25]
-    assert all((c.policy, c.prefix, c.reading) == ("lru", 0, "as_run") for c in guards)
-    assert [(c.reading, c.prefix, c.suffix) for c in grid.places(256, 0.1)[1:]] == [
-        ("as_run", 0, 0), ("as_run", 0.1, 0.1), ("as_described", 0, 0),
-    ]  # fmt: skip

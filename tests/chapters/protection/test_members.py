@@ -269,18 +269,6 @@ def test_another_measure_reaches_claims_that_name_none():
     assert table.verdict["P23"] == members.evaluate(rows, few).set_index("claim").verdict["P23"]
 
 
-def test_verdicts_that_turn_with_the_measure_are_told():
-    rows = PAPER.assign(rest_f1=PAPER.token_f1.where(PAPER.policy == "full", 0.05))
-    few = members.claims_on_scores(book_of("P4", "P23", "P32", "P15"))
-    assert [claim["id"] for claim in few["claims"]] == ["P4", "P15"]  # the others ask no score
-    both = [members.evaluate(rows, few, measure=measure) for measure in ("token_f1", "rest_f1")]
-    assert members.differing_verdicts(*both) == [
-        "P4 (authors' code): reproduced, here inconclusive",
-        "P15 (authors' code): reproduced, here not reproduced",
-    ]
-    assert members.differing_verdicts(both[0], both[0]) == []
-
-
 def test_no_claim_is_without_a_test():
     assert not [claim_id for claim_id, claim in BY_ID.items() if claim["contrast"] == "none" or "rule" not in claim]
     rows, book = one_reading(synthetic.paper_like, n_items=6), book_of("P30", "P38", "P39", "P40")

@@ -9,7 +9,7 @@ import checkpoint
 import pytest
 import torch
 
-from kvrepro.chapters.protection import player, study
+from kvrepro.chapters.protection import study
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.engine.condition import Condition
 from kvrepro.errors import InputError
@@ -45,8 +45,6 @@ def test_a_policy_that_protects_more_than_the_budget_keeps_no_positions(loaded):
     kept = study.retention(loaded, ITEM, [48], ["lru", "snapkv"], "as_run", Settings(max_new_tokens=8))
     assert set(kept.policy) == {"lru"}
     assert study.retention(loaded, ITEM, [48], ["snapkv"], "as_run", Settings(max_new_tokens=8)).empty
-    page = player.kept_at(loaded, ITEM, [48, 96], ["lru", "snapkv"], "as_run", Settings(max_new_tokens=8))
-    assert sorted(key for key in page["kept"] if "snapkv" in key) == ["snapkv|as_run|0|96", "snapkv|as_run|1|96"]
 
 
 def test_items_are_spread_over_all_tasks_whatever_their_number():
@@ -90,38 +88,12 @@ def test_items_shorter_than_the_guards_are_left_out_of_every_study(loaded, tmp_p
     ]
     items = tmp_path / "doors.jsonl"
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = Settings(tmp_path, progress=False, max_new_tokens=2, places=(), protect_frac=0.4)
+    settings = Settings(tmp_path, progress=False, max_new_tokens=2, protect_frac=0.4)
     conditions = study.grid.main([400], ["lru"], 0.4, "as_run")
     questions = study.questions(loaded, str(items), 2, settings, conditions)
     assert [item.id for item in questions] == ["long"]
     assert "protection: 1 of 2 items left out, the first because: item short: prompt of" in capsys.readouterr().out
-    assert set(study.question(loaded, str(items), 2, 4000, settings)["item"]) == {"long"}
     assert len(study.questions(loaded, str(items), 2, settings)) == 2  # the full cache takes any
-
-
-def test_the_questions_length_and_place_decide_what_lru_holds_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "WORLD_TOKENS", 240)
-    tiny = models.load("small-gqa")
-    settings = Settings(tmp_path, progress=False, max_new_tokens=4, places=(900, 1020))
-    rows = study.question(tiny, "tinyworld:long", 1, 120, settings)
-    assert rows.groupby("varied").size().to_dict() == {"length": 2 * 6, "place": 2 * 4}
-    lengths = rows[rows.varied == "length"]
-    assert sorted(lengths.question.unique()) == [12, 18]
-    assert sorted(lengths.guard.unique()) == [0, 3, 6, 9, 12]
-    assert (rows.held[rows.policy == "full"] == 1).all()
-    bare = rows[(rows.policy == "lru") & (rows.prefix == 0) & (rows.reading == "as_run") & (rows.suffix == 0)]
-    bare = bare.set_index(["varied", "length"]).held
-    assert bare["place", 900] == 1  # positions from 880 on are among the largest strings
-    assert bare["place", 1020] == 0
-    assert (rows.held[(rows.varied == "place") & (rows.prefix > 0)] > 0.5).all()
-    other = tmp_path / "doors.jsonl"
-    other.write_text(
-        '{"context": "' + PASSAGE * 2 + '", "question": "Which door?", "answer": "red", "domain": "doors"}\n'
-    )
-    with pytest.MonkeyPatch.context() as patched:  # what is no world's asks its own questions
-        patched.setattr(study, "WORLD_TOKENS", 400)
-        other_rows = study.question(tiny, str(other), 1, 120, settings)
-    assert other_rows.groupby("varied").size().to_dict() == {"length": 6, "place": 8}
 
 
 def test_prompts_with_a_passage_stop_at_the_papers_length():
@@ -180,41 +152,34 @@ def chats(path, *words):
 
 
 def test_a_length_is_asked_of_prompts_that_fill_it(loaded, tmp_path, capsys):
-    settings = Settings(results=tmp_path, progress=False, max_new_tokens=2, lengths=(300, 600), places=(300, 600))
+    settings = Settings(results=tmp_path, progress=False, max_new_tokens=2, lengths=(300, 600))
     items = chats(tmp_path / "own.jsonl", 270, 20, -700, -10)
-    for frame in (
-        study.context(loaded, items, 4, "as_run", settings),
-        study.question(loaded, items, 4, 64, settings).query("varied == 'place'"),
-    ):
-        assert (frame.prompt_tokens >= 0.9 * frame.length).all()
-        assert (frame.prompt_tokens <= frame.length).all()
-        assert frame.groupby("length")["item"].unique().map(list).to_dict() == {
-            300: ["own-000", "own-002"],
-            600: ["own-002"],
-        }
+    frame = study.context(loaded, items, 4, "as_run", settings)
+    assert (frame.prompt_tokens >= 0.9 * frame.length).all()
+    assert (frame.prompt_tokens <= frame.length).all()
+    filling = frame.groupby("length")["item"].unique().map(list).to_dict()
+    assert filling == {300: ["own-000", "own-002"], 600: ["own-002"]}
     short = r"item own-\d+ has \d+ prompt tokens, less than 90% of 300"
     assert re.search(f"{items}: 2 of 4 items left out, the first because: {short}", capsys.readouterr().out)
 
 
 def test_a_length_that_no_prompt_fills_is_not_asked_and_where_all_are_so_the_longest_counts(loaded, tmp_path, capsys):
-    settings = Settings(results=tmp_path, progress=False, max_new_tokens=2, lengths=(300, 900), places=(300, 900))
+    settings = Settings(results=tmp_path, progress=False, max_new_tokens=2, lengths=(300, 900))
     items = chats(tmp_path / "own.jsonl", 100, 102)
     [longest] = study.context(loaded, items, 2, "as_run", settings).length.unique()
     assert longest == max(len(data.build_prompt(i, loaded.tokenizer, 10**6).ids) for i in data.load_items(items))
     printed = capsys.readouterr().out
     assert "length 900 is left out" in printed
     assert f"fill none of [300, 900] tokens: asked at {longest}, their longest" in printed
-    assert set(study.question(loaded, items, 2, 64, settings).varied) == {"length"}
 
 
 def test_messages_beside_passages_are_no_longer_than_the_passages_are_cut_to(loaded, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "PAPER_TOKENS", 402)
     monkeypatch.setattr(study, "WORLD_TOKENS", 400)
-    settings = Settings(results=tmp_path, progress=False, max_new_tokens=2, places=(300,))
+    settings = Settings(results=tmp_path, progress=False, max_new_tokens=2)
     items = chats(tmp_path / "own.jsonl", 100, 500, -600)
     questions = study.questions(loaded, items, 3, settings)
     assert [item.id for item in questions] == ["own-000", "own-002"]
     left_out = r"1 of 3 items left out, the first because: item own-001 has \d+ prompt tokens > limit 400"
     assert re.search(left_out, capsys.readouterr().out)
     assert not study.main(loaded, questions, [Condition()], settings).error.notna().any()
-    assert set(study.question(loaded, items, 3, 64, settings)["item"]) == {"own-000", "own-002"}

@@ -41,7 +41,6 @@ questions.jsonl        a file of your own, described on the page `book/your-mode
 OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, enable_thinking=false, results=folder, dry_run=true"
 PROGRAMS = {  # name: module with a `main`, what it is for
     "data": ("kvrepro.experiment.data", "Public data: list the sources with their checksums, or fetch one."),
-    "store": ("kvrepro.tools.store", "Look after folders of results: verify, gc, diff, merge."),
 }
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
 
@@ -112,7 +111,7 @@ def run(
     print(table.round(3).to_string(index=False, na_rep="-"))
     if (few := table.n.min()) < stats.MIN_ITEMS:
         print(f"n = {few}: an interval (low, high) needs {stats.MIN_ITEMS} items, -n {stats.MIN_ITEMS}")
-    print(f"rows: {settings.folder / 'run' / f'{name}.parquet'}")
+    print(f"rows: {settings.folder / 'run' / name}")
     if out is not None:
         try:
             rows.to_csv(out, index=False)
@@ -226,7 +225,7 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, settings: 
 
 def _check_table(measure: str, out: Path | None) -> None:
     """Raise InputError for a measure that is no column of numbers, and for a file that cannot be written."""
-    from kvrepro.experiment.table import REAL, SCHEMA, WHOLE
+    from kvrepro.experiment.store import REAL, SCHEMA, WHOLE
 
     numbers = [column.name for column in SCHEMA if column.type in (REAL, WHOLE)]
     if measure not in numbers:

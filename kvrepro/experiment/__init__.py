@@ -5,8 +5,7 @@ longbench, artifact  LongBench's sets: prompts, answer lengths, metrics; the pro
 run                  the one runner; answers, per_item, plan: a study; limit, progress: how it is stopped and shown
 workers, cluster     how a study is distributed: processes of this machine, Ray
 settings, parameters what a notebook may set; checked before anything runs
-store, fingerprint   rows that survive a crash; what a row depends on
-table, sealed        a results table's files and latest rows; checksums; sharing: a folder with several writers
+store                rows that survive a crash; what a row depends on
 measure, stats       scores of answers; intervals and tests; controls: answers that no policy gives
 judge, claims        claims and members -> verdicts; wording: sentences about verdicts; history: claims written late
 verdict, figure      verdicts and findings in a notebook; what all figures share

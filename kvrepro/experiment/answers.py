@@ -5,8 +5,8 @@ import datetime
 import itertools
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,13 @@ from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import Conditions
 from kvrepro.engine.memory import let_go
-from kvrepro.engine.regime import REGIMES, Chunked, DecodeCap, Offline, PerStep, SharedCap
 from kvrepro.engine.rule import Rule
 from kvrepro.errors import InputError, counted, error_line
-from kvrepro.experiment import cluster, data, fingerprint, measure, models, store, workers
+from kvrepro.experiment import cluster, data, measure, models, store, workers
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Forecast, Job, Plan
 from kvrepro.experiment.settings import Settings
-from kvrepro.experiment.table import COLUMNS
 from kvrepro.item import Item
 from kvrepro.paths import ROOT
 
@@ -127,57 +125,18 @@ def met_by(loaded: Loaded, prompt: Prompt, conditions: Sequence[Condition]) -> l
 # ---- what decides a row
 
 
-CODE_OF_REGIMES = {  # code that runs in these regimes only: a row of another regime does not depend on it
-    (SharedCap,): {
-        ("kvrepro.engine.shared", ""), ("kvrepro.engine.signals", ""), ("kvrepro.engine.rows", "evict_rows_shared"),
-        ("kvrepro.engine.rows", "keep_held"), ("kvrepro.engine.rows", "kept_by_all_layers"),
-        ("kvrepro.engine.evict", "evict_shared"), ("kvrepro.engine.evict", "_selected_for_all_layers"),
-        ("kvrepro.engine.evict", "generator"), ("kvrepro.engine.passes", "check_shared"),
-        ("kvrepro.engine.passes", "check_attention_only"), ("kvrepro.engine.rule", "_ensure_shared"),
-    },
-    (Chunked,): {("kvrepro.engine.passes", "_chunked")},
-    (Offline,): {("kvrepro.engine.passes", "_reused")},
-    (Chunked, DecodeCap, PerStep): {("kvrepro.engine.rows", "evict_rows")},
-}  # fmt: skip
-
-
-def code_of(condition: Condition, backend: str) -> str:
-    """Hash of the code that decides the condition's rows: the engine's, its policy's and the measures', and no other's.
-
-    Kernels count where they run. Files that a policy's parameters name count by their content.
-    """
-    roots, left_out = _decided_by(condition, backend)
-    return fingerprint.digest(fingerprint.code(*roots, **left_out), policy_of(condition))
-
-
-def _decided_by(
-    condition: Condition, backend: str
-) -> tuple[list[fingerprint.Name], dict[str, frozenset[fingerprint.Name]]]:
-    """The definitions where the code that decides a condition's rows begins, and what `fingerprint.code` leaves out."""
-    kinds = [kind for kind in REGIMES.values() if isinstance(condition.regime, kind)]
-    roots = [("kvrepro.engine.generate", "generate"), ("kvrepro.experiment.measure", "all_measures"),
-             ("kvrepro.experiment.answers", "answer_row")]  # fmt: skip
-    roots += [(kind.__module__, kind.__name__) for kind in kinds]
-    kernels = frozenset({("kvrepro_kernels", "")} if backend == "torch" else ())
-    return roots, {"unfollowed": kernels, "apart": of_others(kinds)}
-
-
-def of_others(regimes: Collection[type]) -> frozenset[fingerprint.Name]:
-    """What the engine runs in other regimes alone."""
-    return frozenset().union(*(names for kinds, names in CODE_OF_REGIMES.items() if not set(kinds) & set(regimes)))
-
-
-def policy_of(condition: Condition) -> Any:
-    """What a condition's policy adds to the hash: parameters, functions with all they reach, and the bytes of files."""
+def code_of(chapter: str, condition: Condition) -> str:
+    """Hash of the code that decides the condition's rows. A policy's files, which its parameters name, count by their
+    content, and so does the file that a reader's own policy comes from."""
     if condition.policy == "full":
-        return None
-    own_policy = policy.find(condition.policy)
-    values = own_policy.reading(condition.reading, condition.switches).values()
+        return store.digest(store.code_of(chapter))
+    found = policy.find(condition.policy)
     files: list[Path] = []
-    for name in (value for value in values if isinstance(value, str)):
-        files += sorted(ROOT.glob(name)) if "*" in name else filter(None, [data.find_file(name)])
-    parameters = {f.name: getattr(own_policy, f.name) for f in fields(own_policy)}  # the engine's code reads them
-    return [fingerprint.describe(parameters), [fingerprint.describe(file.read_bytes()) for file in files]]
+    for name in found.reading(condition.reading, condition.switches).values():
+        if isinstance(name, str):
+            files += sorted(ROOT.glob(name)) if "*" in name else filter(None, [data.find_file(name)])
+    own = found if policy.is_own(condition.policy) else None
+    return store.digest(store.code_of(chapter), own, [file.read_bytes() for file in files])
 
 
 def references(item: Item) -> list[str]:
@@ -315,7 +274,6 @@ class AnswersPlan(Plan):
         self.backends = ["torch" if why else usual for why in self.obstacles]
         self.heads = self._heads()
         self.keys = [self.heads[pair]["key"] for pair in self.pairs]
-        self.identities = store.identities_of([self.heads[pair] for pair in self.pairs])
         self.total = len(self.keys)
 
     def _heads(self) -> dict[Pair, dict[str, Any]]:
@@ -326,12 +284,9 @@ class AnswersPlan(Plan):
         if (enabled := thinks(loaded.tokenizer)) is not None:
             decisive["enable_thinking"] = enabled
         noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
-        note = fingerprint.of(study.note)
+        note = store.digest(study.note)
         backends = [{"backend": backend} for backend in self.backends]
-        decided_by = [
-            c.columns() | {"engine_hash": code_of(c, backend)}
-            for c, backend in zip(self.conditions, self.backends, strict=True)
-        ]
+        decided_by = [c.columns() | {"engine_hash": code_of(study.chapter, c)} for c in self.conditions]
         rows: dict[Pair, dict[str, Any]] = {}
         for i, (item, prompt) in enumerate(zip(study.items, self.prompts, strict=True)):
             new, limit = item.new_tokens(study.max_new_tokens), limit_of(study, loaded, item)
@@ -339,12 +294,12 @@ class AnswersPlan(Plan):
             scored = [item.meta[name] for name in ("metric", "classes", "first_line") if name in item.meta]
             any_script = {} if item.papers else {"any_script": True}
             scored += [*any_script]
-            of_item["data_hash"] = fingerprint.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
+            of_item["data_hash"] = store.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
             notes = noted | any_script | {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
             notes["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
             notes["evidence_at"] = measure.evidence_at(prompt.spans.get("evidence", ()), len(prompt.ids))
             for j in self.columns[i]:
-                key = fingerprint.digest(decided_by[j], of_item | backends[j], note)
+                key = store.digest(decided_by[j], of_item | backends[j], note)
                 rows[i, j] = decided_by[j] | of_item | backends[j] | notes | {"key": key}
         return rows
 
@@ -358,21 +313,14 @@ class AnswersPlan(Plan):
         return obstacles(self.loaded.model, self.conditions)
 
     def __enter__(self) -> "AnswersPlan":
-        self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name)
-        try:
-            missing = set(self.table.missing(self.identities))
-            self.missing = {pair for pair in self.pairs if self.heads[pair]["key"] in missing}
-            if new := sorted(self.missing & self.gaps.keys()):
-                self.missing -= set(new)
-                if not self.settings.dry_run:
-                    self.table.add([self._gap(*pair) for pair in new])
-        except BaseException:
-            self.table.close()
-            raise
+        self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name, self.loaded.name)
+        missing = set(self.table.missing(self.keys))
+        self.missing = {pair for pair in self.pairs if self.heads[pair]["key"] in missing}
+        if new := sorted(self.missing & self.gaps.keys()):
+            self.missing -= set(new)
+            if not self.settings.dry_run:
+                self.table.add([self._gap(*pair) for pair in new])
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.table.close()
 
     def _gap(self, i: int, j: int) -> dict[str, Any]:
         return answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[i, j], self.gaps[i, j])
@@ -461,17 +409,16 @@ class AnswersPlan(Plan):
 
     def results(self) -> pd.DataFrame:
         """Rows by item, then condition."""
-        rows = self.table.frame(self.identities).set_index("key", drop=False)
-        frame = rows.loc[self.keys].reset_index(drop=True)
+        frame = self.table.frame(self.keys)
         return frame.assign(profile=self.settings.profile, seed=self.settings.seed)
 
     def rehearsal(self) -> pd.DataFrame:
         """All rows: those that are stored as they are, the others without answers."""
-        missing = {*self.table.missing(self.identities)}
-        stored = self.table.frame({key: self.identities[key] for key in self.keys if key not in missing})
+        missing = {*self.table.missing(self.keys)}
+        stored = self.table.frame([key for key in dict.fromkeys(self.keys) if key not in missing])
         stored_by_key = {row["key"]: row for row in stored.to_dict("records")}
         heads = [self.heads[pair] for pair in self.pairs]
-        return pd.DataFrame([stored_by_key.get(head["key"], {}) | head for head in heads], columns=COLUMNS)
+        return pd.DataFrame([stored_by_key.get(head["key"], {}) | head for head in heads], columns=store.COLUMNS)
 
     def failures(self) -> list[str]:
         """Rows with an error, except for gaps."""
@@ -521,7 +468,7 @@ def _range(counts: "pd.Series[int]") -> str:
 @dataclass(frozen=True)
 class Answers:
     """A study of what the model answers: one row for each item and condition, with the columns of
-    `kvrepro.experiment.table.SCHEMA`. The conditions are one list for all items, or a list for each item."""
+    `kvrepro.experiment.store.SCHEMA`. The conditions are one list for all items, or a list for each item."""
 
     chapter: str
     name: str

@@ -17,7 +17,7 @@ import yaml
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
-from kvrepro.experiment.table import COLUMNS
+from kvrepro.experiment.store import COLUMNS
 from kvrepro.paths import DATA
 
 NAMES = yaml.safe_load((DATA / "artifact" / "names.yml").read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ SHIPPED = [
 
 def results(under: str = "", rouge: bool = False) -> pd.DataFrame:
     """The protection paper's public per-item rows in the columns of our own results (see
-    `kvrepro.experiment.table.COLUMNS`), and those that only this paper's rows have:
+    `kvrepro.experiment.store.COLUMNS`), and those that only this paper's rows have:
 
     - output: 32 bits of the text's hash, so that equal outputs can be counted. begins: the code of the text's first
       character, 0 where it is empty.

@@ -9,13 +9,10 @@ from typing import Any, Generic, TypeVar
 import pandas as pd
 
 from kvrepro.chat import thinks
-from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import find, is_own
-from kvrepro.engine.regime import REGIMES
 from kvrepro.errors import InputError, error_line
-from kvrepro.experiment import fingerprint, store
-from kvrepro.experiment.answers import of_others, policy_of
+from kvrepro.experiment import store
 from kvrepro.experiment.limit import time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Forecast, Job, Plan
@@ -44,20 +41,13 @@ def item_tables(
 
 
 def policies_in(parameters: Any) -> list[Any]:
-    """Descriptions, for the hash, of the policies among parameters, which stand there as conditions or by name."""
+    """A reader's own policies among parameters, which stand there as conditions or by name."""
     if isinstance(parameters, Condition):
-        return [policy_of(parameters)]
+        return policies_in(parameters.policy)
     if isinstance(parameters, str):
-        return [fingerprint.describe(find(parameters))] if parameters in CATALOGUE or is_own(parameters) else []
+        return [find(parameters)] if is_own(parameters) else []
     parts = parameters.values() if isinstance(parameters, Mapping) else parameters
     return [policy for part in parts for policy in policies_in(part)] if isinstance(parts, Iterable) else []
-
-
-def regimes_of(*values: Any) -> list[type]:
-    """The regimes that functions and data name: those without whose classes the hash changes."""
-    whole = fingerprint.of(*values)
-    kinds = [(kind, frozenset({(kind.__module__, kind.__name__)})) for kind in REGIMES.values()]
-    return [kind for kind, name in kinds if fingerprint.of(*values, unfollowed=name) != whole]
 
 
 class PerItemPlan(Plan):
@@ -77,12 +67,10 @@ class PerItemPlan(Plan):
         where: list[Any] = [loaded.hash, loaded.dtype, loaded.device] if loaded is not None else []
         if loaded is not None and (enabled := thinks(loaded.tokenizer)) is not None:
             where.append({"enable_thinking": enabled})
-        deciding = (study.compute, study.parameters, policies_in(study.parameters))
-        rest = of_others(regimes_of(*deciding, self.items))
-        code = fingerprint.of(*deciding, apart=rest)
-        self.keys = {
-            name: fingerprint.digest(where, code, fingerprint.of(item, apart=rest)) for name, item in self.items.items()
-        }
+        code = store.digest(
+            store.code_of(study.chapter), study.compute, study.parameters, policies_in(study.parameters)
+        )
+        self.keys = {name: store.digest(where, code, item) for name, item in self.items.items()}
         self.table = store.Tables(settings.folder, study.chapter, study.name)
         self.errors: dict[str, str] = {}
         self.trial: dict[str, Any] = {}  # of the first missing item, once the estimate has computed it
@@ -154,9 +142,8 @@ class PerItem(Generic[Result]):
     """A study of `compute(loaded, item, **parameters)` for every item: a table, or several by name.
 
     Tables of the same name are joined over the items; columns `item` and `task` are added where they lack them. A
-    result depends on the item, the parameters, the checkpoint and the code that `compute` reaches. That code includes
-    neither the catalogue nor regimes that it does not name. So policies must be among the parameters, as conditions or
-    by name, and so must a regime that is looked up in `REGIMES`.
+    result depends on the item, the parameters, the checkpoint and the source (`store.code_of`). A reader's own policies
+    must be among the parameters, as conditions or by name.
     """
 
     chapter: str

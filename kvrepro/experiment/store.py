@@ -1,216 +1,224 @@
-"""Results that grow as they arrive and survive a kill at any moment.
+"""Results that grow as they arrive and survive a kill at any moment: one parquet file for each finished job.
 
-`Store`: rows of generations, a table (`kvrepro.experiment.table`). New rows are written to a temporary file that is
-then renamed, so that a reader or a resumed run meets whole files only. Several processes may write, also from several
-machines. Files are folded together under a lock: small ones often, large ones never, so that adding gets no slower
-while the table grows.
+    <results>/<chapter>/<study>/<model>/<job>-<digest>.parquet     rows of generations
+    <results>/<chapter>/<study>/<key>/<table>-<digest>.parquet     tables of an item (`PerItem`)
 
-`Tables`: whatever else is computed per item. Each item has a folder of tables, which appears whole or not at all.
+A file is written beside its place and renamed. Its name ends with a hash of its bytes, so that a damaged one is seen. A
+row is known by its `key`, a hash of all that decides it: condition, model, prompt and code (`code_of`). Nothing is ever
+changed: other code, another checkpoint or other data give other keys, and their rows stand side by side.
 """
 
-import contextlib
-import json
-import os
+import hashlib
+import re
+import secrets
 import shutil
 import sys
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
-import filelock
+import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from kvrepro.errors import InputError
-from kvrepro.experiment.sealed import File, write
-from kvrepro.experiment.sharing import leftovers, make_folder, named, writing
-from kvrepro.experiment.table import (
-    COLUMNS,
-    FILED,
-    IDENTITY,
-    MARK,
-    SCHEMA,
-    RowsFile,
-    files_of,
-    index,
-    parts,
-    rows_of,
-    steadily,
-    with_identity,
-)
+from kvrepro.paths import CODE
 
-MANY = 64  # files that arrived, from which a running store folds them
-LEAST = 50_000  # rows of a file that every fold may write again
-MOST = 500_000  # rows of a file at most
-UNNAMED = 60.0  # seconds for which a lock may be empty, which takes microseconds unless its process is killed
-
-
-def read(
-    table: str | Path, columns: Collection[str] = tuple(COLUMNS), where: Mapping[str, Any] | None = None
-) -> pd.DataFrame:
-    """The rows of a table, also of one whose run was interrupted or is under way: those of every checkpoint and of all
-    data, whatever their names (`newest` chooses).
-
-    columns: those that are read, all unless given. where: only rows with these values, such as `{"model": "small-gqa",
-    "item": ["a", "b"]}`, of columns of IDENTITY. Raises InputError for a table or columns that do not exist.
-    """
-    if unknown := sorted({*columns} - {*COLUMNS} | {*(where or {})} - {*IDENTITY}):
-        raise InputError(f"no column {unknown[0]}: rows have {', '.join(COLUMNS)}; `where` takes {', '.join(IDENTITY)}")
-
-    def latest(files: list[RowsFile]) -> pd.DataFrame:
-        if not files:
-            raise InputError(f"no results at {table}: run the chapter first")
-        return rows_of(files, index(files, where=where), columns).to_pandas()
-
-    return steadily(Path(table), latest)
+VERSION = b"results 4"
+TEXT, WHOLE, REAL, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+SCHEMA = pa.schema(
+    {
+        "key": TEXT, "chapter": TEXT, "name": TEXT, "item": TEXT, "task": TEXT,
+        "model": TEXT, "model_hash": TEXT, "data_hash": TEXT, "engine_hash": TEXT,
+        "policy": TEXT, "capacity": WHOLE, "prefix": REAL, "suffix": REAL, "suffix_mode": TEXT, "interval": WHOLE,
+        "reading": TEXT, "execution": TEXT, "switches": TEXT, "regime": TEXT, "share": REAL, "until": TEXT,
+        "whitelist": TEXT, "spans": TEXT, "fair": REAL, "chunk": WHOLE, "chunk_mode": TEXT, "bits": WHOLE,
+        "limit": WHOLE, "max_new_tokens": WHOLE, "prompt_tokens": WHOLE, "cut": WHOLE, "n_generated": WHOLE,
+        "enable_thinking": TRUTH,
+        "prediction": TEXT, "answer": TEXT,
+        "thought": TEXT,  # the <think> block that the prediction leaves out
+        "any_script": TRUTH,  # true where texts are compared in any script; null where as the papers do (`Item.papers`)
+        "token_f1": REAL, "token_f1_longbench": REAL, "exact_match": REAL, "rouge_l": REAL, "repetition_4gram": REAL,
+        "first_right": REAL, "rest_f1": REAL, "evidence_at": REAL, "evidence_coverage": REAL,
+        "official": REAL, "metric": TEXT,
+        "kept": pa.list_(WHOLE), "kept_mean": REAL, "kept_hash": TEXT, "evicted": WHOLE, "policy_calls": WHOLE,
+        "pages": WHOLE, "bytes_held": WHOLE, "bytes_state": WHOLE, "bytes_full": WHOLE,
+        "prefill_seconds": REAL, "decode_seconds": REAL,
+        "backend": TEXT, "dtype": TEXT, "device": TEXT, "processor": TEXT, "torch": TEXT, "transformers": TEXT,
+        "profile": TEXT, "seed": WHOLE, "date": TEXT, "error": TEXT, "note": TEXT,
+    },
+    metadata={b"kvrepro": VERSION},
+)  # fmt: skip
+COLUMNS = SCHEMA.names
+IDENTITY = """item model model_hash data_hash dtype device limit max_new_tokens enable_thinking policy capacity prefix suffix
+    suffix_mode interval reading switches regime share until whitelist spans fair chunk chunk_mode bits""".split()
+DECIDING = ("kvrepro/engine", "kvrepro/world", "kvrepro/chat.py", "kvrepro/item.py", "kvrepro_kernels",
+            *(f"kvrepro/experiment/{name}.py" for name in ("answers", "data", "measure", "per_item")))  # fmt: skip
+LIBRARIES = sys.stdlib_module_names | {"kvrepro", "kvrepro_kernels", "torch", "numpy"}
+whole: set[Path] = set()  # files whose bytes this process has checked
 
 
-def newest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each name of a model the rows of the checkpoint that was stored last, and of each of its items those of the
-    data that were stored last: for pages, which have neither at hand. rows: in the order in which they were stored."""
-    for column, by in (("model_hash", ["model"]), ("data_hash", ["model", "item", "limit", "max_new_tokens"])):
-        hashes = rows[column].fillna("")
-        rows = rows[hashes == hashes.groupby([rows[name] for name in by], dropna=False).transform("last")]
-    return rows
+# ---- what decides a result
 
 
-def identities_of(rows: Collection[Mapping[str, Any]]) -> dict[str, int]:
-    """key -> value of `asked`, which each of these rows has or will have."""
-    schema = pa.schema([SCHEMA.field(name) for name in IDENTITY])
-    identities = with_identity(pa.Table.from_pylist(list(rows), schema=schema))["asked"].to_pylist()
-    return dict(zip((row["key"] for row in rows), identities, strict=True))
+@cache
+def code_of(chapter: str = "") -> str:
+    """Hash of the source that decides a chapter's results: engine, kernels, world, measures, and its own folder."""
+    roots = [CODE[name.split("/")[0]].joinpath(*name.split("/")[1:]) for name in DECIDING]
+    roots += [CODE["kvrepro"] / "chapters" / chapter] if chapter else []
+    files = [file for root in roots for file in ([root] if root.suffix else sorted(root.rglob("*.py")))]
+    return digest([[file.name, file.read_bytes()] for file in files])
 
 
-class Store(contextlib.AbstractContextManager["Store"]):
-    """One results table, open for adding rows; use as a context manager. Several processes may have it open."""
+def digest(*values: Any) -> str:
+    """Hash of plain data, of dataclasses, and of functions by their name and the file that they come from. What was
+    typed into a notebook has no file: its results are never found again."""
+    return hashlib.blake2b(repr(_plain(values)).encode(), digest_size=8).hexdigest()
 
-    def __init__(self, results: str | Path, chapter: str, name: str):
-        """Open or create. Raises InputError for a file that is not ours or not whole, and where nothing can be
-        written."""
-        self.table = Path(results) / chapter / f"{name}.parquet"
-        self.folder = self.table.with_name(f"{name}.rows")
-        steadily(self.table, lambda files: files)
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return hashlib.blake2b(value).hexdigest()
+    if isinstance(value, partial):
+        return ["partial", *map(_plain, (value.func, value.args, value.keywords))]
+    if isinstance(value, FunctionType | type):
+        return [value.__module__, value.__qualname__, _source(value)]
+    if is_dataclass(value):
+        return [type(value).__qualname__, *([f.name, _plain(getattr(value, f.name))] for f in fields(value))]
+    if isinstance(value, Mapping):
+        return sorted(([_plain(name), _plain(entry)] for name, entry in value.items()), key=repr)
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value), key=repr)
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, list | tuple | range):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _source(value: Any) -> str:
+    """The content of the file that a function or class comes from, as a hash; "" for the project's own, which
+    `code_of` covers, and for libraries; another one each time for what has no file."""
+    if (value.__module__ or "").split(".")[0] in LIBRARIES:
+        return ""
+    code = getattr(value, "__code__", None)
+    file = Path(code.co_filename if code else getattr(sys.modules.get(value.__module__), "__file__", None) or "")
+    return digest(file.read_bytes()) if file.is_file() else secrets.token_hex(8)
+
+
+# ---- files
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A context in which an error of the system becomes an InputError."""
+    try:
+        yield
+    except OSError as error:
+        why = (error.strerror or str(error)).splitlines()[0]
+        way_out = "make room or take away what stands there, or choose another results folder"
+        raise InputError(f"{path} cannot be written ({why}): {way_out}. What was stored before is whole") from None
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder where it is missing, and try whether it can be written. Raises InputError."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        trial = folder / f"{secrets.token_hex(4)}.tmp"
+        trial.touch()
+        trial.unlink()
+
+
+def write(table: pa.Table, folder: Path, name: str) -> None:
+    """Write `<name>-<digest>.parquet` into a folder, whole or not at all. Raises InputError."""
+    aside = folder / f"{name}.{secrets.token_hex(4)}.tmp"
+    with writing(aside):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the results away
+            pq.write_table(table, aside, compression="zstd")
+            data = aside.read_bytes()
+            aside.replace(folder / f"{name}-{hashlib.blake2b(data, digest_size=8).hexdigest()}.parquet")
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def table_of(file: Path, columns: Collection[str] | None = None) -> pa.Table:
+    """A file's table. Raises InputError where its bytes are not those that were written."""
+    if file not in whole:
+        seen = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        if seen != file.stem.rpartition("-")[2]:
+            raise InputError(f"{file} is damaged: move it away, and its rows are computed again")
+        whole.add(file)
+    return pq.read_table(file, columns=None if columns is None else list(columns))
+
+
+def _rows(folder: Path, columns: Collection[str]) -> pd.DataFrame:
+    """Rows of all files of a folder and of those below it, the first written first. Files of another version are left
+    out, and a line says how many."""
+    files = sorted(folder.rglob("*.parquet"), key=lambda file: file.stat().st_mtime_ns)
+    ours = [file for file in files if (pq.read_schema(file).metadata or {}).get(b"kvrepro") == VERSION]
+    if len(ours) < len(files):
+        print(f"{folder}: {len(files) - len(ours)} files of another version of kvrepro are left as they are")
+    schema = pa.schema([SCHEMA.field(name) for name in columns])
+    tables = [table_of(file, columns).cast(schema) for file in ours]
+    return pa.concat_tables([schema.empty_table(), *tables]).to_pandas()
+
+
+def folder_name(model: str) -> str:
+    """A model's name as a folder's."""
+    return re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
+
+
+def read(study: Path | str, columns: Collection[str] = tuple(COLUMNS)) -> pd.DataFrame:
+    """Rows of a study's folder, of all its models: of each question the one that was stored last, of these one without
+    an error where there is one. Raises InputError where nothing is stored."""
+    if not Path(study).is_dir():
+        raise InputError(f"no results at {study}: run the chapter first")
+    rows = _rows(Path(study), COLUMNS)
+    rows = rows.sort_values("error", key=lambda error: error.isna(), kind="stable")  # failures first
+    return rows.drop_duplicates(IDENTITY, keep="last").sort_index()[list(columns)].reset_index(drop=True)
+
+
+class Store:
+    """Rows of one study with one model, to read and to add to. Several processes may do so at a time."""
+
+    def __init__(self, results: str | Path, chapter: str, name: str, model: str):
+        """Raises InputError where nothing can be written."""
+        self.folder = Path(results) / chapter / name / folder_name(model)
         make_folder(self.folder)
 
-    def missing(self, identities: Mapping[str, int]) -> list[str]:
-        """The keys of `identities_of` some rows that are not stored. A row with an error counts as missing, so that a
-        resumed run tries it again."""
-        latest = steadily(self.table, lambda files: index(files, identities=identities.values()))
-        done = set(latest.key[~latest.failed])
-        return [key for key in identities if key not in done]
+    def _latest(self, keys: Collection[str], columns: Collection[str]) -> pd.DataFrame:
+        """The row of each key, one without an error where there is one."""
+        rows = _rows(self.folder, columns)
+        rows = rows[rows.key.isin(set(keys))].sort_values("error", key=lambda error: error.isna(), kind="stable")
+        return rows.drop_duplicates("key", keep="last")
+
+    def missing(self, keys: Collection[str]) -> list[str]:
+        """The keys that have no row, or one with an error: a resumed run tries those again."""
+        rows = self._latest(keys, ["key", "error"])
+        done = set(rows.key[rows.error.isna()])
+        return [key for key in keys if key not in done]
 
     def add(self, rows: Collection[dict[str, Any]]) -> None:
         """Write rows (columns as in SCHEMA, absent ones null) so that they outlive this process."""
-        unknown = {column for row in rows for column in row} - set(COLUMNS)
-        if unknown:
-            raise InputError(f"unknown column {sorted(unknown)[0]}: a results row has {', '.join(COLUMNS)}")
         if rows:
-            self.write(with_identity(pa.Table.from_pylist(list(rows), schema=SCHEMA)))
-        if len(parts(self.table)) > MANY:
-            self.fold(wait=0)
+            write(pa.Table.from_pylist(list(rows), schema=SCHEMA), self.folder, digest([row["key"] for row in rows]))
 
-    def write(self, table: pa.Table, number: int | None = None, folded: Sequence[str] = ()) -> None:
-        """Write a file among the parts: as the newest one, or with a number that a folded file had. folded: names of
-        the files that it replaces."""
-        numbers = [int(path.name[:8]) for path in parts(self.table)]
-        path = self.folder / named(max(numbers, default=-1) + 1 if number is None else number)
-        with writing(path):
-            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the results away
-            self._put(table, path, folded)
-
-    def _put(self, table: pa.Table, path: Path, folded: Sequence[str]) -> None:
-        label = MARK | {b"folded": json.dumps(list(folded)).encode()}
-        aside = self.folder / f"{named(0)}.tmp"
-        write(table.select(FILED.names).replace_schema_metadata(label), path, aside)
-
-    def frame(self, identities: Mapping[str, int]) -> pd.DataFrame:
-        """The latest rows with the keys of `identities_of` some rows. InputError where a key has no row."""
-
-        def latest(files: list[RowsFile]) -> pd.DataFrame:
-            chosen = index(files, identities=identities.values())
-            chosen = chosen[chosen.key.isin(identities.keys())]
-            if lost := len(identities.keys() - {*chosen.key}):
-                why = "another version of the code stored its own meanwhile"
-                raise InputError(f"{self.table} has no longer {lost} of the rows ({why}): run this again")
-            return rows_of(files, chosen, COLUMNS).to_pandas()
-
-        return steadily(self.table, latest)
-
-    def fold(self, wait: float = 10) -> None:
-        """Join the newest files into one, under the lock: small ones, and those with at most twice as many rows as all
-        newer ones together, so that each row is written only a few times. Does nothing where another process holds the
-        lock longer than `wait` seconds."""
-        try:
-            with self.locked(wait):
-                files = files_of(self.table)
-                total, first = 0, len(files)
-                for i in reversed(range(len(files))):
-                    rows = files[i].rows
-                    if total + rows > MOST:
-                        break
-                    if rows <= max(LEAST, 2 * total):
-                        first = i
-                    total += rows
-                if len(files) - first > 1 or [file.path for file in files[first:]] not in ([], [self.table]):
-                    self.join(files, files[first:], index(files[first:]))
-        except filelock.Timeout:
-            if wait:
-                held = "fold.lock there is another process's; if no run is under way, remove it"
-                print(f"{self.folder} keeps its files: {held}", file=sys.stderr)
-
-    @contextlib.contextmanager
-    def locked(self, wait: float = 10) -> Iterator[None]:
-        """Hold the lock under which files are changed; what killed processes left is removed first. The lock names host
-        and process: it counts for nothing once its process has ended on this host, but a lock of another host stays. A
-        lock that stays empty is that of a process that was killed before it wrote its name."""
-        lock_file = self.folder / "fold.lock"
-        with writing(self.folder), contextlib.suppress(FileNotFoundError):
-            stat = lock_file.stat()
-            if not stat.st_size and time.time() - stat.st_mtime > UNNAMED:
-                lock_file.unlink()
-        with writing(self.folder), filelock.SoftFileLock(lock_file, poll_interval=0.05).acquire(timeout=wait):
-            for path in self.folder.glob("fold.lock.*"):  # left by a process that was killed as it took over a lock
-                path.unlink(missing_ok=True)
-            for file in files_of(self.table, replaced=True):
-                file.path.unlink(missing_ok=True)
-            for path in leftovers(self.folder):
-                path.unlink(missing_ok=True)
-            yield
-
-    def join(self, files: Sequence[RowsFile], joined: Sequence[RowsFile], chosen: pd.DataFrame) -> None:
-        """Under the lock: replace the neighbouring files `joined` by one with their chosen rows. A kill in between
-        loses and doubles nothing, because the new file names those that it replaces."""
-        names = [file.path.name for file in joined if file.path != self.table]
-        table = rows_of(joined, chosen, FILED.names)
-        if joined[0] is files[0] and (joined[0].path == self.table or not self.table.exists()):
-            if joined[0].path == self.table and joined[0].changed():
-                return  # somebody took this lock for that of a process that has ended
-            self._put(table, self.table, names)
-        elif len(joined) > 1 or len(table) < joined[0].rows:
-            self.write(table, int(names[-1][:8]), names)
-        else:
-            return
-        for name in names:
-            (self.folder / name).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Fold the arrived rows into the table. Where that fails they stay in their own files, and a line says so, but
-        not where bad input or a full disk ends the run anyway: that has a line of its own."""
-        has_own_line = isinstance(sys.exception(), InputError)
-        try:
-            if parts(self.table):
-                self.fold()
-        except InputError as error:
-            if not has_own_line:
-                print(f"{self.table}: the rows that were stored lie in {self.folder} ({error})", file=sys.stderr)
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def frame(self, keys: Collection[str]) -> pd.DataFrame:
+        """The rows of these keys, in their order. Raises InputError where a key has no row."""
+        rows = self._latest(keys, COLUMNS).set_index("key", drop=False)
+        if lost := len(set(keys) - set(rows.index)):
+            raise InputError(f"{self.folder} has no longer {lost} of the rows: run this again")
+        return rows.loc[list(keys)].reset_index(drop=True)
 
 
 class Tables:
-    """Tables of items, `<results>/<chapter>/<name>/<key>/<table>.parquet`."""
+    """Tables of items, a folder for each item, which appears whole or not at all."""
 
     def __init__(self, results: str | Path, chapter: str, name: str):
         self.folder = Path(results) / chapter / name
@@ -219,18 +227,14 @@ class Tables:
         return next((self.folder / key).glob("*.parquet"), None) is not None  # an emptied folder holds no result
 
     def add(self, key: str, tables: Mapping[str, pd.DataFrame]) -> None:
-        """Write an item's tables to a temporary folder, then rename it. Of two writers the first wins. Raises
-        InputError where nothing can be written."""
-        if not self.folder.is_dir():
-            make_folder(self.folder)
-        aside = self.folder / f"{key}.{named(0).removesuffix('.parquet')}.tmp"
+        """Write an item's tables. Of two writers the first wins. Raises InputError where nothing can be written."""
+        aside = self.folder / f"{key}.{secrets.token_hex(4)}.tmp"
         try:
+            for name, table in tables.items():
+                write(pa.Table.from_pandas(table, preserve_index=False), aside, name)
             with writing(aside):
-                aside.mkdir()
-                for name, table in tables.items():
-                    write(pa.Table.from_pandas(table, preserve_index=False), aside / f"{name}.parquet")
                 try:
-                    os.rename(aside, self.folder / key)
+                    aside.rename(self.folder / key)
                 except OSError:
                     if key not in self:
                         raise
@@ -238,7 +242,6 @@ class Tables:
             shutil.rmtree(aside, ignore_errors=True)
 
     def read(self, key: str) -> dict[str, pd.DataFrame]:
-        """The tables of one item. Raises InputError for a file that is not whole."""
-        folder = self.folder / key
-        way_out = f"remove the folder {folder}, and it is computed again"
-        return {path.stem: File(path, way_out).table().to_pandas() for path in sorted(folder.glob("*.parquet"))}
+        """The tables of one item. Raises InputError for a damaged file."""
+        files = sorted((self.folder / key).glob("*.parquet"))
+        return {file.stem.rpartition("-")[0]: table_of(file).to_pandas() for file in files}

@@ -20,7 +20,7 @@ CELLS = {f"{grid.FILE}:{name}": pair for pair, name in NAMES.items()}  # policy 
 
 def rows(results: Path = DATA / "results") -> pd.DataFrame:
     """The newest rows of every model (`tidy`). Raises InputError where the chapter has not run."""
-    table = store.newest(store.read(results / "synthesis" / "grid.parquet"))
+    table = store.read(results / "synthesis" / "grid")
     renamed = table.policy.str.startswith(grid.FILE) & ~table.policy.isin(CELLS)  # cells of earlier versions
     return tidy(table[table.error.isna() & ~renamed])
 

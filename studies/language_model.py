@@ -41,12 +41,12 @@ def rows_of(folder: Path) -> pd.DataFrame:
 def main_study(folder: Path) -> pd.DataFrame:
     """The rows of a chapter's main study with their `score`; none without one. Those of `NO_PASSAGE` are among them, of
     the same items: some chapters ask more items without their passages than the main study has."""
-    main, controls = folder / f"{MAIN.get(folder.name)}.parquet", folder / "controls.parquet"
-    if not main.is_file():
+    main, controls = folder / str(MAIN.get(folder.name)), folder / "controls"
+    if not main.is_dir():
         return pd.DataFrame(columns=["policy", "score"])
-    rows = store.newest(pd.read_parquet(main))
-    if controls.is_file():
-        alone = store.newest(pd.read_parquet(controls))
+    rows = store.read(main)
+    if controls.is_dir():
+        alone = store.read(controls)
         alone = alone[alone.item.isin(rows.item)].assign(policy=NO_PASSAGE)
         rows = pd.concat([rows, alone], ignore_index=True)
     return rows.assign(score=scores(rows))

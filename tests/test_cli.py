@@ -163,7 +163,7 @@ def test_a_run_is_the_study_that_it_names(call, tmp_path):
     conditions += [kv.Condition("snapkv", size, when, switches=window) for size in (64, 0.5)]
     study = kv.Answers("again", "main", items, [kv.Condition(), *conditions], 6)
     expected = kv.run(study, kv.load(), kv.Settings(results=tmp_path, progress=False))
-    rows = store.read(tmp_path / "run" / "main.parquet")
+    rows = store.read(tmp_path / "run" / "main")
     same = ["item", "policy", "capacity", "share", "until", "switches", "prediction", "kept_hash"]
     order = ["item", "policy", "capacity"]
     pd.testing.assert_frame_equal(
@@ -214,7 +214,7 @@ def test_an_item_too_short_for_a_budget_is_left_out_and_the_others_run(call, tmp
     code, out, _ = call("run", *given, "-o", "progress=false", "-i", str(items))
     assert code == 0
     assert "run: 1 of 3 items left out, the first because: item 1 words: budget 64 >= " in out
-    assert set(store.read(tmp_path / "run" / "main.parquet")["item"]) == {"80 words", "90 words"}
+    assert set(store.read(tmp_path / "run" / "main")["item"]) == {"80 words", "90 words"}
     code, _, error = call("run", *given, "-i", str(short))
     assert code == 2
     assert error.startswith("item 1 words: budget 64 >= ")
@@ -228,7 +228,7 @@ def test_prompts_that_are_made_are_as_long_as_the_limit_says(items, answer, call
     for limit in (2000, 600):
         code, _, _ = call("run", *given, "--limit", str(limit), "--name", f"of-{limit}", "-o", f"results={tmp_path}")
         assert code == 0
-        lengths += store.read(tmp_path / "run" / f"of-{limit}.parquet").prompt_tokens.unique().tolist()
+        lengths += store.read(tmp_path / "run" / f"of-{limit}").prompt_tokens.unique().tolist()
     assert 1900 < lengths[0] + answer <= 2000
     assert 540 < lengths[1] + answer <= 600
 
@@ -244,7 +244,7 @@ def test_a_run_with_a_failed_row_ends_with_1_and_keeps_the_others(call, tmp_path
     code, out, _ = call("run", *given, "-o", f"results={tmp_path}", "-o", "progress=false", "-o", "workers=1")
     assert code == 1
     assert "1 of 22 rows is missing" in out
-    assert store.read(tmp_path / "run" / "main.parquet")["error"].notna().sum() == 1
+    assert store.read(tmp_path / "run" / "main")["error"].notna().sum() == 1
 
 
 def test_a_table_that_cannot_be_written_is_one_line_and_its_rows_are_stored(call, tmp_path):
@@ -253,7 +253,7 @@ def test_a_table_that_cannot_be_written_is_one_line_and_its_rows_are_stored(call
     code, _, error = call("run", *given)
     assert (code, error.count("\n")) == (2, 1)
     assert error.startswith("--out /proc/rows.csv cannot be written (")
-    assert len(store.read(tmp_path / "run" / "main.parquet")) == 2
+    assert len(store.read(tmp_path / "run" / "main")) == 2
 
 
 @pytest.mark.parametrize("message", WRONG)
@@ -273,7 +273,7 @@ def test_numbers_given_win_over_the_items_own_and_a_short_file_is_taken_whole(mo
     code, out, _ = call("run", *given, "-o", "progress=false")
     assert (code, out.count("has 2 items, all are taken")) == (0, 1)
     max_new_tokens = (
-        store.read(tmp_path / "run" / "main.parquet").query("policy == 'full'").set_index("item").max_new_tokens
+        store.read(tmp_path / "run" / "main").query("policy == 'full'").set_index("item").max_new_tokens
     )
     assert max_new_tokens[[item.id for item in drawn]].tolist() == lengths
     assert call("run", *given, "-n", "3")[2].startswith("n_items is 3 but ")

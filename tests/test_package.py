@@ -102,7 +102,7 @@ def test_an_installed_package_runs_studies_and_chapters_and_stores_in_the_workin
     lines = done.stdout.splitlines()
     assert [line.startswith(str(python.site)) for line in lines[:2]] == [True, True], done
     assert any("small-mha is missing" in line and "clone" in line for line in lines), done.stderr
-    assert (python.folder / "data" / "results" / "mine" / "main.parquet").is_file()
+    assert (python.folder / "data" / "results" / "mine" / "main").is_dir()
     assert sorted(python.site.rglob("*.parquet")) == before
 
 

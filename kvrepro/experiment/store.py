@@ -55,8 +55,9 @@ SCHEMA = pa.schema(
     metadata={b"kvrepro": VERSION},
 )  # fmt: skip
 COLUMNS = SCHEMA.names
-IDENTITY = """item model model_hash data_hash dtype device limit max_new_tokens enable_thinking policy capacity prefix suffix
-    suffix_mode interval reading switches regime share until whitelist spans fair chunk chunk_mode bits""".split()
+IDENTITY = """item model model_hash data_hash dtype device limit max_new_tokens enable_thinking
+    policy capacity prefix suffix suffix_mode interval reading switches
+    regime share until whitelist spans fair chunk chunk_mode bits""".split()
 DECIDING = ("kvrepro/engine", "kvrepro/world", "kvrepro/chat.py", "kvrepro/item.py", "kvrepro_kernels",
             *(f"kvrepro/experiment/{name}.py" for name in ("answers", "data", "measure", "per_item")))  # fmt: skip
 LIBRARIES = sys.stdlib_module_names | {"kvrepro", "kvrepro_kernels", "torch", "numpy"}
@@ -147,25 +148,25 @@ def write(table: pa.Table, folder: Path, name: str) -> None:
             aside.unlink(missing_ok=True)
 
 
-def table_of(file: Path, columns: Collection[str] | None = None) -> pa.Table:
-    """A file's table. Raises InputError where its bytes are not those that were written."""
+def checked(file: Path) -> Path:
+    """The file. Raises InputError where its bytes are not those that were written."""
     if file not in whole:
         seen = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
         if seen != file.stem.rpartition("-")[2]:
-            raise InputError(f"{file} is damaged: move it away, and its rows are computed again")
+            raise InputError(f"{file} is damaged: move it away, and what it holds is computed again")
         whole.add(file)
-    return pq.read_table(file, columns=None if columns is None else list(columns))
+    return file
 
 
 def _rows(folder: Path, columns: Collection[str]) -> pd.DataFrame:
     """Rows of all files of a folder and of those below it, the first written first. Files of another version are left
     out, and a line says how many."""
     files = sorted(folder.rglob("*.parquet"), key=lambda file: file.stat().st_mtime_ns)
-    ours = [file for file in files if (pq.read_schema(file).metadata or {}).get(b"kvrepro") == VERSION]
+    ours = [file for file in files if (pq.read_schema(checked(file)).metadata or {}).get(b"kvrepro") == VERSION]
     if len(ours) < len(files):
         print(f"{folder}: {len(files) - len(ours)} files of another version of kvrepro are left as they are")
     schema = pa.schema([SCHEMA.field(name) for name in columns])
-    tables = [table_of(file, columns).cast(schema) for file in ours]
+    tables = [pq.read_table(file, columns=list(columns)).cast(schema) for file in ours]
     return pa.concat_tables([schema.empty_table(), *tables]).to_pandas()
 
 
@@ -244,4 +245,4 @@ class Tables:
     def read(self, key: str) -> dict[str, pd.DataFrame]:
         """The tables of one item. Raises InputError for a damaged file."""
         files = sorted((self.folder / key).glob("*.parquet"))
-        return {file.stem.rpartition("-")[0]: table_of(file).to_pandas() for file in files}
+        return {file.stem.rpartition("-")[0]: pq.read_table(checked(file)).to_pandas() for file in files}

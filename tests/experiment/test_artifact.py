@@ -9,7 +9,7 @@ import pytest
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, data
-from kvrepro.experiment.table import COLUMNS
+from kvrepro.experiment.store import COLUMNS
 
 
 @pytest.mark.parametrize(

@@ -258,11 +258,11 @@ def drive(model, folder, address):
 def test_after_the_death_of_the_driver_the_next_run_goes_on(loaded, tmp_path):
     folder, settings = tmp_path / "killed", on_ray(tmp_path / "killed")
     driver = forked(drive, str(loaded.path), folder, ray.get_runtime_context().gcs_address)
-    while driver.is_alive() and len(list(folder.glob("c/n.rows/*.parquet"))) < 2:
+    while driver.is_alive() and len(list(folder.glob("c/n/*/*.parquet"))) < 2:
         time.sleep(0.002)
     driver.kill()
     driver.join()
-    rows = store.read(folder / "c" / "n.parquet")
+    rows = store.read(folder / "c" / "n")
     assert 0 < len(rows) < 48
     assert rows.key.is_unique
     frame = run(Answers("c", "n", ITEMS, CONDITIONS, 6), loaded, settings)

@@ -87,7 +87,7 @@ def test_rows_come_out(source, loaded, tmp_path):
     assert (reduced["bytes_held"] < 0.2 * reduced["bytes_full"]).all()
     assert frame.groupby(["item", "reading", "policy", "prefix"])["kept_hash"].nunique().eq(1).all()
     assert frame["n_generated"].between(1, 12).all()
-    stored = store.read(tmp_path / "protection" / "real.parquet")
+    stored = store.read(tmp_path / "protection" / "real")
     assert set(stored["key"]) == set(frame["key"])
     pair = {
         "a": frame[frame["prefix"] > 0].query("policy == 'lru'")["token_f1"].to_numpy(),

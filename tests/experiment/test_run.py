@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -28,10 +29,10 @@ from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
-from kvrepro.experiment import answers, data, fingerprint, models, progress, run, settings, store, workers
+from kvrepro.experiment import answers, data, models, progress, run, settings, store, workers
 from kvrepro.experiment.data import Item
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
-from kvrepro.experiment.table import COLUMNS
+from kvrepro.experiment.store import COLUMNS
 
 ITEMS = [
     Item(f"item-{i}", "doors", ({"role": "user", "content": f"Which door is open, {i}?"},), "the red door")
@@ -149,14 +150,14 @@ def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
     def changed(plan):
         other = {what: {"max_new_tokens": 9}.get(what, "changed")}
         heads = {pair: head | other for pair, head in real(plan).items()}
-        return {pair: head | {"key": fingerprint.digest(head)} for pair, head in heads.items()}
+        return {pair: head | {"key": store.digest(head)} for pair, head in heads.items()}
 
     monkeypatch.setattr(answers.AnswersPlan, "_heads", changed)
     fake.calls.clear()
     go(loaded, tmp_path, items=ITEMS[:1])
     assert fake.calls == [(1, CONDITIONS)]
     rows = 3 if what == "engine_hash" else 6  # what other code decided goes, all else stands beside
-    assert len(store.read(tmp_path / "doors" / "main.parquet")) == rows
+    assert len(store.read(tmp_path / "doors" / "main")) == rows
 
 
 def test_checkpoints_of_one_name_and_items_of_one_id_keep_their_rows(loaded, fake, tmp_path):
@@ -168,7 +169,7 @@ def test_checkpoints_of_one_name_and_items_of_one_id_keep_their_rows(loaded, fak
     for rows, (model, items) in zip(first, runs, strict=True):
         pd.testing.assert_frame_equal(go(model, tmp_path, items=items), rows)
     assert not fake.calls
-    stored = store.read(tmp_path / "doors" / "main.parquet")
+    stored = store.read(tmp_path / "doors" / "main")
     assert stored.groupby(["model_hash", "data_hash"]).size().tolist() == [3, 3, 3]
 
 
@@ -218,7 +219,7 @@ def test_thinking_is_part_of_what_is_asked_wherever_it_is_said(thinker, fake, tm
     assert list(go(thinker.thinking(False), tmp_path, items=ITEMS[:1]).key) == list(off.key)
     assert list(go(thinker, tmp_path, items=ITEMS[:1]).key) == list(usual.key)
     assert not fake.calls
-    assert len(store.read(tmp_path / "doors" / "main.parquet")) == 9
+    assert len(store.read(tmp_path / "doors" / "main")) == 9
     assert workers.recipe_of(thinker.thinking(False))[4] is False
 
 
@@ -336,7 +337,7 @@ def test_whatever_readers_code_raises_costs_its_row_and_not_the_run(loaded, tmp_
     conditions = [Condition(), Condition("leaving", 4, Prefill())]
     with pytest.raises(StudyFailed, match=rf"leaving C=4 prefill on .*{message}"):
         run.run(Answers("c", "n", ITEMS[:1], conditions, 2), loaded, Settings(results=tmp_path, progress=False))
-    assert store.read(tmp_path / "c" / "n.parquet")["error"].isna().tolist() == [True, False]
+    assert store.read(tmp_path / "c" / "n")["error"].isna().tolist() == [True, False]
     message = message.removeprefix("a policy raised ")
     with pytest.raises(StudyFailed, match=rf"c/t: 1 of 1 item failed, the first item-0: {message}"):
         run.run(PerItem("c", "t", ITEMS[:1], partial(_table, ends)), loaded, Settings(tmp_path, progress=False))
@@ -494,7 +495,7 @@ def test_a_study_of_which_many_fail_ends_when_the_rest_is_stored(loaded, fake, t
     lost = {"lru": 5, 1: 3}[culprit]
     with pytest.raises(StudyFailed, match=rf"doors/main: {lost} of 15 rows failed, the first .* out of memory$"):
         go(loaded, tmp_path)
-    rows = store.read(tmp_path / "doors" / "main.parquet")
+    rows = store.read(tmp_path / "doors" / "main")
     assert len(rows) == 15
     failed = rows[rows["error"].notna()]
     assert len(failed) == lost
@@ -608,7 +609,7 @@ def test_jobs_are_the_same_whatever_is_missing(loaded, fake, tmp_path):
     go(loaded, tmp_path, batch_rows=1)
     first = list(fake.calls)
     fake.calls.clear()
-    (tmp_path / "doors" / "main.parquet").unlink()
+    shutil.rmtree(tmp_path / "doors")
     go(loaded, tmp_path, items=ITEMS[:1], batch_rows=1)
     fake.calls.clear()
     go(loaded, tmp_path, batch_rows=1)
@@ -628,7 +629,7 @@ def test_what_was_stored_before_an_interrupt_stays(loaded, fake, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         go(loaded, tmp_path, batch_rows=1, progress=False)
     monkeypatch.setattr(engine, "generate", real)
-    stored = len(store.read(tmp_path / "doors" / "main.parquet"))
+    stored = len(store.read(tmp_path / "doors" / "main"))
     assert stored == 2 * len(CONDITIONS)
     fake.calls.clear()
     go(loaded, tmp_path)

@@ -1,28 +1,19 @@
-"""The runner's rows with their cells of the grid. Pages read them without a model."""
+"""The runner's rows with their cells of the grid."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.synthesis import grid
 from kvrepro.chapters.synthesis.policies import NAMES
-from kvrepro.experiment import measure, store
-from kvrepro.paths import DATA
+from kvrepro.experiment import measure
 
 SHOWN = [
     "model", "item", "task", "prompt_tokens", "answer", "prediction", "token_f1", "rest_f1", "evidence_at",
     "evidence_coverage", "bytes_full",
 ]  # fmt: skip
 CELLS = {f"{grid.FILE}:{name}": pair for pair, name in NAMES.items()}  # policy of a cell -> its scorer and split
-
-
-def rows(results: Path = DATA / "results") -> pd.DataFrame:
-    """The newest rows of every model (`tidy`). Raises InputError where the chapter has not run."""
-    table = store.read(results / "synthesis" / "grid")
-    renamed = table.policy.str.startswith(grid.FILE) & ~table.policy.isin(CELLS)  # cells of earlier versions
-    return tidy(table[table.error.isna() & ~renamed])
 
 
 def tidy(table: pd.DataFrame) -> pd.DataFrame:
@@ -49,8 +40,3 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
     notes = pd.DataFrame([json.loads(note) if isinstance(note, str) else {} for note in table.note])  # {}: it failed
     rows = pd.concat([shown, factors.astype(object).where(factors.notna(), None), notes], axis=1)
     return rows.assign(bytes_kept=rows.held * rows.bytes_full)
-
-
-def rows_of_main_model(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the model with the most rows: in the book one model ran all cells, the others only some."""
-    return rows[rows.model == rows.groupby("model").size().idxmax()]

@@ -5,7 +5,7 @@ import notebook
 import pandas as pd
 import pytest
 
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, store
 
 
 @pytest.mark.parametrize("with_own", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -20,7 +20,7 @@ def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path, with
     assert table.columns.tolist() == claims.COLUMNS
     assert ("C2 Mine" in set(table.claim)) == with_own
     assert set(table[table.claim.str.startswith("C2")].verdict) == {"not testable here"}  # two items say nothing
-    stored = pd.read_parquet(tmp_path / "results" / "fragility" / "every.parquet")
+    stored = store.read(tmp_path / "results" / "fragility" / "every")
     assert stored.error.isna().all()
     assert (policy in set(stored.policy)) == with_own
     assert ("Mine" in " ".join(data.get("text/html", "") + data.get("text/plain", "") for data in outputs)) == with_own

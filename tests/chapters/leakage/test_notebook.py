@@ -39,7 +39,7 @@ def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(t
     [second] = (tmp_path / "results" / "leakage").glob("claims-*another.csv")
     assert pd.read_csv(second).claim.tolist() == verdicts.claim.tolist()
     assert set(pd.read_csv(second).model).isdisjoint(verdicts.model)
-    rows = store.read(tmp_path / "results" / "leakage" / "answers.parquet")
+    rows = store.read(tmp_path / "results" / "leakage" / "answers")
     rows = rows[rows.item.str.startswith("normal-") & (rows.policy == policy) & rows.error.isna()]
     assert rows.groupby("model").size().min() >= 2 * 3  # default, fair and both ends, two requests each
     assert rows.model.nunique() == 2

@@ -36,7 +36,7 @@ def test_a_cell_that_cannot_be_met_is_a_row_with_its_error(run):
 
 def test_rows_are_stored_with_what_survived(run):
     *_, settings, rows = run
-    stored = store.read(settings.folder / "leakage" / "answers.parquet").set_index("key")
+    stored = store.read(settings.folder / "leakage" / "answers").set_index("key")
     for row in rows.itertuples():
         assert isinstance(stored.note[row.key], str) == (pd.isna(row.error) and row.request == "leak")
 

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import tiny
-from edits import edit_of, stale
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +20,8 @@ from kvrepro.chapters.reclamation import study as r
 from kvrepro.chapters.reclamation.settings import Settings
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.policy import Policy, own
-from kvrepro.engine.score import cumulative, window
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, models
-from kvrepro.experiment.per_item import PerItem, PerItemPlan
 from studies import trial
 
 
@@ -513,15 +510,3 @@ def test_a_policy_that_raises_on_one_item_costs_its_own_rows_of_that_item_alone(
         assert of_item.to_dict() == {"a": of_item["a"], "b": of_item["a"] - {"Picky"}, "c": of_item["a"]}
         assert "error" not in tables[name]
         assert f"reclamation/{name}: Picky is left out of 1 item, the first b: RuntimeError: not this" in printed
-
-
-def test_an_edit_of_the_policy_that_a_study_runs_makes_it_stale(loaded):
-    """By whatever name the study calls it."""
-    studies_by_name = r.model_studies(loaded, {"a": tiny.prompts(180)[0]}, Settings(capacity=64))
-
-    def keys() -> dict[str, str]:
-        studies = {name: PerItem("reclamation", name, {"a": [1]}, *study) for name, study in studies_by_name.items()}
-        return {name: PerItemPlan(study, None, Settings()).keys["a"] for name, study in studies.items()}
-
-    assert stale(keys, *edit_of(window.snapkv)) == {"arising", "decoding", "identity", "sharing"}
-    assert stale(keys, *edit_of(cumulative.quest)) == {"identity", "pages"}

@@ -5,15 +5,12 @@ import itertools
 import numpy as np
 import pandas as pd
 import pytest
-from edits import edit_of, stale
 
 from kvrepro.chapters.synthesis import grid
-from kvrepro.chapters.synthesis.policies import OF_WINDOW, SCORERS
+from kvrepro.chapters.synthesis.policies import OF_WINDOW
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.rule import check
-from kvrepro.engine.score.window import windowed
 from kvrepro.errors import InputError
-from kvrepro.experiment.answers import code_of
 
 SETTINGS = Settings()
 
@@ -67,19 +64,3 @@ def test_published_methods_stand_at_every_share_and_others_are_refused():
 
 
 CHOSEN = grid.design(grid.cells(SETTINGS.kept), 140).reset_index()
-
-
-def keys() -> dict[int, str]:
-    """Of the code of each chosen cell."""
-    return {cell["index"]: code_of(grid.condition(cell, SETTINGS), "torch") for cell in CHOSEN.to_dict("records")}
-
-
-@pytest.mark.parametrize("scorer", SCORERS)
-def test_an_edit_of_a_scorer_makes_its_own_rows_stale_and_no_others(scorer):
-    cells_of_scorer = set(CHOSEN["index"][CHOSEN.scorer == scorer])
-    assert 0 < len(cells_of_scorer) < len(CHOSEN)
-    assert stale(keys, *edit_of(OF_WINDOW.get(scorer, SCORERS[scorer]))) == cells_of_scorer
-
-
-def test_an_edit_of_what_scorers_of_a_window_share_makes_all_of_theirs_stale():
-    assert stale(keys, *edit_of(windowed)) == set(CHOSEN["index"][CHOSEN.scorer.isin(OF_WINDOW)])

@@ -2,9 +2,8 @@
 
 import checkpoint
 import notebook
-import pandas as pd
 
-from kvrepro.experiment import stats
+from kvrepro.experiment import stats, store
 
 
 def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_own(tmp_path):
@@ -16,7 +15,7 @@ def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_ow
     outputs = [data for _, shown in cells for data in shown]
     drawn = [source for source, _ in cells if "figure.show(" in source]
     assert sum("image/svg+xml" in data for data in outputs) == len(drawn) >= 10
-    stored = pd.read_parquet(tmp_path / "results" / "synthesis" / "grid.parquet")
+    stored = store.read(tmp_path / "results" / "synthesis" / "grid")
     assert stored.error.isna().all()
     assert len(stored) == 2 * (1 + 14 + 3 * 2)
     assert policy in set(stored.policy)

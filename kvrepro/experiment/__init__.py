@@ -2,8 +2,8 @@
 
 data, models         items, spans, prompts, public data with checksums; checkpoints: embedded, local or on the hub
 longbench, artifact  LongBench's sets: prompts, answer lengths, metrics; the protection paper's rows
-run                  the one runner; answers, per_item, plan: a study; limit, progress: how it is stopped and shown
-workers, cluster     how a study is distributed: processes of this machine, Ray
+run                  the one runner; answers, per_item, plan: a study; limit: how it is stopped
+pool                 who computes: this process, processes of this machine, Ray
 settings, parameters what a notebook may set; checked before anything runs
 store                rows that survive a crash; what a row depends on
 measure, stats       scores of answers; intervals and tests; controls: answers that no policy gives

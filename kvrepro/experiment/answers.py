@@ -24,7 +24,7 @@ from kvrepro.engine.generate import Conditions
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.rule import Rule
 from kvrepro.errors import InputError, counted, error_line
-from kvrepro.experiment import cluster, data, measure, models, store, workers
+from kvrepro.experiment import data, measure, models, pool, store
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Forecast, Job, Plan
@@ -319,11 +319,11 @@ class AnswersPlan(Plan):
         if new := sorted(self.missing & self.gaps.keys()):
             self.missing -= set(new)
             if not self.settings.dry_run:
-                self.table.add([self._gap(*pair) for pair in new])
+                self.table.add([self._row_of(*pair, self.gaps[pair]) for pair in new])
         return self
 
-    def _gap(self, i: int, j: int) -> dict[str, Any]:
-        return answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[i, j], self.gaps[i, j])
+    def _row_of(self, i: int, j: int, error: Exception) -> dict[str, Any]:
+        return answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[i, j], error)
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
@@ -344,10 +344,10 @@ class AnswersPlan(Plan):
         """Jobs of about equal work. Items are dealt out in turn, the longest first, so that each job has items of every
         length and task. The blocks of items are the same whatever is missing."""
         if self.loaded.device == "cpu":  # the cores of this machine, also where a cluster's nodes compute
-            cores, batches = workers.default_workers(self.loaded), BATCHES
+            cores, batches = pool.usual_workers(self.loaded, "local"), BATCHES
             parts = cores if cores > FEW else min(FEW, max(2, 2 * self.total // self._rows_together()))
         else:  # every job takes batches of its own, which cost almost the same however many rows they have
-            parts = cluster.usual_workers(self.loaded, self.settings.engine, self.settings.address)
+            parts = pool.usual_workers(self.loaded, self.settings.engine or "local", self.settings.address)
             batches = GPU_BATCHES
         parts = max(parts, -(-self.total // (batches * self._rows_together())))
         count, together = len(self.prompts), self.study.together
@@ -370,7 +370,7 @@ class AnswersPlan(Plan):
             prompts={i: self.prompts[i] for i in items}, conditions={j: self.conditions[j] for j in columns},
             note=self.study.note, limit=self.settings.time_limit, **self.engine_arguments,
         )  # fmt: skip
-        return Job(len(pairs), work)
+        return Job(len(pairs), work, pairs)
 
     def forecast(self) -> Forecast:
         """An estimate from the first missing item under all its conditions. On a GPU, where items share passes and
@@ -406,6 +406,10 @@ class AnswersPlan(Plan):
     def add(self, job: Job, result: list[dict[str, Any]]) -> None:
         """Store rows."""
         self.table.add(result)
+
+    def lost(self, job: Job, why: str) -> None:
+        """Store rows with an error."""
+        self.table.add([self._row_of(i, j, RuntimeError(why)) for i, j in job.label])
 
     def results(self) -> pd.DataFrame:
         """Rows by item, then condition."""

@@ -110,6 +110,10 @@ class PerItemPlan(Plan):
         else:
             self.table.add(self.keys[job.label], result)
 
+    def lost(self, job: Job, why: str) -> None:
+        """Remember why there are none."""
+        self.errors[job.label] = why
+
     def results(self) -> Any:
         """The items' tables joined, in the order of the items."""
         stored = [(name, key) for name, key in self.keys.items() if key in self.table]

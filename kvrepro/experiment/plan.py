@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.progress import clock
+
+
+def clock(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 600:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min"
 
 
 @dataclass(frozen=True)
@@ -32,11 +41,11 @@ class Forecast:
     held: float = 0.0  # bytes of the caches that one process holds at a time
     unless: str = ""  # when it takes less, in words
 
-    def line(self, processes: int, at_once: int) -> str:
-        """The forecast as one line. at_once: how many of the processes find a core or GPU of their own."""
+    def line(self, processes: int) -> str:
+        """The forecast as one line."""
         workers = f" by {processes} workers" if processes > 1 else ""
         held = f", caches of {self.held * processes / 1e6:,.0f} MB at a time" if self.held else ""
-        seconds = clock(self.seconds / at_once)
+        seconds = clock(self.seconds / processes)
         expected = f"about {seconds}{workers}{self.unless and f' ({self.unless})'}"
         return f"{self.title}: {self.work}; {expected}, {self.stored / 1e6:.1f} MB of results{held}"
 
@@ -61,6 +70,10 @@ class Plan(AbstractContextManager["Plan"]):
     @abstractmethod
     def add(self, job: Job, result: Any) -> None:
         """Store a job's result."""
+
+    @abstractmethod
+    def lost(self, job: Job, why: str) -> None:
+        """Note that a job has no result."""
 
     @abstractmethod
     def results(self) -> Any:

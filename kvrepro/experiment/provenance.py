@@ -18,7 +18,7 @@ from IPython.display import Markdown
 
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.parameters import INJECTED, cells_of_notebook
-from kvrepro.experiment.progress import clock
+from kvrepro.experiment.plan import clock
 from kvrepro.experiment.run import USUAL, Settings
 from kvrepro.paths import INSTALLED, ROOT
 

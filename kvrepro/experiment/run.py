@@ -13,23 +13,22 @@ from pathlib import Path
 from typing import Any, overload
 
 import pandas as pd
+from tqdm.auto import tqdm
 
 from kvrepro.errors import Stopped
-from kvrepro.experiment import cluster, workers
+from kvrepro.experiment import pool
 from kvrepro.experiment.answers import Answers
 from kvrepro.experiment.data import say_once
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.parameters import ensure_name
 from kvrepro.experiment.per_item import PerItem, Result
-from kvrepro.experiment.plan import Plan
-from kvrepro.experiment.progress import Progress, clock, send, wait_for_turn
+from kvrepro.experiment.plan import Plan, clock
 from kvrepro.experiment.settings import Settings
 from kvrepro.paths import WORK
 
 __all__ = ["Answers", "PerItem", "Settings", "StudyFailed", "run"]
 MOST_FAILED = 0.1  # share of a study's results that may fail before the study as a whole counts as failed
 POOL_FROM = 20.0  # seconds of work from which worker processes, which load the model each, are worth starting
-SHARE_FROM = 3.0  # the same for processes that already run, from an earlier study
 
 
 class StudyFailed(Stopped):
@@ -59,17 +58,12 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
         loaded = loaded.thinking(settings.enable_thinking)
     with study.plan(study, loaded, settings) as plan:
         if settings.dry_run:
-            expected, processes = plan.forecast(), _processes(plan, settings, float("inf"))
-            at_once = _at_once(plan, settings, processes)
-            print(expected.line(processes, at_once))
-            send(study=plan.title, results=expected.results, seconds=expected.seconds, bytes=expected.stored,
-                 processes=at_once)  # fmt: skip
+            print(plan.forecast().line(_processes(plan, settings, float("inf"))))
             return plan.rehearsal()
-        computed, waited = _compute(plan, settings)
+        computed = _compute(plan, settings)
         results = plan.results()
     failed = plan.failures()
-    taken = time.perf_counter() - started - waited
-    send(study=plan.title, results=plan.total, failed=len(failed), seconds=taken)
+    taken = time.perf_counter() - started
     units = f"{plan.unit}s" if plan.total != 1 else plan.unit
     text = f"{plan.title}: {plan.total} {units}, {computed} computed now, {len(failed)} failed"
     print(f"{text}, {clock(taken)}", *plan.remarks(), sep="\n")
@@ -83,54 +77,40 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     return results
 
 
-def _compute(plan: Plan, settings: Settings) -> tuple[int, float]:
-    """Do a plan's jobs, in this process or in workers, and store the result of each. Returns how many results, and the
-    seconds before the chapter's turn."""
+def _compute(plan: Plan, settings: Settings) -> int:
+    """Do a plan's jobs, in this process or in workers, and store the result of each. Returns how many results."""
     jobs = plan.jobs()
     count = sum(job.size for job in jobs)
     if not jobs:
-        return 0, 0.0
+        return 0
     if settings.engine == "ray" and settings.address:  # a small study would not notice that it is wrong
-        cluster.reach(settings.address)
+        pool.reach(settings.address)
     processes = 1
-    shared = len(jobs) > 1 and (settings.workers is not None or not _testing())
-    several = shared and settings.engine == "local" and settings.workers != 1 and not plan.alone
-    if several and not workers.studies_ended.is_set():
-        workers.get_ready(workers.recipe_of(plan.loaded))
-    waited = wait_for_turn()
-    if shared:
-        with workers.one_thread():
+    if len(jobs) > 1 and (settings.workers is not None or not _testing()):
+        with pool.one_thread():
             expected = plan.forecast()
         processes = _processes(plan, settings, expected.seconds)
-        print(expected.line(processes, _at_once(plan, settings, processes)))
+        print(expected.line(processes))
         jobs = plan.jobs()  # without those that the forecast has done
-    worker_count = min(processes, len(jobs))
-    if settings.engine == "ray":
-        results = cluster.results_of(plan.loaded, jobs, worker_count, settings.address)
-    else:
-        results = workers.results_of(plan.loaded, jobs, worker_count)
-    with Progress(plan.title, sum(job.size for job in jobs), plan.unit, settings.progress) as bar:
+    engine = settings.engine or "local"
+    results = pool.results(plan.loaded, jobs, min(processes, len(jobs)), engine, settings.address)
+    total = sum(job.size for job in jobs)
+    with tqdm(total=total, desc=plan.title, unit=plan.unit, disable=not settings.progress, leave=False) as bar:
         for job, result in results:
-            plan.add(job, result)
+            plan.lost(job, str(result)) if isinstance(result, pool.Died) else plan.add(job, result)
             bar.update(job.size)
-    return count, waited
+    return count
 
 
 def _processes(plan: Plan, settings: Settings, seconds: float) -> int:
     """The number of worker processes for so many seconds of work."""
-    if plan.alone or not workers.possible(plan.loaded):
+    if plan.alone or not pool.possible(plan.loaded):
         return 1
     if settings.workers is not None:
         return settings.workers
-    running = settings.engine == "local" and workers.are_there(plan.loaded)
-    if _testing() or seconds < (SHARE_FROM if running else POOL_FROM):
+    if _testing() or seconds < POOL_FROM:
         return 1
-    return cluster.usual_workers(plan.loaded, settings.engine, settings.address)
-
-
-def _at_once(plan: Plan, settings: Settings, processes: int) -> int:
-    """How many of the processes work side by side: all on a cluster, else no more than this machine has room for."""
-    return processes if settings.engine != "local" else min(processes, workers.default_workers(plan.loaded))
+    return pool.usual_workers(plan.loaded, settings.engine or "local", settings.address)
 
 
 def _testing() -> bool:

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 
 from kvrepro.engine.allowed import Size, ensure_fields
 from kvrepro.errors import InputError, ensure_known
-from kvrepro.experiment import progress, workers
+from kvrepro.experiment import pool
 from kvrepro.experiment.models import Dtype
 from kvrepro.paths import WORK
 
@@ -82,8 +82,7 @@ class Settings:
         """To be called after a notebook's studies: its workers end, and the builder of the book may start the next
         chapter. A dry run ends the notebook here, since the cells below need rows: papermill stops at a SystemExit of
         0, and does not count it as an error."""
-        workers.end_all()
-        progress.end_studies()
+        pool.end()
         if self.dry_run:
             print("dry run: nothing was computed, and the cells below were not run")
             raise SystemExit(0)

@@ -25,6 +25,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel
 
 from kvrepro.errors import InputError
 from kvrepro.paths import CODE
@@ -91,6 +92,8 @@ def _plain(value: Any) -> Any:
         return [value.__module__, value.__qualname__, _source(value)]
     if is_dataclass(value):
         return [type(value).__qualname__, *([f.name, _plain(getattr(value, f.name))] for f in fields(value))]
+    if isinstance(value, BaseModel):
+        return [type(value).__qualname__, *([name, _plain(entry)] for name, entry in value)]
     if isinstance(value, Mapping):
         return sorted(([_plain(name), _plain(entry)] for name, entry in value.items()), key=repr)
     if isinstance(value, set | frozenset):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from closures import closed_over
 from edits import stale
+from kvrepro.experiment.fingerprint import Code, chains, describe, of
 from tiny import architecture, prompts
 
 from kvrepro.chapters.leakage import runs
@@ -25,7 +26,6 @@ from kvrepro.engine.policy import parameters_of
 from kvrepro.engine.regime import REGIMES, Chunked, Prefill, Regime, SharedCap
 from kvrepro.engine.usable import usable
 from kvrepro.experiment import answers, fingerprint
-from kvrepro.experiment.fingerprint import Code, chains, describe, of
 from kvrepro.experiment.per_item import PerItem, PerItemPlan
 from kvrepro.experiment.settings import Settings
 

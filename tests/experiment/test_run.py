@@ -29,7 +29,7 @@ from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
-from kvrepro.experiment import answers, data, models, progress, run, settings, store, workers
+from kvrepro.experiment import answers, data, models, pool, run, settings, store
 from kvrepro.experiment.data import Item
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
 from kvrepro.experiment.store import COLUMNS
@@ -220,7 +220,7 @@ def test_thinking_is_part_of_what_is_asked_wherever_it_is_said(thinker, fake, tm
     assert list(go(thinker, tmp_path, items=ITEMS[:1]).key) == list(usual.key)
     assert not fake.calls
     assert len(store.read(tmp_path / "doors" / "main")) == 9
-    assert workers.recipe_of(thinker.thinking(False))[4] is False
+    assert pool.recipe_of(thinker.thinking(False))[4] is False
 
 
 def test_a_model_without_the_switch_is_refused_before_anything_is_computed(loaded, fake, tmp_path):
@@ -595,15 +595,6 @@ def test_a_dry_run_gives_what_is_stored(loaded, fake, tmp_path):
         assert rows[is_stored][column].tolist() == few[column].tolist()
 
 
-def test_more_workers_than_cores_promise_no_more_speed(loaded, fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.workers, "default_workers", lambda loaded: 2)
-    processes = []
-    monkeypatch.setattr(run, "send", lambda **message: processes.append(message["processes"]))
-    for count, where in ((1, "local"), (2, "local"), (1000, "local"), (7, "ray")):
-        go(loaded, tmp_path, dry_run=True, workers=count, engine=where)
-    assert processes == [1, 2, 2, 7]
-
-
 def test_jobs_are_the_same_whatever_is_missing(loaded, fake, tmp_path):
     """A row is computed with the same neighbours after an interrupt as before."""
     go(loaded, tmp_path, batch_rows=1)
@@ -779,30 +770,10 @@ def test_a_table_that_is_none_is_said(loaded, tmp_path):
         run.run(study, loaded, Settings(results=tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (599, "599 s"), (720, "12 min"), (7190, "2 h 0 min"), (12000, "3 h 20 min")]
-)
-def test_a_clock_says_what_one_needs(seconds, text):
-    assert progress.clock(seconds) == text
-
-
-def test_who_listens_hears_what_a_study_took(tmp_path):
-    messages, study = [], PerItem("mine", "few", {"a": 1, "b": 2}, lambda _, n: pd.DataFrame({"n": [n]}))
-    with progress.listening(messages.append):
-        run.run(study, None, Settings(results=tmp_path))
-    assert messages[-2]["done"] == messages[-2]["total"] == 2
-    assert messages[-1].keys() == {"study", "results", "failed", "seconds"}
-    assert (messages[-1]["study"], messages[-1]["results"], messages[-1]["failed"]) == ("mine/few", 2, 0)
-
-
-@pytest.mark.parametrize(("seconds", "there", "shared"), [
-    (25.0, False, True), (5.0, False, False), (5.0, True, True), (1.0, True, False),
-])  # fmt: skip
-def test_small_studies_are_shared_by_workers_that_run_already(monkeypatch, seconds, there, shared):
+@pytest.mark.parametrize(("seconds", "processes"), [(25.0, 3), (5.0, 1)])
+def test_small_studies_stay_in_this_process(monkeypatch, seconds, processes):
     monkeypatch.setattr(run, "_testing", lambda: False)
-    monkeypatch.setattr(run.workers, "_pools", {None: (3, None)} if there else {})
-    monkeypatch.setattr(run.cluster, "usual_workers", lambda *given: 3)
+    monkeypatch.setattr(run.pool, "usual_workers", lambda *given: 3)
     plan = SimpleNamespace(alone=False, loaded=None)
-    assert run._processes(plan, Settings(), seconds) == (3 if shared else 1)
-    assert run._processes(plan, Settings(engine="ray"), seconds) == (3 if seconds > run.POOL_FROM else 1)
-    assert run._processes(SimpleNamespace(alone=True, loaded=None), Settings(), seconds) == 1
+    assert run._processes(plan, Settings(), seconds) == processes
+    assert run._processes(plan, Settings(workers=2), seconds) == 2

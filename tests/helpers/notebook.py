@@ -10,7 +10,6 @@ from unittest import mock
 import nbformat
 from IPython.core.formatters import DisplayFormatter
 
-from kvrepro.experiment import workers
 from kvrepro.paths import ROOT
 
 MINE = """
@@ -38,7 +37,6 @@ def own_policy(folder: Path, window: int = 16) -> str:
 def run_cells(name: str, given: dict[str, Any], display: Callable[..., None]) -> Iterator[str]:
     """Run a notebook's code cells in this process, with these parameters in the place of its own, and yield each cell's
     source. display: is called with what a cell shows."""
-    workers.studies_ended.clear()  # an earlier notebook's studies may have ended in this process
     space: dict[str, Any] = {"display": display}
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     for number, cell in enumerate(cell for cell in notebook.cells if cell.cell_type == "code"):

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from kvrepro.experiment.sharing import HOST
+from kvrepro.experiment.table import RowsFile
+from kvrepro.tools import store as tool
 from stored import Nursery, row, rows_of, written_by_version_1
 from typer.testing import CliRunner
 
 from kvrepro import __main__
 from kvrepro.errors import InputError, Stopped
-from kvrepro.experiment.sharing import HOST
 from kvrepro.experiment.store import Store, Tables
-from kvrepro.experiment.table import RowsFile
-from kvrepro.tools import store as tool
 
 K, L = "6b" * 8, "6c" * 8  # keys of items
 

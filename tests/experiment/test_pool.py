@@ -1,0 +1,238 @@
+"""Jobs by this process, by worker processes and by Ray: the same rows, whoever dies."""
+
+import multiprocessing
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import checkpoint
+import pandas as pd
+import pytest
+import torch
+
+from kvrepro.engine.condition import Condition
+from kvrepro.engine.policy import OWN, Policy
+from kvrepro.engine.regime import Prefill
+from kvrepro.errors import InputError
+from kvrepro.experiment import data, models, pool, store
+from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed, run
+from kvrepro.item import Item
+
+SAME = ["key", "item", "policy", "prediction", "kept_hash", "kept_mean", "token_f1", "n_generated", "error"]
+ITEMS = [
+    Item(f"item-{i}", "doors", ({"role": "user", "content": f"Which door is open, {i}? " + "the red door " * 20},), "x")
+    for i in range(12)
+]
+CONDITIONS = [Condition()] + [
+    Condition(name, 0.5, Prefill(), reading="as_described") for name in ("k_norm", "random", "snapkv")
+]
+SIGN = -1.0
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    yield models.load(str(checkpoint.save(tmp_path_factory.mktemp("hub") / "small", context=256)))
+    pool.end()
+
+
+@pytest.fixture
+def mine():
+    """A policy typed here, in none of the catalogue's files, which uses a name of this module."""
+    OWN["mine"] = Policy("Mine", "here", lambda o: o.keys.float().norm(dim=-1) * SIGN)
+    yield "mine"
+    del OWN["mine"]
+
+
+def where(folder, engine, workers):
+    return Settings(folder / f"{engine}-{workers}", engine=engine, workers=workers, batch_rows=3, progress=False)
+
+
+def words(loaded, item, times):
+    return pd.DataFrame({"words": [len(item.messages[0]["content"].split()) * times]})
+
+
+def same_rows(loaded, mine, tmp_path, engine):
+    study = Answers("c", "n", ITEMS, [*CONDITIONS, Condition(mine, 0.5, Prefill())], 4)
+    here, there = (run(study, loaded, where(tmp_path, *who)) for who in (("local", 1), (engine, 2)))
+    assert here.error.isna().all()
+    columns = [name for name in SAME if name != "key"]  # of what is typed here, the key is another one each time
+    pd.testing.assert_frame_equal(here[columns], there[columns])
+    item = PerItem("c", "words", ITEMS, words, {"times": 2})
+    pd.testing.assert_frame_equal(*(run(item, loaded, where(tmp_path, *who)) for who in (("local", 1), (engine, 2))))
+
+
+def test_rows_are_the_same_for_any_number_of_workers(loaded, mine, tmp_path):
+    same_rows(loaded, mine, tmp_path, "local")
+
+
+def process(loaded, item):
+    time.sleep(0.1)  # so that each worker gets a share
+    return pd.DataFrame({"pid": [os.getpid()], "threads": torch.get_num_threads(), "name": loaded.name})
+
+
+def test_workers_stay_for_the_next_study_until_they_are_ended(loaded, tmp_path):
+    def pids(name):
+        table = run(PerItem("c", name, ITEMS, process), loaded, where(tmp_path, "local", 2))
+        assert set(table.threads) == {1}
+        assert set(table.name) == {loaded.name}
+        return set(table.pid) - {os.getpid()}  # the estimate's item was computed here
+
+    first = pids("first")
+    assert len(first) == 2
+    assert pids("second") == first
+    pool.end()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in first)
+
+
+def deadly(loaded, item, marks, always):
+    """Kills the worker that computes item-3: the first one, or every one."""
+    if item.id == "item-3" and (always or not marks.exists()):
+        marks.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pd.DataFrame({"pid": [os.getpid()]})
+
+
+def deaths(tmp_path, engine, capfd):
+    settings, given = where(tmp_path, engine, 2), {"marks": tmp_path / "killed"}
+    assert len(run(PerItem("c", "once", ITEMS, deadly, given | {"always": False}), None, settings)) == 12
+    assert "a worker process died: its part is computed once more" in capfd.readouterr().err
+    with pytest.raises(StudyFailed, match="1 of 9 items failed, the first item-3: its worker process died twice"):
+        run(PerItem("c", "always", ITEMS[:9], deadly, given | {"always": True}), None, settings)
+    assert (
+        len(run(PerItem("c", "always", [*ITEMS[:3], *ITEMS[4:9]], deadly, given | {"always": True}), None, settings))
+        == 8
+    )
+
+
+def test_a_worker_that_is_killed_costs_nothing_and_a_part_that_kills_twice_has_failed(tmp_path, capfd):
+    deaths(tmp_path, "local", capfd)
+
+
+def test_a_job_s_exception_ends_the_run(tmp_path):
+    jobs = [pool.Job(1, lambda loaded, i=i: 1 / (i - 2)) for i in range(4)]
+    with pytest.raises(ZeroDivisionError):
+        list(pool.results(None, jobs, 2))
+    assert not pool._executors
+
+
+def test_what_cannot_be_pickled_is_computed_here(capsys):
+    lock = multiprocessing.get_context("fork").Lock()
+    jobs = [pool.Job(1, lambda loaded, i=i: (i, lock is not None)) for i in range(3)]
+    assert [result for _, result in pool.results(None, jobs, 2)] == [(0, True), (1, True), (2, True)]
+    assert "one process only: a part of the study cannot be sent to another" in capsys.readouterr().out
+
+
+def test_as_many_workers_start_as_memory_holds_models(loaded, monkeypatch):
+    weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    monkeypatch.setattr(pool.loky, "cpu_count", lambda: 8)
+    for models_held, count in ((0, 1), (6.5, 3), (100, 8)):
+        memory = SimpleNamespace(available=models_held * weights)
+        monkeypatch.setattr(pool.psutil, "virtual_memory", lambda memory=memory: memory)
+        assert pool.usual_workers(loaded, "local") == count
+
+
+def both(model, folder):
+    loaded = models.load(model)
+    settings = Settings(folder, batch_rows=1, workers=1, progress=False)
+    tables = run(PerItem("c", "words", ITEMS, words, {"times": 3}), loaded, settings)
+    return run(Answers("c", "n", ITEMS, CONDITIONS, 6), loaded, settings), tables
+
+
+def test_a_run_that_is_killed_goes_on_where_it_was(loaded, tmp_path):
+    """Nothing is lost, nothing is there twice, results are those of a quiet run."""
+    folder, model = tmp_path / "killed", str(loaded.path)
+    child = multiprocessing.get_context("spawn").Process(target=both, args=(model, folder))
+    child.start()
+    while child.is_alive() and len(list(folder.glob("c/n/*/*.parquet"))) < 4:
+        time.sleep(0.002)
+    child.kill()
+    child.join()
+    before = store.read(folder / "c" / "n")
+    assert 0 < len(before) < 48
+    frame, tables = both(model, folder)
+    quiet, others = both(model, tmp_path / "quiet")
+    assert set(before.date) <= set(frame.date)
+    pd.testing.assert_frame_equal(frame[SAME], quiet[SAME])
+    pd.testing.assert_frame_equal(tables, others)
+
+
+# ---- conditions that fail, on the embedded model
+
+LONGEST = 0  # of the test's prompts, as far as they are compressed
+
+
+def broken(o):
+    """Scores that raise on the longest prompt."""
+    if o.keys.shape[-2] >= LONGEST:
+        raise ArithmeticError("too long for me")
+    return o.keys.float().norm(dim=-1)
+
+
+def no_number(o):
+    scores = o.keys.float().norm(dim=-1)
+    return scores * float("nan") if o.keys.shape[-2] >= LONGEST else scores
+
+
+@pytest.mark.parametrize("scorer", [broken, no_number])
+def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
+    global LONGEST
+    embedded, items = models.load(), data.load_items("tinyworld:domains", 12, tokens=300)
+    LONGEST = max(min(data.build_prompt(item, embedded.tokenizer, 400).spans["question"]) for item in items)
+    OWN["mine"] = Policy("Mine", "here", scorer)
+    try:
+        conditions = [Condition()] + [Condition(name, 0.4, Prefill(until="question")) for name in ("mine", "k_norm")]
+        frame = run(Answers("c", "n", items, conditions, 4), embedded, Settings(tmp_path, progress=False))
+    finally:
+        del OWN["mine"]
+    failed = frame[frame.error.notna()]
+    assert 1 <= len(failed) <= 3
+    assert set(failed.policy) == {"mine"}
+    assert len(frame.attrs["failed"]) == len(failed)
+    alone = run(Answers("c", "alone", items, [conditions[0], conditions[2]], 4), embedded, Settings(tmp_path))
+    others = frame[frame.policy != "mine"].reset_index(drop=True)
+    pd.testing.assert_frame_equal(others[SAME[1:]], alone[SAME[1:]], check_dtype=False)
+
+
+# ---- Ray
+
+
+@pytest.fixture(scope="module")
+def ray():
+    package = pytest.importorskip("ray")
+    pool.connect(least=2)
+    yield package
+    package.shutdown()
+
+
+def test_rows_of_a_ray_are_those_of_this_process(ray, loaded, mine, tmp_path):
+    same_rows(loaded, mine, tmp_path, "ray")
+
+
+@pytest.mark.slow
+def test_a_ray_s_worker_that_dies_costs_nothing(ray, tmp_path, capfd):
+    deaths(tmp_path, "ray", capfd)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"code": "other"}, "has another kvrepro than this machine"),
+    ({"recipe": ("/nowhere", "cpu", "float32", "m", None)}, "has no folder /nowhere"),
+    ({"model_hash": "other"}, "has other files in"),
+])  # fmt: skip
+def test_a_node_that_cannot_do_the_same_says_so(loaded, change, words):
+    given = {
+        "recipe": pool.recipe_of(loaded),
+        "model_hash": loaded.hash,
+        "code": store.code_of(),
+        "where": [os.getcwd()],
+    }
+    assert words in pool._Worker().begin(**(given | change))
+
+
+@pytest.mark.parametrize(("address", "words"), [
+    ("10.0.0.1", "give host:port of its head"), ("ray://head:1", "give host:port"),
+    ("127.0.0.1:9", "nobody answers at Ray's address 127.0.0.1:9"),
+])  # fmt: skip
+def test_an_address_where_nobody_answers_is_refused_at_once(address, words):
+    with pytest.raises(InputError, match=words):
+        pool.reach(address)

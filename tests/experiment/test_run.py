@@ -445,7 +445,7 @@ def test_a_part_on_a_cpu_fills_half_a_batch_on_few_cores(
     loaded, tmp_path, monkeypatch, items, conditions_of_item, cores, parts
 ):
     """Few cores share the same parts; more than eight get one each, as far as there are items."""
-    monkeypatch.setattr(answers.workers, "default_workers", lambda loaded: cores)
+    monkeypatch.setattr(answers.pool, "usual_workers", lambda loaded, engine: cores)
     many = [replace(MANY[0], id=f"item-{i}") for i in range(items)]
     conditions = [Condition(), *(Condition("k_norm", 0.1 * j, Prefill()) for j in range(1, conditions_of_item))]
     with answers.AnswersPlan(Answers("doors", "main", many, conditions, 4), loaded, Settings(tmp_path)) as plan:
@@ -514,13 +514,6 @@ def test_items_that_cannot_meet_a_condition_are_left_out_and_a_condition_that_no
         answers.able(replace(study, items=ITEMS[:2]), loaded)
     with pytest.raises(InputError, match="^unknown policy 'snap'"):
         answers.able(replace(study, conditions=[Condition("snap", 8, Prefill())]), loaded)
-
-
-def test_a_condition_is_looked_at_once_and_not_for_each_item(loaded, monkeypatch):
-    seen, checked = [], engine.checked
-    monkeypatch.setattr(engine, "checked", lambda c: seen.append(c) or checked(c))
-    answers.check(Answers("doors", "main", ITEMS, CONDITIONS, 8), loaded)
-    assert sorted(seen, key=str) == sorted(set(CONDITIONS), key=str)
 
 
 def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):

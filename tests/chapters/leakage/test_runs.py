@@ -94,7 +94,7 @@ def test_parts_of_a_study_get_their_own_rows_from_one_call_of_the_engine(run, lo
     more = prompts.systems(1, orders=("flipped",))
     calls, generate = [], engine.generate
     monkeypatch.setattr(answers, "FEW", 1)
-    monkeypatch.setattr(answers.workers, "default_workers", lambda *a: 1)
+    monkeypatch.setattr(answers.pool, "usual_workers", lambda *a: 1)
     monkeypatch.setattr(engine, "generate", lambda *a, **k: (calls.append(len(a[1])), generate(*a, **k))[1])
     parts = {"other": (more, grid[:2]), "part": (items, grid), "none": ([], grid)}
     rows_by_part = runs.run(loaded, parts, Settings(results=tmp_path, progress=False), 48)

@@ -6,8 +6,9 @@ prompts. Source: Mao et al. 2026.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -15,12 +16,27 @@ from torch import Tensor
 
 from kvrepro.engine.attention import attend, read_once
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.score.queries import Queries, frequencies, pairs, rounded, sampled
+from kvrepro.engine.score.learned import frequencies, pairs, sampled
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.experiment import data, models
 from kvrepro.paths import WORK
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Statistics of a model's queries before their rotation."""
+
+    model: str  # hash of the checkpoint
+    mean: Tensor  # complex [layers, heads, frequencies]
+    length: Tensor  # [layers, heads, frequencies]
+    sample: Tensor  # [layers, weights], which identify the model
+
+
+def rounded(numbers: list[Any] | float) -> list[Any] | float:
+    """Numbers rounded to five significant digits, for a file."""
+    return [rounded(x) for x in numbers] if isinstance(numbers, list) else float(f"{numbers:.5g}")
 
 
 class QuerySums:

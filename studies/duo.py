@@ -18,12 +18,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvrepro.engine.attention import installed
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.score.queries import rounded, sampled
+from kvrepro.engine.score.learned import sampled
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from kvrepro.paths import WORK
 from kvrepro.world import rows
+from studies.calibrate import rounded
 
 TASKS = ("needle", "needle_multivalue", "needle_multiquery", "two_hop", "variable_tracking", "passage_retrieval")
 

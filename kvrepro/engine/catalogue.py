@@ -5,7 +5,7 @@ from typing import Any
 
 from kvrepro.engine import allocate, shared
 from kvrepro.engine.policy import SUMS, Policy
-from kvrepro.engine.score import cumulative, heads, keys, position, queries, window
+from kvrepro.engine.score import cumulative, keys, learned, position, window
 from kvrepro.engine.shapes import Scores
 
 # ---- windows: indicator x aggregator x pooling (see `kvrepro.engine.score.window`)
@@ -101,7 +101,7 @@ TOKENS: dict[str, Policy] = {
     ),
     "k_norm": Policy(
         "K-norm", "Devoto et al. 2024", keys.k_norm, {"dense_layers": 0}, {"dense_layers": 2},
-        code="alessiodevoto/l2compress; Zefan-Cai/KVCache-Factory@c97f9d7", allocate=heads.whole,
+        code="alessiodevoto/l2compress; Zefan-Cai/KVCache-Factory@c97f9d7", allocate=learned.whole,
     ),
     "key_diff": Policy(
         "KeyDiff", "Park et al. 2025", keys.key_diff, {"anchor": "unit", "block": 128}, {"block": 0},
@@ -115,13 +115,13 @@ TOKENS: dict[str, Policy] = {
     ),
     "tri_attention": Policy(
         "TriAttention, one choice for all layers", "Mao et al. 2026", keys.tri_attention,
-        {"calibration": queries.EMBEDDED, "horizon": 65536, "recent": 0}, {"recent": 128},
+        {"calibration": learned.QUERIES, "horizon": 65536, "recent": 0}, {"recent": 128},
         code="WeianMao/triattention@c3744ee, vLLM; its Hugging Face path pins the prompt instead",
         across=keys.shared_by_layers,
     ),
     "tri_attention_layer": Policy(
         "TriAttention, each layer for itself", "Mao et al. 2026", keys.tri_attention,
-        {"calibration": queries.EMBEDDED, "horizon": 65536, "recent": 0}, {"recent": 128},
+        {"calibration": learned.QUERIES, "horizon": 65536, "recent": 0}, {"recent": 128},
         code="WeianMao/triattention@c3744ee, per_layer_per_head",
     ),
     "h2o": Policy(
@@ -154,19 +154,19 @@ TOKENS: dict[str, Policy] = {
         refuses={"chunked": "nothing leaves: a prompt in chunks is read in full, as in regime prefill"},
     ),
     "kv_zip": Policy(
-        "KVzip", "Kim et al. 2025", heads.kv_zip, {"sinks": 4},
+        "KVzip", "Kim et al. 2025", learned.kv_zip, {"sinks": 4},
         across=allocate.joint_layers, needs=("reconstruction",), budget="joint",
         refuses=REPEATS,
     ),
     "kv_zip_plus": Policy(
-        "KVzip+", "NVIDIA/kvpress@8bb29b9 kvzip_press.py, kvzip_plus_normalization", heads.kv_zip_plus, {"sinks": 4},
+        "KVzip+", "NVIDIA/kvpress@8bb29b9 kvzip_press.py, kvzip_plus_normalization", learned.kv_zip_plus, {"sinks": 4},
         across=allocate.joint_layers, needs=("reconstruction_per_norm",), budget="joint", refuses=REPEATS,
     ),
     "duo_attention": Policy(
         "DuoAttention", "Xiao et al. 2024", position.streaming_llm,
-        {"sinks": 128, "recent": 256, "gates_file": heads.EMBEDDED, "count": "tokens"}, {"count": "heads"},
+        {"sinks": 128, "recent": 256, "gates_file": learned.GATES, "count": "tokens"}, {"count": "heads"},
         code="NVIDIA/kvpress@8bb29b9 duo_attention_press.py",
-        across=heads.duo_attention, budget="joint", refuses={"decode cap": WHOLE, "per step": WHOLE},
+        across=learned.duo_attention, budget="joint", refuses={"decode cap": WHOLE, "per step": WHOLE},
     ),
 }
 

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.select import ensure_none
 from kvrepro.engine.shapes import Mask, RowInts
-from kvrepro.errors import InputError
 
 RowCount: TypeAlias = int | RowInts  # the same for every row, or one per row
 
@@ -27,7 +25,7 @@ def sinks(o: Observation, n: RowCount) -> Mask:
     """The `n` oldest tokens that each head holds; 0 protects none. StreamingLLM (Xiao et al. 2023) keeps 4."""
     if isinstance(n, int) and n == 0:
         return o.places.nothing
-    return o.alive & (o.alive.cumsum(-1) <= _rows(o, n, "sinks"))
+    return o.alive & (o.alive.cumsum(-1) <= _rows(o, n))
 
 
 def recent(o: Observation, n: RowCount) -> Mask:
@@ -35,7 +33,7 @@ def recent(o: Observation, n: RowCount) -> Mask:
     if isinstance(n, int) and n == 0:
         return o.places.nothing
     newer = torch.arange(o.positions.shape[-1] - 1, -1, -1, device=o.positions.device)  # tokens lie flush right
-    return o.alive & (newer < _rows(o, n, "recent"))
+    return o.alive & (newer < _rows(o, n))
 
 
 def ends(o: Observation, prefix: RowCount, suffix: RowCount, static_prompt_end: RowCount | None = None) -> Mask:
@@ -46,8 +44,8 @@ def ends(o: Observation, prefix: RowCount, suffix: RowCount, static_prompt_end: 
     """
     if static_prompt_end is None:
         return sinks(o, prefix) | recent(o, suffix)
-    end = _rows(o, static_prompt_end, "static_prompt_end")
-    return sinks(o, prefix) | (o.alive & (o.positions >= end - _rows(o, suffix, "suffix")) & (o.positions < end))
+    end = _rows(o, static_prompt_end)
+    return sinks(o, prefix) | (o.alive & (o.positions >= end - _rows(o, suffix)) & (o.positions < end))
 
 
 def whitelist(o: Observation, table: Tensor) -> Mask:
@@ -59,10 +57,6 @@ def whitelist(o: Observation, table: Tensor) -> Mask:
     return o.alive & marked & (o.positions < table.shape[1])
 
 
-def _rows(o: Observation, n: RowCount, name: str) -> Tensor | int:
-    """`n` as a tensor [batch or 1, 1, 1], or unchanged if it is one number. Raises InputError for a negative one."""
-    if isinstance(n, int) and n >= 0:
-        return n  # a tensor's check would wait for a GPU
-    rows = torch.as_tensor(n, device=o.positions.device).view(-1, 1, 1)
-    ensure_none(rows < 0, lambda: InputError(f"{name} is {int(rows.min())}: give 0 or more tokens"))
-    return rows
+def _rows(o: Observation, n: RowCount) -> Tensor | int:
+    """`n` as a tensor [batch or 1, 1, 1], or unchanged if it is one number."""
+    return n if isinstance(n, int) else n.to(o.positions.device).view(-1, 1, 1)

@@ -26,14 +26,8 @@ def number(tokens: int, spans: Sequence[Sequence[int]], extended: bool = True) -
     them, adjacent or not, numbered by their first position; a position in two spans belongs to the later one.
 
     extended: a position in no span joins the span before it, and positions before the first span join the first
-    (Algorithm 1); otherwise such positions are -1. Raises InputError for an empty span and one outside the prompt.
+    (Algorithm 1); otherwise such positions are -1. Raises InputError if there are no spans.
     """
-    for span in spans:
-        if not span or min(span) < 0 or max(span) >= tokens:
-            raise InputError(
-                f"span {f'{min(span)}..{max(span)}' if span else 'without tokens'} in {tokens} tokens: "
-                "mark positions of what is compressed"
-            )
     if not spans:
         raise InputError("0 prompt spans: a quota needs at least 1")
     span_of = torch.full((tokens,), -1)
@@ -75,13 +69,11 @@ def split(
     StreamingLLM's sinks). A span whose protected tokens exceed its part gets room for them from the other spans.
     Raises InputError if the counts cannot hold the protected tokens.
     """
-    if not 0 <= fair <= 1 or (fair < 1 and default is None):
-        raise InputError(f"fair is {fair}: give 0 to 1, and below 1 also the default selection")
     counts = torch.minimum(counts, o.alive.sum(-1))
     apart = o.places.nothing if apart is None else apart
     held = tally(o, apart)
     parts = held + _shares((counts - held.sum(-1)).clamp(min=0), tally(o, o.alive & ~apart), rounding)
-    if fair < 1:
+    if fair < 1 and default is not None:
         mixed = fair * parts.double() + (1 - fair) * tally(o, default).double()
         parts = _steps((mixed.cumsum(-1) + 0.5 + 1e-9).floor().long())
     return _with_room(parts, tally(o, protected))

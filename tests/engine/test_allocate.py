@@ -53,16 +53,6 @@ def test_the_blend_meets_the_budget(case, floor):
     assert (counts <= (~scores.isneginf()).sum(-1)).all()
 
 
-@given(layer())
-@settings(max_examples=50, deadline=None)
-def test_a_floor_of_one_is_uniform(case):
-    scores, protected, budget = case
-    scores = scores.nan_to_num(neginf=-9.0)
-    for blend in (False, True):
-        counts = allocate.adaptive(scores, protected, budget, floor=1.0, blend=blend)
-        assert torch.equal(counts, allocate.uniform(scores, protected, budget))
-
-
 def test_adaptive_against_a_plain_sort():
     scores = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(2)) + torch.tensor([1.0, 0.0, -1.0])[:, None]
     protected = torch.zeros_like(scores).bool()
@@ -269,49 +259,6 @@ def test_the_pyramid_rests_on_what_is_protected():
     assert counts_of_layers(none, [100], 2, torch.tensor([150])) == [[150], [50]]  # all its tokens, and the rest
     assert counts_of_layers(protected, [200, 200], 2, seen, recent=8) == [[370, 240], [30, 160]]
     assert counts_of_layers(none, [100], 5, seen[:1], beta=4) == [[175], [138], [100], [62], [25]]
-
-
-@pytest.mark.parametrize(
-    ("wish", "limit", "total", "got"),
-    [
-        ([1, 1, 1], [9, 9, 9], 2, [1, 1, 0]),  # scaled down to 2/3 each; equal remainders: the first ones
-        ([1, 1, 1], [9, 9, 9], 3, [1, 1, 1]),
-        ([1, 2, 3], [9, 9, 9], 12, [3, 4, 5]),  # what exceeds all wishes goes to all places alike
-        ([2, 4, 6], [9, 9, 9], 6, [1, 2, 3]),
-        ([10, 0, 0, 0], [1, 2, 3, 9], 12, [1, 2, 3, 6]),
-        ([10, 0, 0, 0], [1, 2, 3, 9], 99, [1, 2, 3, 9]),
-        ([5, 5], [-1, 3], 4, [0, 3]),
-        ([-5, 2], [4, 4], 2, [0, 2]),
-        ([5, 5], [4, 4], -2, [0, 0]),
-        ([0, 0, 0], [2, 2, 2], 4, [2, 1, 1]),
-        ([0.4, 0.9, 0.7], [5, 5, 5], 2, [0, 1, 1]),
-        ([0.4999, 0.5001], [5, 5], 1, [0, 1]),
-        ([3.4, 1.6], [9, 9], 5, [3, 2]),
-        ([1] * 200, [9] * 200, 70, [1] * 70 + [0] * 130),  # more than torch sorts stably by default
-        ([2.9999999999, 1.0000000001], [5, 5], 4, [3, 1]),
-        ([2.5, 0.5, 0], [2, 1, 7], 3, [2, 1, 0]),
-    ],
-)
-def test_spread_by_hand(wish, limit, total, got):
-    two = [torch.tensor([x, x]) for x in (wish, limit)]
-    assert allocate.spread(*two, torch.tensor([total, 0])).tolist() == [got, [0] * len(got)]
-
-
-def test_cake_shares_row_by_row():
-    """Where no layer is preferred, all are alike; preferences below 1 count as well."""
-    scores, protected = [torch.zeros(3, 2, 40)] * 2, [torch.zeros(3, 2, 40).bool()] * 2
-    protected[1] = torch.arange(40).expand(3, 2, -1) < 4
-    preferred = [torch.tensor([0.0, 0.1, 30.0]), torch.tensor([0.0, 0.3, 10.0])]
-    _, counts = allocate.cake(scores, protected, torch.tensor([10, 10, 10]), preferred)
-    assert [c[:, 1].tolist() for c in counts] == [[8, 4, 12], [8 + 4, 12 + 4, 4 + 4]]
-
-
-def test_each_layer_has_its_own_guards():
-    scores, protected = [torch.zeros(1, 2, 9)] * 2, [torch.zeros(1, 2, 9).bool()]
-    with pytest.raises(ValueError, match="zip"):
-        allocate.joint_layers(scores, protected, torch.tensor([4]))
-    with pytest.raises(ValueError, match="zip"):
-        allocate.cake(scores, protected, torch.tensor([4]), [torch.ones(1)] * 2)
 
 
 def test_too_many_protected_tokens_are_refused():

@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observations import observation
 
 from kvrepro.engine import guard
-from kvrepro.errors import InputError
 
 caches = st.builds(
     observation,
@@ -46,11 +44,6 @@ def test_ends_are_sinks_and_recent(o, prefix, suffix):
     assert torch.equal(guard.ends(o, prefix, suffix), guard.sinks(o, prefix) | guard.recent(o, suffix))
 
 
-def test_recent_0_protects_nothing():
-    assert not guard.recent(observation(), 0).any()
-    assert not guard.ends(observation(), 0, 0).any()
-
-
 def test_a_static_suffix_stays_at_the_prompts_end():
     o = observation(batch=1, tokens=20)  # 16 tokens of prompt, 4 generated
     assert protected(o, guard.ends(o, 2, 3, static_prompt_end=16)) == [[[0, 1, 13, 14, 15]] * 2]
@@ -81,43 +74,9 @@ def test_the_window_is_found_wherever_its_queries_stand():
     assert not replace(o, query_positions=torch.full((1, 4), -1)).places.window.any()
 
 
-def test_a_negative_number_raises():
-    with pytest.raises(InputError, match="recent is -2"):
-        guard.recent(observation(), -2)
-
-
 def test_the_guarded_share_is_rounded_down_unless_asked_otherwise():
     assert guard.protected_count(0, 256) == 0
     assert guard.protected_count(0.01, 256) == 4  # four at least
     assert (guard.protected_count(0.1, 256), guard.protected_count(0.1, 256, "ceil")) == (25, 26)
     assert guard.protected_count(0.1, 70, "ceil") == 7  # a product of 7.000000000000001
     assert guard.protected_count(1, 256) == 256
-
-
-def test_one_token_can_be_protected_at_either_end():
-    o = observation(tokens=8, dead=2)
-    for mask in (guard.sinks(o, 1), guard.recent(o, 1)):
-        assert (mask.sum(-1) == 1).all()
-        assert not (mask & ~o.alive).any()
-    assert not guard.sinks(o, 0).any()
-    assert not guard.recent(o, 0).any()
-
-
-def test_refusals_name_the_side():
-    o = observation(tokens=8)
-    for name, call in {"prefix": guard.sinks, "suffix": guard.recent}.items():
-        with pytest.raises(InputError, match=f"{'sinks' if name == 'prefix' else 'recent'} is -1: give 0 or more"):
-            call(o, -1)
-    with pytest.raises(InputError, match="suffix is -2: give 0 or more"):
-        guard.ends(o, 0, -2, static_prompt_end=4)
-    with pytest.raises(InputError, match=r"^static_prompt_end is -3: give 0 or more tokens$"):
-        guard.ends(o, 0, 2, static_prompt_end=torch.tensor([4, -3]))
-
-
-def test_masks_lie_where_the_tokens_do():
-    """Whatever torch's default device is: here one that holds no numbers."""
-    o = observation(tokens=8)
-    with torch.device("meta"):
-        assert protected(o, guard.recent(o, 3)) == [[[5, 6, 7]] * 2] * 2
-        with pytest.raises(InputError, match="recent is -1"):
-            guard.recent(o, -1)

@@ -9,7 +9,6 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
-from kvrepro.engine.score.queries import load
 from studies import calibrate, parity
 
 ROUNDED = ("dropkv", "k_norm", "r_kv")  # in which the last bit of a sum may choose another token
@@ -22,7 +21,7 @@ def agreements(model, ids, queries, pair: CodePair, share: float) -> list[tuple[
     condition = Condition(pair.policy, share, when, switches=pair.switches + calibration)
     prompt = Prompt(ids, public_codes.spans(len(ids)))
     [[ours]] = generate(model, [prompt], [condition], max_new_tokens=1, stop_ids=frozenset(), kept_sets=True)
-    theirs = pair.code(public_codes.layers_of(model, ids, load(str(queries))), share)
+    theirs = pair.code(public_codes.layers_of(model, ids, str(queries)), share)
     sets = [(torch.as_tensor(a), *b) for a, b in zip(ours.kept_sets, theirs, strict=True)]
     budget = CATALOGUE[pair.policy].budget
     if budget == "joint":  # the layers compete: compared as one

@@ -15,7 +15,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d, pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from kvrepro.engine.score.queries import Queries
+from kvrepro.engine.score.learned import load
 
 Kept = list[tuple[Tensor, Tensor]]
 
@@ -57,8 +57,10 @@ class Layer:
 
 
 @torch.inference_mode()
-def layers_of(model: PreTrainedModel, ids: list[int], queries: Queries) -> list[Layer]:
-    """The layers of a Llama after a prompt."""
+def layers_of(model: PreTrainedModel, ids: list[int], queries: str) -> list[Layer]:
+    """The layers of a Llama after a prompt. queries: the file of TriAttention's statistics."""
+    numbers = load(queries)
+    mean, length = torch.complex(numbers["mean_real"], numbers["mean_imaginary"]), numbers["length"]
     layers, cache = [], DynamicCache(config=model.config)
 
     def show(module, _, kwargs, __):
@@ -68,7 +70,7 @@ def layers_of(model: PreTrainedModel, ids: list[int], queries: Queries) -> list[
         output = module.o_proj.weight.detach().T.unflatten(0, (-1, module.head_dim))
         speed = model.model.rotary_emb.inv_freq
         kv = stored.keys[0], stored.values[0]  # noqa: PD011
-        layers.append(Layer(q, *kv, output, speed, queries.mean[i], queries.length[i]))
+        layers.append(Layer(q, *kv, output, speed, mean[i], length[i]))
 
     hooks = [layer.self_attn.register_forward_hook(show, with_kwargs=True) for layer in model.model.layers]
     try:

@@ -7,14 +7,14 @@ import checkpoint
 import typer
 from typer.testing import CliRunner
 
-from kvrepro.engine.score import queries
+from kvrepro.engine.score import learned
 from kvrepro.experiment import models
 from kvrepro.paths import ROOT
 from studies import calibrate
 
 
 def test_a_checkpoints_statistics_lie_beside_it(tmp_path):
-    ours = ROOT / queries.EMBEDDED.replace("*", models.DEFAULT)
+    ours = ROOT / learned.QUERIES.replace("*", models.DEFAULT)
     before = hashlib.sha256(ours.read_bytes()).hexdigest()
     folder = checkpoint.save(tmp_path / "small-qwen2")
     app = typer.Typer()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvrepro.engine.attention import installed
 from kvrepro.engine.facts import ModelFacts, rotations
-from kvrepro.engine.score import heads, keys, queries
+from kvrepro.engine.score import keys, learned
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from studies import calibrate, duo
@@ -95,11 +95,10 @@ def test_query_statistics_are_those_of_the_projections(kind):
 def test_statistics_survive_the_file(tmp_path):
     g = torch.Generator().manual_seed(2)
     mean = torch.complex(*(torch.randn(2, 3, 4, generator=g) for _ in range(2)))
-    calibrate.write(queries.Queries("abc", mean, mean.abs() + 1, mean.abs()[0]), tmp_path / "q.json")
-    back = queries.load(str(tmp_path / "q.json"))
-    assert back.model == "abc"
-    torch.testing.assert_close(back.mean, mean, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(back.length, mean.abs() + 1, atol=1e-4, rtol=1e-4)
+    calibrate.write(calibrate.Queries("abc", mean, mean.abs() + 1, mean.abs()[0]), tmp_path / "q.json")
+    back = learned.load(str(tmp_path / "q.json"))
+    torch.testing.assert_close(torch.complex(back["mean_real"], back["mean_imaginary"]), mean, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(back["length"], mean.abs() + 1, atol=1e-4, rtol=1e-4)
 
 
 def test_frequencies_of_a_model_with_two_rotations():
@@ -130,19 +129,20 @@ def test_each_embedded_model_finds_the_files_that_were_made_from_it(name):
     facts = ModelFacts.of(model)
     outputs = [facts.outputs[n] for n in facts.evictable]
     layers, kv_heads, q_heads = len(outputs), config["num_key_value_heads"], config["num_attention_heads"]
-    assert heads.learned(outputs) is not bool(facts.sliding)
-    queries_file = queries.made_from(queries.EMBEDDED, lambda file: queries.load(file).sample, outputs, "")
+    assert learned.available(outputs) is not bool(facts.sliding)
+    queries_file = learned.made_from(learned.QUERIES, outputs)
     files = [(queries_file, "queries")]
     if not facts.sliding:
-        gates = queries.made_from(heads.EMBEDDED, lambda file: heads._learned(file)[1], outputs, "")
-        assert heads._learned(gates)[0].shape == (layers, kv_heads)
+        gates = learned.made_from(learned.GATES, outputs)
+        assert learned.load(gates)["gates"].shape == (layers, kv_heads)
         files.append((gates, "gates"))
     for file, kind in files:
         assert Path(file).name == f"{name}-{kind}.json"
         assert json.loads(Path(file).read_text())["model"] == models.checkpoint_hash(folder)
-    statistics = queries.load(queries_file)
-    assert statistics.mean.shape == (layers, q_heads, config["hidden_size"] // q_heads // 2)
-    assert bool((statistics.length >= statistics.mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
+    numbers = learned.load(queries_file)
+    mean = torch.complex(numbers["mean_real"], numbers["mean_imaginary"])
+    assert mean.shape == (layers, q_heads, config["hidden_size"] // q_heads // 2)
+    assert bool((numbers["length"] >= mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
     o = observation(kv_heads=kv_heads, group=q_heads // kv_heads, dim=64, layer=2, layers=layers, output=None)
     o = replace(o, inverse_frequencies=10000.0 ** -(torch.arange(32) / 32))
     assert torch.isfinite(keys.tri_attention(o, queries_file)).all()

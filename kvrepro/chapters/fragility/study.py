@@ -18,7 +18,7 @@ from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.quantise import GROUP
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.rule import check as policy_check
-from kvrepro.engine.score.heads import learned
+from kvrepro.engine.score.learned import available
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, controls, data, longbench, measure, stats
 from kvrepro.experiment.answers import able, check, prompt_limit, unmet
@@ -446,7 +446,7 @@ def _possible(loaded: Loaded, conditions: Sequence[Condition]) -> list[Condition
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     duo = [c for c in conditions if c.policy == "duo_attention"]
     facts = ModelFacts.of(loaded.model)
-    if duo and not learned([facts.outputs[n] for n in facts.evictable]):
+    if duo and not available([facts.outputs[n] for n in facts.evictable]):
         print("duo_attention is left out: no gates were learned of this model; run python -m studies.duo")
         conditions = [c for c in conditions if c not in duo]
     if dim % GROUP and any(c.bits for c in conditions):

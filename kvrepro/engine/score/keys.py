@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvrepro.engine.allowed import Count, Odd, Share, Size
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.score.queries import EMBEDDED, fitting, frequencies, load, pairs
+from kvrepro.engine.score.learned import QUERIES, fitting, frequencies, pairs
 from kvrepro.engine.select import select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
@@ -115,7 +115,7 @@ def likeness(o: Observation, threshold: Cosine = 0.5, alone: Alone = "nothing", 
     return mean.masked_fill(~o.alive, -torch.inf).softmax(-1).nan_to_num(0.0)
 
 
-def tri_attention(o: Observation, calibration: str = EMBEDDED, horizon: Size = 65536) -> Scores:
+def tri_attention(o: Observation, calibration: str = QUERIES, horizon: Size = 65536) -> Scores:
     """s_j = z-scored mean over distances d = 1, 2, 4, .. `horizon` of sum_f |E q_f||k_f| cos(w_f (T + d - j) + phi_f),
     plus sum_f (E|q_f| - |E q_f|) |k_f|, the largest of the group.
 
@@ -142,11 +142,11 @@ def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor, Tenso
     """E q_f and E|q_f| of the layer, [heads, dim / 2], and its inverse frequencies. Raises InputError for a file of
     another model, and for a layer without a rotation."""
     outputs, wanted = [] if o.output is None else [o.output], (o.layers, o.queries.shape[1], o.keys.shape[-1] // 2)
-    remedy = "run python -m studies.calibrate"
-    stats = fitting(calibration, load, wanted, "layers, heads and frequencies", outputs, remedy, o.layer)
+    numbers = fitting(calibration, "length", wanted, outputs, o.layer)
     if o.inverse_frequencies is None:
         raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
-    return stats.mean[o.layer].to(o.keys.device), stats.length[o.layer].to(o.keys.device), o.inverse_frequencies
+    mean, length = torch.complex(numbers["mean_real"], numbers["mean_imaginary"]), numbers["length"]
+    return mean[o.layer].to(o.keys.device), length[o.layer].to(o.keys.device), o.inverse_frequencies
 
 
 def _standardised(s: Tensor, alive: Mask) -> Tensor:

@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from observations import observation
 
-from kvrepro.engine.score import heads
-from kvrepro.engine.score.queries import sampled
+from kvrepro.engine.score import learned
+from kvrepro.engine.score.learned import sampled
 from kvrepro.engine.select import select
 from kvrepro.errors import InputError
 
 
 def test_kv_zip_is_the_sum_that_the_repetition_gave():
     o = observation(sums={"reconstruction": torch.rand(2, 2, 24)})
-    assert torch.equal(heads.kv_zip(o), o.sums["reconstruction"])
+    assert torch.equal(learned.kv_zip(o), o.sums["reconstruction"])
 
 
 def test_kv_zip_plus_transcription():
     o = observation(kv_heads=2, group=3, seed=1, sums={"reconstruction_per_norm": torch.rand(2, 6, 24)})
-    scores = heads.kv_zip_plus(o)
+    scores = learned.kv_zip_plus(o)
     for b in range(2):
         for g in range(2):
             for j in range(24):
@@ -35,9 +35,9 @@ def test_kv_zip_plus_transcription():
 @pytest.mark.parametrize(("layer", "expected"), [(0, "all"), (1, "all"), (2, "budget")])
 def test_whole_layers_keep_every_token(layer, expected):
     o = observation(dead=6, gaps=3, layer=layer, seed=2)
-    counts = heads.whole(torch.zeros(2, 2, 24), o.alive, torch.tensor([5, 7]), o, dense_layers=2)
+    counts = learned.whole(torch.zeros(2, 2, 24), o.alive, torch.tensor([5, 7]), o, dense_layers=2)
     assert counts.tolist() == (o.alive.sum(-1).tolist() if expected == "all" else [[5, 5], [7, 7]])
-    assert heads.whole(torch.zeros(2, 2, 24), o.alive, torch.tensor([5, 7]), o).tolist() == [[5, 5], [7, 7]]
+    assert learned.whole(torch.zeros(2, 2, 24), o.alive, torch.tensor([5, 7]), o).tolist() == [[5, 5], [7, 7]]
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,15 @@ def layers_of(tokens, sinks, recent, rows=1):
     return [at.float().expand(rows, 2, -1)] * 3, [protected] * 3
 
 
-def test_gates_are_read_clamped_from_both_kinds_of_file(gate_file, tmp_path):
-    assert heads._learned(gate_file)[0].tolist() == [
-        [pytest.approx(0.9), pytest.approx(0.1)],
-        [pytest.approx(0.4)] * 2,
-        [0, 1],
-    ]
+def test_gates_are_read_from_both_kinds_of_file(gate_file, tmp_path):
+    assert learned.load(gate_file)["gates"].tolist()[2] == [0, pytest.approx(1.3)]
     (tmp_path / "g.tsv").write_text("0.5\t-1\n0.25\t2\n")
-    assert heads._learned(str(tmp_path / "g.tsv"))[0].tolist() == [[0.5, 0.0], [0.25, 1.0]]
-    with pytest.raises(InputError, match="no gates at"):
-        heads._learned(str(tmp_path / "none.json"))
-    (tmp_path / "bad.json").write_text('{"gates": 3}')
-    with pytest.raises(InputError, match="holds no gates"):
-        heads._learned(str(tmp_path / "bad.json"))
+    assert learned.load(str(tmp_path / "g.tsv"))["gates"].tolist() == [[0.5, -1.0], [0.25, 2.0]]
+    with pytest.raises(InputError, match="no file .*none.json"):
+        learned.load(str(tmp_path / "none.json"))
+    (tmp_path / "bad.json").write_text("[3]")
+    with pytest.raises(InputError, match="holds no lists of numbers"):
+        learned.load(str(tmp_path / "bad.json"))
 
 
 @given(tokens=st.integers(6, 60), sinks=st.integers(0, 3), recent=st.integers(0, 3), data=st.data())
@@ -78,7 +74,7 @@ def test_gates_are_read_clamped_from_both_kinds_of_file(gate_file, tmp_path):
 def test_duo_streams_the_lowest_gates_and_meets_the_budget(gate_file, tokens, sinks, recent, data):
     budget = data.draw(st.integers(max(1, sinks + recent), tokens))
     scores, protected = layers_of(tokens, sinks, recent)
-    same, counts = heads.duo_attention(scores, protected, torch.tensor([budget]), gate_file)
+    same, counts = learned.duo_attention(scores, protected, torch.tensor([budget]), gate_file)
     assert same is scores
     held = [int(counts[layer][0, head]) for layer, head in ORDER]
     assert sum(held) == 6 * budget
@@ -90,7 +86,7 @@ def test_duo_streams_the_lowest_gates_and_meets_the_budget(gate_file, tokens, si
 
 def test_duo_partial_head_keeps_its_newest(gate_file):
     scores, protected = layers_of(20, 2, 3)
-    _, counts = heads.duo_attention(scores, protected, torch.tensor([12]), gate_file)
+    _, counts = learned.duo_attention(scores, protected, torch.tensor([12]), gate_file)
     assert [int(counts[layer][0, head]) for layer, head in ORDER] == [5, 5, 5, 17, 20, 20]
     kept = select(scores[1], protected[1], counts[1])
     assert kept[0, 1].nonzero()[:, 0].tolist() == [0, 1, *range(5, 20)]
@@ -100,7 +96,7 @@ def test_duo_partial_head_keeps_its_newest(gate_file):
 def test_duo_by_heads_keeps_more_than_its_budget(gate_file):
     """kvpress: x = 0.4 of six heads is 2.4, so two stream, and the realised ratio is x' (1 - 5 / 20)."""
     scores, protected = layers_of(20, 2, 3)
-    _, counts = heads.duo_attention(scores, protected, torch.tensor([12]), gate_file, count="heads")
+    _, counts = learned.duo_attention(scores, protected, torch.tensor([12]), gate_file, count="heads")
     held = [int(counts[layer][0, head]) for layer, head in ORDER]
     assert held == [5, 5, 20, 20, 20, 20]
     assert 1 - sum(held) / 120 == pytest.approx(2 / 6 * (1 - 5 / 20))
@@ -112,7 +108,7 @@ def test_duo_rows_have_budgets_of_their_own_and_dead_slots_do_not_count(gate_fil
     for s in scores:
         s[1, :, :4] = -torch.inf
     protected = [p & ~s.isneginf() for s, p in zip(scores, protected, strict=True)]
-    _, counts = heads.duo_attention(scores, protected, torch.tensor([12, 10]), gate_file)
+    _, counts = learned.duo_attention(scores, protected, torch.tensor([12, 10]), gate_file)
     assert sum(int(c[0].sum()) for c in counts) == 72
     assert sum(int(c[1].sum()) for c in counts) == 60
     assert max(int(c[1].max()) for c in counts) == 16
@@ -121,10 +117,10 @@ def test_duo_rows_have_budgets_of_their_own_and_dead_slots_do_not_count(gate_fil
 def test_duo_refuses(gate_file):
     scores, protected = layers_of(20, 4, 4)
     with pytest.raises(InputError, match="budget 36 < 48 protected tokens of 6 heads together"):
-        heads.duo_attention(scores, protected, torch.tensor([6]), gate_file)
-    with pytest.raises(InputError, match="3 x 2 layers and KV heads, the model has 2 x 2"):
-        heads.duo_attention(scores[:2], protected[:2], torch.tensor([9]), gate_file)
+        learned.duo_attention(scores, protected, torch.tensor([6]), gate_file)
+    with pytest.raises(InputError, match=r"holds gates \[3, 2\], the model needs \[2, 2\]"):
+        learned.duo_attention(scores[:2], protected[:2], torch.tensor([9]), gate_file)
     same, other = ([observation(seed=seed + layer) for layer in range(3)] for seed in (0, 1))
-    heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=same)
-    with pytest.raises(InputError, match="was made from other weights, .*: run python -m studies.duo"):
-        heads.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=other)
+    learned.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=same)
+    with pytest.raises(InputError, match="was made from other weights, "):
+        learned.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=other)

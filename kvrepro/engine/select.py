@@ -58,8 +58,13 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
     Exactly `counts` [batch, kv_heads] tokens per head. A slot scored -inf is dead and never kept; a head with fewer
     tokens than its count keeps them all. Raises InputError for a count below the protected tokens, and for NaN scores.
     """
-    if ties is None and _by_kernel(scores):
-        return _selected(scores, protected, counts)
+    if ties is None and _by_kernel(scores):  # one launch, which also finds what `ensure_room` and `ensure_numbers` do
+        problems, total = scores.new_zeros(counts.numel(), 3, dtype=torch.int32), scores.numel()
+        kept = _launched(scores, counts, protected, problems=problems)
+        nan_counts, missing, held = problems.unbind(1)
+        ensure_none(missing, lambda: _no_room(held - missing, held))
+        ensure_none(nan_counts, lambda: _no_numbers(int(nan_counts.sum()), total))
+        return kept
     dead = scores.isneginf()
     firm = protected & ~dead
     ensure_room(counts, firm.sum(-1))
@@ -78,9 +83,7 @@ def largest(scores: Tensor, counts: Tensor, firm: Mask | None = None) -> Tensor:
     All rows are sorted as one, with the row's number in front of each key, because a GPU sorts rows one after another.
     """
     if _by_kernel(scores):
-        from kvrepro_kernels import largest as by_kernel
-
-        return by_kernel(*_rows(scores, counts, firm)).view_as(scores)
+        return _launched(scores, counts, firm)
     if firm is not None:
         scores = scores.masked_fill(firm & ~scores.isneginf(), torch.inf)
     n = scores.shape[-1]
@@ -102,23 +105,12 @@ def _by_kernel(scores: Tensor) -> bool:
     return scores.dtype == torch.float32 and bool(scores.shape[-1] <= LONGEST)
 
 
-def _rows(scores: Tensor, counts: Tensor, firm: Mask | None) -> tuple[Tensor, Tensor, Mask | None]:
-    """The arguments of the kernel: one row for each count."""
-    rows = None if firm is None else firm.flatten(0, -2).contiguous()
-    return scores.flatten(0, -2).contiguous(), counts.flatten(), rows
-
-
-def _selected(scores: Scores, protected: Mask, counts: Counts) -> Mask:
-    """`select` in one launch, which also computes what `ensure_room` and `ensure_numbers` check."""
+def _launched(scores: Tensor, counts: Tensor, firm: Mask | None, **more: Tensor) -> Mask:
+    """`largest` by its kernel, one row for each count."""
     from kvrepro_kernels import largest as by_kernel
 
-    problems = scores.new_zeros(counts.numel(), 3, dtype=torch.int32)
-    kept = by_kernel(*_rows(scores, counts, protected), problems=problems).view_as(scores)
-    nan_counts, missing, held = problems.unbind(1)
-    total = scores.numel()
-    ensure_none(missing, lambda: _no_room(held - missing, held))
-    ensure_none(nan_counts, lambda: _no_numbers(int(nan_counts.sum()), total))
-    return kept
+    rows = None if firm is None else firm.flatten(0, -2).contiguous()
+    return by_kernel(scores.flatten(0, -2).contiguous(), counts.flatten(), rows, **more).view_as(scores)
 
 
 def ensure_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BOOK = ROOT / "_build" / "html"
 PAGES = [str(page.relative_to(BOOK)) for page in sorted((BOOK / "book").rglob("*.html"))]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-LOOKED_AT = ("intro", "protection", "decide", "api", "kernels")  # contrast takes seconds: one page of each kind
+LOOKED_AT = ("intro", "protection", "decide", "api", "kernels")  # at contrast, and on a phone: one page of each kind
 WIDE, PHONE = {"width": 1400, "height": 1000}, {"width": 390, "height": 800}
 TOO_WIDE = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 THEME = "theme => Object.assign(document.documentElement.dataset, {theme, mode: theme})"
@@ -94,7 +94,8 @@ def test_a_page_works_for_everybody(tab, address, axe, name):
     tab.set_viewport_size(PHONE)
     tab.wait_for_timeout(300)
     assert tab.evaluate(TOO_WIDE) <= 0
-    violations["phone"] = tab.evaluate(AXE, OTHERS)
+    if Path(name).stem in LOOKED_AT:
+        violations["phone"] = tab.evaluate(AXE, OTHERS)
     assert {where: listed for where, listed in violations.items() if listed} == {}
 
 

@@ -32,14 +32,15 @@ MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a 
 def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
     """One column of one condition, indexed by item; failed items are nan. Raises NotTestable where the condition was
     not run or failed on every item, InputError where an item has several rows."""
+    wanted_columns = rows.columns.intersection(["item", "error", column])
     if cell["policy"] == "full":
-        selected = rows[rows.policy == "full"].drop_duplicates("item")
+        selected = rows.loc[rows.policy == "full", wanted_columns].drop_duplicates("item")
     else:
         wanted = {"suffix_mode": "dynamic"} | {name: cell[name] for name in ("policy", "capacity")}
         wanted |= {name: cell[name] for name in ("suffix_mode", "regime") if name in cell}
         same = [rows[name] == value for name, value in wanted.items()]
         same += [np.isclose(rows[side], cell[side]) for side in ("prefix", "suffix")]
-        selected = rows[np.logical_and.reduce(same)]
+        selected = rows.loc[np.logical_and.reduce(same), wanted_columns]
     if selected.empty:
         raise NotTestable(f"not run: {_described(cell)}")
     if selected["item"].duplicated().any():
@@ -67,7 +68,8 @@ def _described(cell: Mapping) -> str:
 def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, Any]:
     """Smallest, middle, largest and all capacities of the main grid: those at which the most policies were run with
     `prefix` protected on both sides. Raises NotTestable where nothing is protected on both sides."""
-    main = rows[np.isclose(rows.prefix, prefix) & np.isclose(rows.suffix, prefix) & rows.capacity.notna()]
+    guarded = np.isclose(rows.prefix, prefix) & np.isclose(rows.suffix, prefix) & rows.capacity.notna()
+    main = rows.loc[guarded, ["policy", "capacity"]]
     main = main[~main.policy.str.endswith("_faithful")]
     policies = main.groupby("capacity").policy.nunique()
     sizes = sorted(policies.index[policies == policies.max()])

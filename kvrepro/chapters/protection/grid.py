@@ -3,6 +3,7 @@
 The model reads a prompt once for a whole list, so the chapter runs all its grids as one, and figures share one table.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -40,11 +41,12 @@ SIZES = {  # quick: five for each of the eight tasks; full: sixty, three times t
 
 
 def size(profile: str, n_items: int | None = None) -> Size:
-    """The profile's size; `n_items` sets the main study and caps the others."""
+    """The profile's size; `n_items` sets the main study, and fewer items than usual shrink the others with it."""
     sizes = SIZES[profile]
     if n_items is None:
         return Size(*map(AtMost, sizes))
-    return Size(n_items, *(min(n_items, n) for n in sizes[1:]))
+    part = min(1.0, n_items / sizes.items)
+    return Size(n_items, *(math.ceil(n * part) for n in sizes[1:]))
 
 
 def readings(reading: str, policy: str = "lru") -> list[str]:

@@ -53,7 +53,8 @@ def test_every_condition_can_be_met_at_every_length():
 
 def test_sizes():
     assert grid.size("full").items == 480
-    assert grid.size("quick", 3) == grid.Size(3, 3, 3)
+    assert grid.size("quick", 8) == grid.Size(8, 2, 4)
+    assert grid.size("quick", 500) == grid.Size(500, 8, 16)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from kvrepro.chapters.protection import control
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, claims
+from studies import control
 
 BOOK = {claim["id"]: claim for claim in claims.load_claims("protection")["claims"]}
 TABLE = claims.read(control.TABLE)
@@ -56,14 +56,6 @@ def test_the_table_is_what_the_rows_give(rows):
                 assert stored_row.verdict == row.verdict, (panel.name, row.claim)
                 assert stored_row.ours == pytest.approx(row.ours, rel=1e-4, abs=1e-6)
                 assert stored_row.low == pytest.approx(row.low, rel=1e-4, abs=1e-6)
-
-
-def test_a_panel_that_can_test_nothing_is_named_with_the_reason(rows):
-    """Two full caches score about 0.1 themselves; a panel that decides something is not named."""
-    silent = control.undecided_panels(rows, set(TABLE.panel))
-    assert set(silent) == {"Qwen2.5-7B, NarrativeQA at 32K, 58", "Phi-3.5, needles, 63"}
-    reason = silent["Qwen2.5-7B, NarrativeQA at 32K, 58"]
-    assert reason.startswith("the full cache itself answers too few items (0.077 [")
 
 
 def test_no_row_is_counted_twice_in_a_panel(rows):

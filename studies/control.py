@@ -1,12 +1,11 @@
-"""The positive control: the protection claims' rules on the authors' own rows, from which their numbers were printed.
+"""data/control.csv: the protection claims' rules on the authors' own rows, from which their numbers were printed.
 
 Where a claim is not reproduced there, its rule is bad, or the paper says more than its data, or these items cannot
 decide it. The claim says which (`control` in data/claims/protection.yml); without such a line, an open verdict means
-too few items. `python -m kvrepro.chapters.protection.control` writes data/control.csv, which the page book/control.md
-shows.
+too few items. `python -m studies.control` writes the table.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -107,14 +106,6 @@ def evaluate(rows: pd.DataFrame) -> pd.DataFrame:
     table = table.loc[table.verdict != claims.NOT_TESTABLE, COLUMNS]
     order = pd.Categorical(table.claim, [claim["id"] for claim in book["claims"]], ordered=True)
     return table.assign(claim=order).sort_values(["claim", "panel"], ignore_index=True).astype({"claim": str})
-
-
-def undecided_panels(rows: pd.DataFrame, decided: Collection[str]) -> dict[str, str]:
-    """The panels that can test no claim, each with the reason that most of its claims give. decided: names of the
-    panels that test some."""
-    book = claims.load_claims("protection")
-    silent = [panel for panel in panels(rows) if panel.name not in decided]
-    return {panel.name: str(panel_verdicts(panel, book).note.mode()[0]) for panel in silent}
 
 
 def cause(row: Any, claim: Mapping[str, Any]) -> tuple[str, str]:

@@ -14,8 +14,6 @@ from kvrepro.chapters.dropkv_bound import bound, cone
 from kvrepro.chapters.dropkv_bound.settings import Sampling, pool_name
 from kvrepro.chapters.dropkv_bound.triples import Layer
 
-MU_AT = 0.1  # c at which the pool's mass outside the cone is reported
-
 
 def evenly(count: int, take: int) -> list[int]:
     """`take` of the numbers 0 ... count - 1, or all, ascending and without a period: those whose multiples of the
@@ -60,10 +58,6 @@ def table(of_position: Sequence[Query], s: Sampling) -> pd.DataFrame:
 
 def _columns(p: Tensor, r: Tensor, steps: int) -> dict[str, np.ndarray]:
     """p [triples, pool] and r [triples, pool, dim] of pools."""
-    cones, half = cone.cone(r, steps=steps), p.shape[1] // 2
-    proxy = bound.joint_cost(p, r, bound.smallest(bound.single_cost(p, r), half))
-    at = torch.full_like(p[:, :1], MU_AT)
-    mu = torch.stack([bound.outside(p, r, u, at)[:, 0] for u in bound.directions(p, r, cones)]).amin(0)
-    columns = {"eps": p.amax(1), "c_low": cones.low, "c_high": cones.high, "mu_share": mu / (p * r.norm(dim=-1)).sum(1)}
-    columns["guarantee"] = proxy / bound.robust(p, r, cones, proxy, half)
+    cones = cone.cone(r, steps=steps)
+    columns = {"eps": p.amax(1), "c_low": cones.low, "c_high": cones.high}
     return {name: column.cpu().numpy() for name, column in columns.items()}

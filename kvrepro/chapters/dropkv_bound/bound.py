@@ -5,7 +5,6 @@ when the keys J are evicted and the rest is renormalised (lemma 1). Costs: small
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -13,7 +12,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvrepro.chapters.dropkv_bound.cone import Cone
 from kvrepro.errors import InputError
 
 SUBSETS = 2_000_000  # enumerations beyond this are refused
@@ -69,7 +67,7 @@ def smallest(cost: Tensor, k: int) -> Tensor:
     return cost.argsort(dim=-1, stable=True)[..., :k].sort(-1).values
 
 
-# ---------------------------------------------------------------- assumptions, theorems 1 and 2
+# ---------------------------------------------------------------- assumptions, theorem 1
 
 
 def pool(p: Tensor, size: float | int, window: int = 8) -> Tensor:
@@ -89,38 +87,6 @@ def factor(c: Tensor, eps: Tensor, k: int | Tensor) -> Tensor:
     """1 / [c (1 - eps) (1 - k eps)] of theorem 1; infinite where c <= 0 or k eps >= 1."""
     bound = 1 / (c * (1 - eps) * (1 - k * eps))
     return torch.where((c > 0) & (k * eps < 1) & (eps < 1), bound, torch.inf)
-
-
-def outside(p: Tensor, r: Tensor, direction: Tensor, c: Tensor) -> Tensor:
-    """mu(c) = sum of p_j ||r_j|| over the keys that lie outside the cone (direction, c); c and mu [..., constants]."""
-    length = r.norm(dim=-1)
-    cosine = (r @ direction[..., None])[..., 0] / length.clamp_min(1e-300)
-    beyond = (cosine[..., None, :] < c[..., None]) & (length > 0)[..., None, :]
-    return (beyond * (p * length)[..., None, :]).sum(-1)
-
-
-def directions(p: Tensor, r: Tensor, cone: Cone) -> list[Tensor]:
-    """Axes to try for an approximate cone, [..., dim] each: the cone's own, the means of p_j r_j and r_j / ||r_j||."""
-    means = [output(p, r), (r / r.norm(dim=-1, keepdim=True).clamp_min(1e-300)).mean(-2)]
-    return [cone.direction.to(p), *(mean / mean.norm(dim=-1, keepdim=True).clamp_min(1e-300) for mean in means)]
-
-
-def robust(p: Tensor, r: Tensor, cone: Cone, proxy: Tensor, k: int) -> Tensor:
-    """Theorem 2's lower bound on F(J*), the largest c (1 - eps) (1 - k eps) F(proxy) - (1 + c) mu that was tried, or 0
-    if all are negative. Float64 [...]. proxy: F of the proxy's set [...].
-
-    The theorem, F(proxy) <= [F(J*) + (1 + c) mu] / [c (1 - eps) (1 - k eps)], holds for every unit u and every c in
-    (0, 1] with the mu that they give. Tried are `directions` for u, and for c c* where it is positive and 25 values
-    between 0.02 and 0.98. F(proxy) over the result bounds the realised ratio and needs no enumeration; for c = c* and
-    mu = 0 it is theorem 1's factor.
-    """
-    p, r = p.double(), r.double()
-    eps = p.amax(-1)
-    grid = torch.linspace(0.02, 0.98, 25).to(p).expand(*eps.shape, 25)
-    c = torch.cat([cone.low.to(p).clamp_min(1e-12)[..., None] * (1 - 1e-12), grid], -1)
-    scale = c * ((1 - eps) * (1 - k * eps).clamp_min(0))[..., None] * proxy[..., None]
-    mu = torch.stack([outside(p, r, u, c) for u in directions(p, r, cone)])
-    return (scale - (1 + c) * mu).amax((0, -1)).clamp_min(0)
 
 
 # ---------------------------------------------------------------- the joint optimum, by enumeration
@@ -185,20 +151,3 @@ def _enumerate(p: Tensor, r: Tensor, k: int) -> Tensor:
         bits = torch.where((value < best)[:, None], chosen, bits)
         best = torch.minimum(best, value)
     return bits.nonzero()[:, 1].view(-1, k)
-
-
-# ---------------------------------------------------------------- NP-hardness
-
-
-def partition(numbers: Sequence[int]) -> tuple[Optimum, Optimum]:
-    """Turn 2m positive integers into an eviction problem: p = 1 / 2m, v = numbers, k = m. Its least F is 0 if and only
-    if m of the numbers have the same sum as the other m (appendix C.1). Enumerated, so for up to 2m = 20 numbers. Gives
-    the optimum, and the proxy's choice."""
-    if len(numbers) % 2 or not numbers or min(numbers) < 1:
-        raise InputError(f"{list(numbers)}: give an even number of positive integers")
-    n = len(numbers)
-    p = torch.full((n,), 1 / n, dtype=torch.float64)
-    v = torch.tensor(numbers, dtype=torch.float64)[:, None]
-    r = residuals(p, v)
-    chosen = smallest(single_cost(p, r), n // 2)
-    return optimum(p, r, n // 2), Optimum(chosen, joint_cost(p, r, chosen))

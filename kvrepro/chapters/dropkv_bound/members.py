@@ -1,6 +1,6 @@
 """What the claims about DropKV's bound are tested on: triples and records by prompt, answers by item, timings."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -254,8 +254,10 @@ def _from_timings(claim: Mapping) -> list[Member]:
     return [Member(m.member, Measured(m.value, m.low, m.high, m.n)) for m in table.itertuples()]
 
 
-def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -> Sequence[Member | NotTestable]:
-    """What a claim is tested on. Raises NotTestable where answers or timings are needed and missing."""
+def members(
+    claim: Mapping, study: Study | None, answers: pd.DataFrame | None = None
+) -> Sequence[Member | NotTestable]:
+    """What a claim is tested on. Raises NotTestable where triples, answers or timings are needed and missing."""
     contrast = claim["contrast"]
     if contrast in timings.CONTRASTS:
         return _from_timings(claim)
@@ -263,6 +265,8 @@ def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -
         return _from_answers(claim, answers)
     if contrast == "quality_growth":
         return _lead_growth(claim, answers)
+    if study is None:
+        raise NotTestable("no triples were computed: run study.triples_of")
     if contrast in ("way_gap", "same_alone"):
         return _of_weights(claim, study)
     if contrast in OF_POOL:
@@ -276,15 +280,16 @@ def members(claim: Mapping, study: Study, answers: pd.DataFrame | None = None) -
 
 
 def evaluate(
-    study: Study, answers: pd.DataFrame | None = None, policies: Sequence[str] = (), *, model: str, profile: str
-) -> pd.DataFrame:
-    """Verdict of every claim (`judge.verdicts`). General claims are also tested on the reader's own among `policies`.
-    answers: rows of `quality.answers`."""
-    book = claims.load_claims("dropkv_bound")["claims"]
+    ids: Collection[str] | None = None, *, frames: Study | None = None, answers: pd.DataFrame | None = None,
+    policies: Sequence[str] = (), model: str, profile: str,
+) -> pd.DataFrame:  # fmt: skip
+    """Verdict of every claim, or of those of `ids` (`judge.verdicts`). General claims are also tested on the reader's
+    own among `policies`. frames: of `study.triples_of`; answers: rows of `quality.answers`."""
+    book = claims.load_claims("dropkv_bound", ids=ids)["claims"]
     general = [c for c in book if c["contrast"] in GENERAL and "prompt_tokens" not in c.get("needs", {})]
     of_own = claims.claims_on_own([{**claim, "over": {"policy": "any"}} for claim in general], policies)
     frame = history.verdicts(
-        book, lambda claim, _: members(claim, study, answers), own=of_own, model=model, profile=profile
+        book, lambda claim, _: members(claim, frames, answers), own=of_own, model=model, profile=profile
     )
     timed = [claim for claim in book if claim["contrast"] in timings.CONTRASTS]
     return claims.timed(frame, {claim["id"]: timings.CONTRASTS[claim["contrast"]][2] for claim in timed})

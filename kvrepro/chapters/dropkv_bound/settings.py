@@ -19,7 +19,6 @@ class Sampling:
     """The settings that decide the rows of a prompt."""
 
     pools: tuple[Size | ProperShare, ...] = (0.95, 0.5, 256)  #: of lowest attention: share of the keys, or their number
-    shares: tuple[ProperShare, ...] = (0.05, 0.10, 0.30)  #: of the prompt kept
     positions: Size | None = None  #: query positions per prompt, layer and head; None: the profile's
     since: ProperShare = 0.5  #: they lie in the prompt after this share of it
     window: Size = 8  #: final keys outside the pool, and queries that a rule observes
@@ -38,6 +37,7 @@ class Sampling:
 class Settings(run.Settings, Sampling):
     """Settings of the chapter on DropKV's bound. The sets of twenty keys come from the first pool."""
 
+    shares: tuple[ProperShare, ...] = (0.05, 0.10, 0.30)  #: of the prompt kept
     tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
     lengths: tuple[Size, ...] = (500, 1900, 3000)  #: for the study of lengths; what cannot be had is left out
     k: Size = 200  #: in 1 - k eps, of figures and tables

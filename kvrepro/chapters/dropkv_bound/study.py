@@ -13,7 +13,7 @@ from scipy import stats as scipy_stats
 from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import assumptions, bound, cone, triples
-from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings, pool_name
+from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings
 from kvrepro.chapters.dropkv_bound.triples import RULES, Layer, Triple
 from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.score.window import pooled
@@ -22,7 +22,7 @@ from kvrepro.experiment import data, run
 from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item
 
-PARTS = ("assumptions", "records", "lemma", "budgets", "alignment", "weights")
+PARTS = ("assumptions", "records", "alignment", "weights")
 WHERE = ["layer", "head", "position"]
 KS, TWENTY = (10, 18), 20  # 10 or 18 of 20 keys are evicted
 Rule = tuple[str, int, int]  # its name, the queries that it observes, the kernel of its pooling
@@ -103,12 +103,8 @@ def _check_pools(s: Sampling, tokens: int) -> None:
 class Study:
     """The frames of one run; the name of each, what one of its rows is about, and (in brackets) its other columns.
 
-    assumptions: a triple and a pool (eps, c_low, c_high; mu_share: the pool's mass outside a cone of c = 0.1;
-    guarantee: theorem 2's bound on the ratio for the half of the pool that DropKV evicts).
+    assumptions: a triple and a pool (eps, c_low, c_high).
     records: a triple, stratum, k, objective and rule (ratio, value, best; bound, eps, c_low, c_high for the query's F).
-    lemma: a triple (largest relative errors of lemma 1).
-    budgets: a layer, share kept, allocation, pooling and rounding (error: relative shift of the layer's output at the
-    last query).
     alignment: one of the 20 nearest or most aligned keys of a triple (stratum; distance: ||a - v|| / ||a||; ranks by
     AnDPro and DropKV, 1 = evicted first; `_value`: without the attention weight).
     weights: a triple, stratum, k and way to weigh a key, `triples.WEIGHTS` (shift of the query's output: query, of the
@@ -118,8 +114,6 @@ class Study:
 
     assumptions: pd.DataFrame
     records: pd.DataFrame
-    lemma: pd.DataFrame
-    budgets: pd.DataFrame
     alignment: pd.DataFrame
     weights: pd.DataFrame
 
@@ -145,27 +139,6 @@ def triples_of(loaded: Loaded, items: Sequence[Item], settings: Settings, polici
                 continue
             study.records = pd.concat([study.records, rows["records"]], ignore_index=True)
     return study
-
-
-def by_length(loaded: Loaded, study: Study, items: Mapping[int, Sequence[Item]], settings: Settings) -> pd.DataFrame:
-    """`Study.assumptions` of the first two pools for prompts of several lengths, with two more columns: `length`, and
-    `place`, where the query stands in its prompt (share).
-
-    study: at `settings.tokens`, which is not run again; its prompts that nearly fill this length are taken. items: of
-    `questions_by_length`; to save time, one ascent is made where the cone condition fails.
-    """
-    sampling = replace(settings.sampling, pools=settings.pools[:2], steps=1)
-    rows = study.assumptions
-    rows = rows[rows.groupby("item").position.transform("max") + 1 >= data.FILLED * settings.tokens]
-    frames = [rows[rows.pool.isin([pool_name(size) for size in sampling.pools])].assign(length=settings.tokens)]
-    for length, prompts in items.items():
-        if length != settings.tokens:
-            given = {"s": sampling, "limit": length, "parts": ("assumptions",)}
-            plan = run.PerItem("dropkv_bound", "triples", _with_shares(prompts, 0), of_item, given)
-            frames.append(run.run(plan, loaded, settings)["assumptions"].assign(length=length))
-    all_rows = pd.concat(frames, ignore_index=True)
-    ends = all_rows.groupby(["item", "length"]).position.transform("max")  # the last query is the prompt's last token
-    return all_rows.assign(place=((all_rows.position + 1) / (ends + 1)).round(2))
 
 
 def _with_shares(items: Sequence[Item], total: int) -> dict[str, tuple[Item, int]]:
@@ -206,11 +179,8 @@ def prompt(
             sets = triples.strata(triple, bound.pool(triple.p, s.pools[0], s.window), TWENTY, s.seed)
             rows["records"] += _records(triple, sets, s, loaded.model.device, policy)
             if not policy:
-                rows["lemma"].append(triple.where | lemma_error(triple, s.seed))
                 rows["alignment"] += _alignment(triple, sets)
                 rows["weights"] += _weights(triple, sets)
-        if "budgets" in parts:
-            rows["budgets"] += _budgets(layer, s)
 
     triples.triples(loaded.model, ids, positions, visit, window=s.window)
     frames = {name: pd.DataFrame(rows[name]) for name in parts}
@@ -219,22 +189,6 @@ def prompt(
         tested = tested.sort_values(WHERE, kind="stable", ignore_index=True)
         frames["assumptions"] = tested.assign(tokens=tested.position + 1, of_triples=len(every))
     return frames
-
-
-def lemma_error(t: Triple, seed: int = 0) -> dict:
-    """Largest error of lemma 1, relative to ||a|| / (1 - P_J), when one of the 64 keys of most weight is evicted
-    (single), or a random half of all keys, 16 times (joint).
-
-    Dividing by 1 - P_J amplifies rounding in the definition and in the lemma alike, and so is undone.
-    """
-    single = torch.nn.functional.one_hot(t.p.topk(min(64, len(t.p))).indices, len(t.p)).bool()
-    joint = torch.rand(16, len(t.p), generator=torch.Generator().manual_seed(seed)) < 0.5
-    errors = {"tokens": len(t.p)}
-    for name, evicted in (("single", single), ("joint", joint)):
-        error = (bound.shift(t.p, t.v, evicted) - bound.shift_by_definition(t.p, t.v, evicted)).norm(dim=-1)
-        left = (t.p * ~evicted).sum(-1)
-        errors[name] = (error * left / t.window_a[-1].norm()).max().item()
-    return errors
 
 
 # ---------------------------------------------------------------- realised ratio
@@ -322,45 +276,3 @@ def _weights(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
             table = pd.DataFrame({name: x.numpy() for name, x in moved.items()}).assign(stratum=triples.STRATA)
             rows += table.assign(k=k, way=way, **t.where).to_dict("records")
     return rows
-
-
-# ---------------------------------------------------------------- budgets over the heads of a layer
-
-
-def _budgets(layer: Layer, s: Sampling) -> list[dict]:
-    """Relative shift of one layer's output at the last query: uniform budgets of its KV heads against adaptive ones.
-
-    Scores are those of the public code: `triples.dropkv`, averaged over the query heads of a KV head and pooled. The
-    window always stays. Adaptive: the layer's budget goes to its highest scores, whichever head they are in.
-    """
-    last, heads = max(layer.positions), len(layer.key)
-    p, a, v = layer.attention(last)[:, -1], layer.outputs(last)[:, -1], layer.value[:, : last + 1].double()
-    tokens, rows, shifts = last + 1, [], []
-    costs = {bf16: layer.cost(last, bf16=bf16).view(heads, layer.group, tokens).mean(1) for bf16 in (False, True)}
-    for pooling, bf16 in (("max", False), ("average", False), ("none", False), ("max", True)):
-        score = pooled(costs[bf16], pooling, s.kernel)
-        score = score[:, : tokens - s.window]
-        for share in s.shares:
-            gone = tokens - max(int(share * tokens), s.window)
-            uniform, adaptive = torch.zeros(2, heads, tokens, dtype=torch.bool, device=p.device)
-            uniform.scatter_(1, bound.smallest(score, gone), True)
-            chosen = bound.smallest(score.flatten(), gone * heads)
-            adaptive[chosen // score.shape[1], chosen % score.shape[1]] = True
-            for allocation, evicted in (("uniform", uniform), ("adaptive", adaptive)):
-                row = {"layer": layer.number, "share": share, "allocation": allocation, "pooling": pooling}
-                rows.append(row | {"bf16": bf16})
-                shifts.append(torch.stack([_output_shift(p, a, v, evicted), evicted.sum().double()]))
-    values = zip(rows, torch.stack(shifts).tolist(), strict=True)  # one transfer
-    return [row | {"error": error, "evicted": int(count)} for row, (error, count) in values]
-
-
-def _output_shift(p: Tensor, a: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
-    """||Delta|| / ||a|| of a layer's output for one query, by lemma 1, without computing a residual for every key.
-
-    p [heads, tokens], a [heads, dim], v [kv_heads, tokens, dim], evicted: bool [kv_heads, tokens].
-    """
-    heads = len(v)
-    gone = p.view(heads, -1, p.shape[1]) * evicted[:, None]
-    mass = gone.sum(-1, keepdim=True)
-    moved = (mass * a.view(heads, -1, a.shape[1]) - gone @ v) / (1 - mass)
-    return (moved.square().sum() / a.square().sum()).sqrt()

@@ -1,13 +1,12 @@
 """Lemma 1, the theorems and the enumeration against definitions, closed forms and brute force written another way."""
 
 import math
-from fractions import Fraction
 from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrepro.chapters.dropkv_bound import bound
@@ -106,9 +105,8 @@ def test_twenty_keys_and_batches():
     seed=st.integers(0, 10**6), tokens=st.integers(3, 10), dim=st.integers(1, 6), lean=st.floats(0, 4), data=st.data()
 )
 @settings(max_examples=150, deadline=None)
-def test_no_violation_of_theorem_1_or_2(seed, tokens, dim, lean, data):
-    """The pool is the lowest attention of a longer query; where the factor is finite, the proxy stays below it. Theorem
-    2's lower bound holds always, the cone or no cone, and is theorem 1's wherever that speaks."""
+def test_no_violation_of_theorem_1(seed, tokens, dim, lean, data):
+    """The pool is the lowest attention of a longer query; where the factor is finite, the proxy stays below it."""
     p, v = draw(seed, tokens + 4, dim, sharp=data.draw(st.floats(0.1, 4)), lean=lean)
     keys = bound.pool(p, tokens, window=2)
     p, r = p[keys], bound.residuals(p, v)[keys]
@@ -118,10 +116,6 @@ def test_no_violation_of_theorem_1_or_2(seed, tokens, dim, lean, data):
     best = min(f_of(p, r, chosen) for chosen in combinations(range(tokens), k))
     factor = bound.factor(enclosed.low, eps, k)
     assert proxy <= factor * best * (1 + 1e-9) + 1e-15 or not torch.isfinite(factor)
-    robust = bound.robust(p, r, enclosed, proxy, k)
-    assert robust <= best * (1 + 1e-9) + 1e-15
-    if torch.isfinite(factor):
-        assert robust >= proxy / factor * (1 - 1e-6) - 1e-15
 
 
 def test_theorem_1_is_not_vacuous():
@@ -143,41 +137,6 @@ def test_the_factor_by_hand_and_where_it_is_infinite():
     factors = bound.factor(c, eps, 4)
     assert factors[0].item() == pytest.approx(1 / (0.5 * 0.9 * 0.6))
     assert torch.isinf(factors[1:]).all()  # k eps = 1; no cone; no cone
-
-
-def test_mass_outside_a_cone_by_hand():
-    """Three residuals at 0, 60 and 180 degrees of the axis."""
-    r = torch.tensor([[2.0, 0.0], [0.5, math.sqrt(0.75)], [-3.0, 0.0]], dtype=torch.float64)
-    p = torch.tensor([0.2, 0.1, 0.1], dtype=torch.float64)
-    axis = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    mu = bound.outside(p, r, axis, torch.tensor([0.4, 0.6, 1.0], dtype=torch.float64))
-    assert mu.tolist() == pytest.approx([0.3, 0.4, 0.4])
-
-
-# ---- NP-hardness
-
-
-def test_a_balanced_partition_is_a_zero_of_f():
-    numbers = [12, 1, 6, 8, 4, 5]
-    best, proxy = bound.partition(numbers)
-    assert best.value.item() == pytest.approx(0, abs=1e-12)
-    assert sorted(numbers[j] for j in best.evicted.tolist()) in ([4, 6, 8], [1, 5, 12])
-    assert proxy.value.item() == pytest.approx(1 / 3)  # 19 instead of 18, over six, over one half: no finite ratio
-    values = torch.tensor(numbers, dtype=torch.float64)[:, None]
-    residuals = bound.residuals(torch.full((6,), 1 / 6), values)
-    assert cone(residuals).high.item() == pytest.approx(-1)  # and no cone: theorem 1 is silent
-
-
-@given(numbers=st.lists(st.integers(1, 12), min_size=2, max_size=8))
-@settings(max_examples=60, deadline=None)
-def test_the_certificate_decides_partition(numbers):
-    assume(len(numbers) % 2 == 0)
-    m = len(numbers) // 2
-    exists = any(2 * sum(chosen) == sum(numbers) for chosen in combinations(numbers, m))
-    best, _ = bound.partition(numbers)
-    assert (2 * sum(numbers[j] for j in best.evicted.tolist()) == sum(numbers)) == exists
-    exact = min(abs(Fraction(sum(numbers), 2) - sum(chosen)) for chosen in combinations(numbers, m)) / len(numbers) * 2
-    assert best.value.item() == pytest.approx(float(exact), abs=1e-12)
 
 
 # ---- pools and ties

@@ -1,6 +1,7 @@
 """What the claims about DropKV's bound are tested on: triples and records by prompt, answers by item, timings."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -8,12 +9,14 @@ import pandas as pd
 from kvrepro.chapters.dropkv_bound import quality, timings
 from kvrepro.chapters.dropkv_bound.cone import ORIGIN
 from kvrepro.chapters.dropkv_bound.estimates import disagreement, median_gap, selected, statistic, with_factor
+from kvrepro.chapters.dropkv_bound.settings import Settings
 from kvrepro.chapters.dropkv_bound.study import WHERE, Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, history, judge, longbench
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
+from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.stats import MIN_ITEMS, UNIT
 from kvrepro.world import ruler
 
@@ -280,16 +283,23 @@ def members(
 
 
 def evaluate(
-    ids: Collection[str] | None = None, *, frames: Study | None = None, answers: pd.DataFrame | None = None,
-    policies: Sequence[str] = (), model: str, profile: str,
+    frames: Study | None = None, answers: pd.DataFrame | None = None, policies: Iterable[str] = (),
+    book: Mapping[str, Any] | None = None, *, model: str, profile: str,
 ) -> pd.DataFrame:  # fmt: skip
-    """Verdict of every claim, or of those of `ids` (`judge.verdicts`). General claims are also tested on the reader's
-    own among `policies`. frames: of `study.triples_of`; answers: rows of `quality.answers`."""
-    book = claims.load_claims("dropkv_bound", ids=ids)["claims"]
-    general = [c for c in book if c["contrast"] in GENERAL and "prompt_tokens" not in c.get("needs", {})]
+    """Verdict of every claim of a book (None: of the chapter's, `judge.verdicts`). General claims are also tested on
+    the reader's own among `policies`. frames: of `study.triples_of`; answers: rows of `quality.answers`."""
+    stated = (book or claims.load_claims("dropkv_bound"))["claims"]
+    general = [c for c in stated if c["contrast"] in GENERAL and "prompt_tokens" not in c.get("needs", {})]
     of_own = claims.claims_on_own([{**claim, "over": {"policy": "any"}} for claim in general], policies)
     frame = history.verdicts(
-        book, lambda claim, _: members(claim, frames, answers), own=of_own, model=model, profile=profile
+        stated, lambda claim, _: members(claim, frames, answers), own=of_own, model=model, profile=profile
     )
-    timed = [claim for claim in book if claim["contrast"] in timings.CONTRASTS]
+    timed = [claim for claim in stated if claim["contrast"] in timings.CONTRASTS]
     return claims.timed(frame, {claim["id"]: timings.CONTRASTS[claim["contrast"]][2] for claim in timed})
+
+
+def verdicts(book: Mapping, tables: Mapping[str, Any], loaded: Loaded, settings: Settings) -> pd.DataFrame:
+    """`evaluate` of a book's claims on the tables of one run, `frames` and `answers`."""
+    frames, answers = tables.get("frames"), tables.get("answers")
+    policies = [*(frames.records.rule if frames else ()), *(answers.method if answers is not None else ())]
+    return evaluate(frames, answers, dict.fromkeys(policies), book, model=loaded.name, profile=settings.profile)

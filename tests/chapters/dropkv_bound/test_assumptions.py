@@ -10,7 +10,7 @@ from kvrepro.chapters.dropkv_bound import assumptions, bound, cone, study
 from kvrepro.chapters.dropkv_bound.settings import Sampling, pool_name
 from kvrepro.chapters.dropkv_bound.triples import Layer, triples
 
-S = Sampling(pools=(0.9, 24), positions=2, shares=(0.5,), window=4, kernel=3, steps=2)
+S = Sampling(pools=(0.9, 24), positions=2, window=4, kernel=3, steps=2)
 
 
 class Loaded:
@@ -32,15 +32,10 @@ def test_all_at_once_are_what_each_triple_gives(monkeypatch, backend, room):
         for t in tiny.triples_of(layer):
             for size in S.pools:
                 keys = bound.pool(t.p, size, S.window)
-                p, r, k = t.p[keys], t.r[keys], len(keys) // 2
+                p, r = t.p[keys], t.r[keys]
                 c = cone.cone(r, steps=S.steps)
-                proxy = bound.joint_cost(p, r, bound.smallest(bound.single_cost(p, r), k))
-                robust = bound.robust(p, r, c, proxy, k)
-                length = p * r.norm(dim=-1)
-                beyond = [length[(r @ u) < 0.1 * r.norm(dim=-1)].sum() for u in bound.directions(p, r, c)]
                 row = t.where | {"tokens": len(t.p), "of_triples": 36, "pool": pool_name(size), "pool_size": len(keys)}
-                row |= {"eps": p.max(), "c_low": c.low, "c_high": c.high, "mu_share": min(beyond) / length.sum()}
-                row |= {"guarantee": proxy / robust}
+                row |= {"eps": p.max(), "c_low": c.low, "c_high": c.high}
                 rows.append({name: getattr(value, "item", lambda value=value: value)() for name, value in row.items()})
 
     triples(Loaded().model, tiny.prompts(60)[0], [44, 59], visit, window=S.window)

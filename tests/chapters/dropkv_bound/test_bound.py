@@ -158,13 +158,6 @@ def test_too_many_subsets_are_refused():
         bound.optimum(p, bound.residuals(p, v), 20)
 
 
-def test_odd_or_negative_numbers_are_refused():
-    with pytest.raises(InputError, match=r"\[1, 2, 3\]"):
-        bound.partition([1, 2, 3])
-    with pytest.raises(InputError, match="positive"):
-        bound.partition([1, -1])
-
-
 def test_a_pool_beyond_its_keys_is_refused():
     p, _ = draw(0, 7, 2)
     with pytest.raises(InputError, match="6 among 5"):

@@ -5,7 +5,7 @@ import pandas as pd
 import papermill
 import pytest
 
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, store
 from kvrepro.paths import ROOT
 
 
@@ -23,7 +23,7 @@ def done(tmp_path_factory):
 
 def test_no_result_fails_and_every_section_has_its_figure(done):
     notebook, results = done
-    stored = pd.read_parquet(results / "main.parquet")
+    stored = store.read(results / "main")
     assert stored.error.isna().all()
     assert stored.groupby("item").prompt_tokens.first().between(1900, 2044).all()
     drawn = [any("image/svg+xml" in o.get("data", {}) for o in cell.get("outputs", [])) for cell in notebook.cells]

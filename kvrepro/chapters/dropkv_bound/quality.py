@@ -20,6 +20,7 @@ from kvrepro.experiment.run import Answers, run
 from kvrepro.item import Item
 
 PEERS = ("snapkv", "pyramid_kv", "streaming_llm", "key_diff", "cake", "critical_kv", "andpro")
+POOLED = "AnDPro, max pooling"  # with the pooling that the others have
 BY_LENGTH = ("snapkv", "andpro")  # and a reader's own policies
 RETRIEVAL = "tinyworld:needle,needle_multikey,needle_multivalue,needle_multiquery,variable_tracking,frequent_words"
 MEASURE = "score"
@@ -33,19 +34,21 @@ def peers_of(policies: Sequence[str]) -> list[str]:
     return peers
 
 
-def condition(policy: str, share: float, settings: Settings) -> Condition:
-    """Keep `share` of the prompt, with the window and kernel of DropKV's paper."""
+def condition(policy: str, share: float, settings: Settings, **switches: object) -> Condition:
+    """Keep `share` of the prompt, with the window and kernel of DropKV's paper; `switches` add to these."""
     parameters = find(policy).parameters
     of_paper = {name: getattr(settings, name) for name in ("window", "kernel") if name in parameters}
-    switches = tuple(sorted(of_paper.items()))
-    return Condition(policy, share, Prefill(), reading="as_described", switches=switches)
+    all_switches = tuple(sorted((of_paper | switches).items()))
+    return Condition(policy, share, Prefill(), reading="as_described", switches=all_switches)
 
 
 def grid(settings: Settings, peers: Sequence[str] = PEERS) -> dict[str, list[Condition]]:
-    """Conditions by their name in tables: the full cache, and DropKV and its peers at every share."""
-    conditions = {"full": [Condition()]}
+    """Conditions by their name in tables: the full cache, DropKV and its peers at every share, and `POOLED` at the
+    smallest."""
     names = ("dropkv", *peers)
-    return conditions | {name: [condition(name, share, settings) for share in settings.shares] for name in names}
+    conditions = {name: [condition(name, share, settings) for share in settings.shares] for name in names}
+    pooled = condition("andpro", settings.least, settings, pool="max")
+    return {"full": [Condition()]} | conditions | {POOLED: [pooled]}
 
 
 def answers(

@@ -25,7 +25,7 @@ def rows(n: int = 8) -> pd.DataFrame:
 
 def test_every_condition_can_be_met_and_carries_the_paper_s_settings():
     grid = quality.grid(Settings(shares=(0.05, 0.3)))
-    assert set(grid) == {"full", "dropkv", *quality.PEERS}
+    assert set(grid) == {"full", "dropkv", *quality.PEERS, quality.POOLED}
     for conditions in grid.values():
         for condition in conditions:
             check(condition, 1900)

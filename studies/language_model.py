@@ -38,15 +38,22 @@ def rows_of(folder: Path) -> pd.DataFrame:
     return rows[~rows.error.map(lambda error: str(error).startswith("InputError")).astype(bool)]
 
 
+def newest(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each item the rows of the form that was stored last."""
+    forms = rows.data_hash.fillna("")
+    last = forms.groupby([rows.model, rows["item"], rows.limit, rows.max_new_tokens], dropna=False).transform("last")
+    return rows[forms == last]
+
+
 def main_study(folder: Path) -> pd.DataFrame:
     """The rows of a chapter's main study with their `score`; none without one. Those of `NO_PASSAGE` are among them, of
     the same items: some chapters ask more items without their passages than the main study has."""
     main, controls = folder / str(MAIN.get(folder.name)), folder / "controls"
     if not main.is_dir():
         return pd.DataFrame(columns=["policy", "score"])
-    rows = store.read(main)
+    rows = newest(store.read(main))
     if controls.is_dir():
-        alone = store.read(controls)
+        alone = newest(store.read(controls))
         alone = alone[alone.item.isin(rows.item)].assign(policy=NO_PASSAGE)
         rows = pd.concat([rows, alone], ignore_index=True)
     return rows.assign(score=scores(rows))

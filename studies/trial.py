@@ -118,7 +118,8 @@ def attempt(name: str, parameters: dict[str, Any], limit: float) -> dict[str, An
         process.join()
     rows = answers_of(Path(parameters["results"]) / name)
     spent = {part: round(float(rows[f"{part}_seconds"].sum()), 1) for part in ("prefill", "decode") if len(rows)}
-    counts = {"results": len(rows), "failed": int(rows.error.notna().sum())}
+    of_items = {file.parent for file in (Path(parameters["results"]) / name).glob("*/*/*.parquet")}
+    counts = {"results": max(len(rows), len(of_items)), "failed": int(rows.error.notna().sum())}
     return {"chapter": name, "n_items": parameters["n_items"]} | counts | spent | row
 
 

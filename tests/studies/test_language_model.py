@@ -1,10 +1,13 @@
 import json
+import shutil
+import time
 
 import pandas as pd
 import pytest
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, store
+from kvrepro.experiment.store import Store
 from studies import family, language_model
 
 ROW = {"item": "a", "policy": "lru", "reading": "as_run", "capacity": 128, "share": None, "prefix": 0.1, "suffix": 0.1,
@@ -25,11 +28,13 @@ def folder(tmp_path):
             ROW | {"item": "b", "policy": "h2o", "error": "InputError: budget 4 < 8", "token_f1": None},
             ROW | {"policy": "h2o", "error": "RuntimeError: why", "token_f1": None},
             ROW | {"policy": "file.py:MINE", "backend": "torch"}]  # fmt: skip
-    pd.DataFrame(rows).assign(key=range(len(rows))).to_parquet(place / "main.parquet")
-    pd.DataFrame(rows[:1]).assign(key=0).to_parquet(place / "once.parquet")  # a row that another study had first
+    keyed = [row | {"key": str(number)} for number, row in enumerate(rows)]
+    Store(tmp_path / "run" / "m-0", "protection", "main", "m").add(keyed)
+    Store(tmp_path / "run" / "m-0", "protection", "once", "m").add(keyed[:1])  # a row that another study had first
     scores = {"a": 0.2, "b": 0.4, "c": 0.9}
     alone = [full | {"item": item, "token_f1": score, "name": "controls"} for item, score in scores.items()]
-    pd.DataFrame(alone).assign(key=[10, 11, 12]).to_parquet(place / "controls.parquet")
+    keyed = [row | {"key": str(10 + number)} for number, row in enumerate(alone)]
+    Store(tmp_path / "run" / "m-0", "protection", "controls", "m").add(keyed)
     verdict = {"claim": "P1", "verdict": "partly", "reading": "as_run", "model": "m", "profile": "quick", "ours": 0.3}
     claims.write(pd.DataFrame([verdict]).reindex(columns=claims.COLUMNS), place / "claims.csv")
     facts = {"date": "2026-11-27", "seconds": 9, "items": "ifeval"}
@@ -62,10 +67,15 @@ def test_the_tables_of_a_run_are_its_verdicts_what_it_computed_and_mean_scores(f
 
 
 def test_answers_to_an_earlier_form_of_the_items_do_not_count(folder):
-    file = folder / "m-0" / "protection" / "main.parquet"
-    rows = pd.read_parquet(file)
-    earlier = rows.assign(token_f1=0.0, official=0.0, data_hash="earlier", key=range(100, 100 + len(rows)))
-    pd.concat([earlier, rows]).to_parquet(file)
+    study = folder / "m-0" / "protection" / "main"
+    rows = store.read(study)
+    rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    shutil.rmtree(study)
+    written = Store(folder / "m-0", "protection", "main", "m")
+    old = {"token_f1": 0.0, "official": 0.0, "data_hash": "earlier"}
+    written.add([row | old | {"key": f"old-{row['key']}"} for row in rows])
+    time.sleep(0.01)
+    written.add(rows)
     assert language_model.collected([folder])[1].score.tolist() == pytest.approx([0.7])
 
 
@@ -75,7 +85,7 @@ def test_two_runs_of_a_chapter_on_the_same_items_are_refused(folder):
 
 
 def test_a_chapter_without_answers_has_no_score(folder):
-    for file in (folder / "m-0" / "protection").glob("*.parquet"):
+    for file in (folder / "m-0" / "protection").glob("*/*/*.parquet"):
         file.unlink()
     _, runs, scores = language_model.collected([folder])
     assert runs.answers.tolist() == [0]

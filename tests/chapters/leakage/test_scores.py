@@ -42,7 +42,7 @@ def test_following_is_the_mean_over_instructions_as_run_and_over_classes_as_desc
 
 
 def test_wrong_handling_of_failures_is_named():
-    with pytest.raises(InputError, match="^failed 'ignore': choose"):
+    with pytest.raises(InputError, match="^failed 'ignore': should be 'missing', 'broken' or 'worst'"):
         scores.score(pd.DataFrame({"error": []}), [], failed="ignore")
 
 

@@ -55,7 +55,7 @@ def test_an_evicted_token_is_never_kept_again():
 
 
 def test_names_that_are_not_there_are_refused():
-    with pytest.raises(InputError, match="choose one of one set, per layer, per head, joint"):
+    with pytest.raises(InputError, match="'per token': should be 'one set', 'per layer', 'per head' or 'joint'"):
         s.condition("window", "per token", 40, Prefill())
     with pytest.raises(InputError, match="unknown policy 'windows'"):
         s.condition("windows", "one set", 40, Prefill())

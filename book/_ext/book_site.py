@@ -43,7 +43,7 @@ def _relink(app: Sphinx, name: str, source: list[str]) -> None:
     figures, which only the notebook's own reader resolves, become plain text."""
     if name.startswith(EXECUTED):
         text = source[0].replace("](../book/", "](../")
-        source[0] = re.sub(r"\[([^\]]*)\]\(#fig-[a-z0-9-]+\)", r"\1", text)
+        source[0] = re.sub(r"\[([^\[\]\n]*)\]\(#fig-[a-z0-9-]+\)", r"\1", text)
 
 
 def _as_written(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

@@ -3,7 +3,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observations import observation
-from torch.nn.functional import pad
 
 from kvrepro.engine import allocate
 from kvrepro.engine.select import select
@@ -96,25 +95,6 @@ def test_budgets_over_layers_meet_the_sum(layers, budget):
     most = sum((~s.isneginf()).sum(-1).amax(1) for s in scores) * kv_heads
     assert (sum(c.sum(1) for c in counts) == torch.minimum(want, most)).all()
     assert all((c >= p.sum(-1)).all() for c, p in zip(counts, protected, strict=True))
-
-
-def test_one_set_and_per_layer_rank_by_mean_scores():
-    scores = [torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(layer)) for layer in range(4)]
-    for x in scores:
-        x[..., 0] = -torch.inf  # dead in all
-    nothing = [torch.zeros_like(x, dtype=torch.bool) for x in scores]
-    budget = torch.tensor([7, 9])
-    means, counts = allocate.per_layer(scores, nothing, budget)
-    for mean, x, count in zip(means, scores, counts, strict=True):
-        assert count.tolist() == [[7] * 3, [9] * 3]
-        assert all(torch.equal(mean[:, head], x.mean(1)) for head in range(3))
-    means, counts = allocate.one_set(scores, nothing, budget)
-    assert [count.tolist() for count in counts] == [[[7] * 3, [9] * 3]] * 4
-    torch.testing.assert_close(means[2][:, 1], torch.cat(scores, 1).mean(1))
-    scores[1] = pad(scores[1], (3, 0), value=-torch.inf)  # three more dead slots before the same tokens
-    padded, _ = allocate.one_set(scores, nothing, budget)
-    assert padded[1][..., :3].isneginf().all()  # never chosen
-    assert torch.equal(padded[1][..., 3:], padded[0])
 
 
 def test_layers_need_not_be_alike():

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, architecture
 from tiny import prompts as tiny_prompts
-from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvrepro.engine import attention
 from kvrepro.engine.attention import Softmax, attend, attend_prompt, installed
 
 
@@ -100,40 +98,6 @@ def test_a_prompt_in_a_layer_that_slides(sliding, block):
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_large_batch_takes_its_queries_in_smaller_blocks(monkeypatch):
-    torch.manual_seed(3)
-    query, key, value = (torch.randn(5, h, n, 8) for h, n in ((4, 6), (2, 30), (2, 30)))
-    at, where = torch.arange(24, 30).expand(5, -1), torch.arange(30).expand(5, 1, -1)
-    expected = attend(query, at, [(key, value, where)], 0.35)
-    blocks = []
-    for most, sizes in ((5 * 4 * 30 * 2 + 599, [2, 2, 2]), (5 * 4 * 30, [1] * 6), (1, [1] * 6)):
-        monkeypatch.setattr(attention, "MOST_SCORES", most)
-        blocks.clear()
-        out = attend(query, at, [(key, value, where)], 0.35, watch=lambda p, rows: blocks.append(p.shape[3]))
-        assert blocks == sizes
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_what_knows_factors_only_stops_at_a_softmax_of_another_kind():
-    query = torch.randn(1, 2, 3, 4)
-    with pytest.raises(TypeError):
-        torch.nn.functional.scaled_dot_product_attention(query, query, query, scale=Softmax(0.5, 30.0))
-    with pytest.raises(TypeError):
-        query * Softmax(0.5, 30.0)
-
-
-def test_what_is_dead_or_later_changes_nothing():
-    torch.manual_seed(1)
-    query, keys, values = torch.randn(1, 2, 1, 4), torch.randn(1, 1, 6, 4), torch.randn(1, 1, 6, 4)
-    where, at = torch.tensor([[[-1, 2, 3, 9, -1, 4]]]), torch.tensor([[5]])
-    out = attend(query, at, [(keys, values, where)], 1.0)
-    for fill in (0.0, 1e4):
-        other = [x.clone() for x in (keys, values)]
-        for x in other:
-            x[0, 0, [0, 3, 4]] = fill
-        assert torch.equal(out, attend(query, at, [(*other, where)], 1.0))
-
-
 # ---- in a model
 
 
@@ -156,11 +120,6 @@ def test_a_model_computes_what_it_computed_before(name):
         ours = model(prompts, kvrepro=Prompt()).logits
     assert float((ours - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
     assert torch.equal(model(prompts).logits, expected)
-
-
-def test_the_attention_is_registered_and_no_mask_function_is():
-    assert AttentionInterface().get("kvrepro") is not None
-    assert "kvrepro" not in AttentionMaskInterface()
 
 
 def test_models_get_their_attention_back_even_after_an_error():

@@ -4,7 +4,6 @@ On a GPU the steps are CUDA graphs; on the CPU the same steps run as they stand,
 """
 
 import os
-import weakref
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
 from kvrepro_kernels.ragged_storage import ragged_decode_reference
 
-from kvrepro.engine import capture, decode
+from kvrepro.engine import decode
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
@@ -161,46 +160,3 @@ def test_a_policy_that_fails_later_costs_its_rows_alone(monkeypatch):
     [answers] = steps("qwen2", conditions, prompts(70), True, monkeypatch, errors="return")
     assert isinstance(answers[0], ZeroDivisionError)
     same([answers[1:]], plain)
-
-
-def test_rows_are_captured_once_for_all_evictions(monkeypatch):
-    captures = []
-    monkeypatch.setattr(capture.CapturedStep, "__init__", counted(capture.CapturedStep.__init__, captures))
-    steps("qwen2", [Condition("lru", 16, SharedCap(8), prefix=0.1, suffix=0.1)], prompts(70, 66), True, monkeypatch)
-    for kind in ("qwen2", "gemma3", "mistral"):
-        steps(kind, [Condition("streaming_llm", 16, DecodeCap(4))], prompts(70, 66), True, monkeypatch)
-    steps("gemma3", [Condition("streaming_llm", 9, DecodeCap(4))], prompts(10), True, monkeypatch)  # its window fills
-    steps("qwen2", [Condition("lru", 60, SharedCap(4))], prompts(10), True, monkeypatch)  # nothing has to leave
-    steps("qwen2", [Condition("ada_kv_faithful", 24, SharedCap(5))], prompts(30), True, monkeypatch)  # first at step 10
-    assert len(captures) == 7
-
-
-def counted(inner, calls):
-    def init(self, *given):
-        calls.append(given)
-        inner(self, *given)
-
-    return init
-
-
-def test_a_batch_takes_the_memory_of_its_blocks_and_a_captured_step_that_of_the_batch(monkeypatch):
-    """On a GPU caches fill a third of the free memory, so that none may be held twice."""
-    blocks, before = [], []
-    joined, fixed_layer_of = engine.joined, capture.FixedLayer.of
-
-    def watched_join(rows):
-        blocks.extend(rows)
-        return joined(rows)
-
-    def watched_of(layer, *given):
-        assert sum(layer_of() is not None for layer_of in before) <= 1  # the loop's last
-        before.append(weakref.ref(layer))
-        return fixed_layer_of(layer, *given)
-
-    monkeypatch.setattr(engine, "joined", watched_join)
-    monkeypatch.setattr(capture.FixedLayer, "of", watched_of)
-    conditions = [Condition(), Condition("k_norm", 20, Prefill()), Condition("streaming_llm", 12, Prefill())]
-    steps("llama", conditions, prompts(70, 45), True, monkeypatch, prompt_rows=1)
-    assert len(blocks) == 6
-    assert len(before) == len(architecture("llama", 16).model.layers)
-    assert not any(block.cache.ragged for block in blocks)

@@ -10,11 +10,9 @@ import yaml
 from kvrepro.engine import evict, rule
 from kvrepro.engine import policy as policies
 from kvrepro.engine.allowed import ensure, in_words
-from kvrepro.engine.catalogue import CATALOGUE, SHARED, table
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import SUMS, call, find, first_sentence
-from kvrepro.engine.regime import REGIMES, SharedCap
-from kvrepro.engine.rule import check
+from kvrepro.engine.catalogue import CATALOGUE, SHARED
+from kvrepro.engine.policy import SUMS, first_sentence
+from kvrepro.engine.regime import REGIMES
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError
 
@@ -65,42 +63,8 @@ def test_a_reading_that_differs_says_where_and_how(name):
     assert formula if policy.shared else formula.startswith(("s_j", "Z_j"))
 
 
-def test_call_hands_over_only_what_a_function_names():
-    assert call(lambda o, kernel=3: (o, kernel), 1, parameters={"kernel": 5, "other": 7}) == (1, 5)
-
-
-def test_no_two_rules_are_the_same_but_for_pages():
-    """Policies that share a scorer also state what else decides."""
-    rules = {name: policy.rule for name, policy in CATALOGUE.items() if name != "quest_pages"}
-    assert len(set(rules.values())) == len(rules)
-    assert all(rule.startswith(first_sentence(CATALOGUE[name].score)) for name, rule in rules.items())
-    assert "gates" in rules["duo_attention"]
-    assert "of all layers" in rules["layer_defensive_kv"]
-    assert rules["critical_ada_kv"].count("\n") == 2
-
-
-def test_the_table_tells_files_and_layers_that_stay_whole():
-    rows = {row["name"]: row for row in table() if row["regimes"] != SharedCap.name}
-    assert {name for name, row in rows.items() if "file" in row["needs"]} == {
-        name for name, policy in CATALOGUE.items() if policy.files
-    }
-    assert CATALOGUE["duo_attention"].files == ("gates_file",)
-    assert CATALOGUE["tri_attention"].files == ("calibration",)
-    assert rows["k_norm"]["budget"] == "uniform; in the authors' code the first 2 layers stay whole"
-    assert rows["snapkv"]["needs"] == "the last 32 (64 in the authors’ code) queries"
-    assert rows["tova"]["needs"] == "the last query"
-
-
 def test_every_policy_names_tests_that_exist():
     assert {"full", *CATALOGUE} <= set(PINNED)
     for test in {test for tests in PINNED.values() for test in tests}:
         file, name = test.split("::")
         assert re.search(rf"^def {name}\(", (Path(__file__).parents[1] / file).read_text(), re.M), test
-
-
-@pytest.mark.parametrize("name", ["credit", "online_credit", "online_credit_v2"])
-def test_the_credit_estimator_is_no_policy_and_says_where_it_lives(name):
-    for refused in (lambda: find(name), lambda: check(Condition(name, 64, SharedCap()))):
-        with pytest.raises(InputError, match=r"run python -m kvrepro.chapters.protection.credit") as error:
-            refused()
-        assert "\n" not in str(error.value)

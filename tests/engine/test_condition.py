@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvrepro.engine.condition import Condition, Prompt
-from kvrepro.engine.regime import REGIMES, DecodeCap, Prefill, Regime, SharedCap
+from kvrepro.engine.regime import REGIMES, Prefill, Regime
 from kvrepro.errors import InputError
 
 BASE = Condition("snapkv", 256, Prefill())
@@ -49,24 +49,6 @@ def test_different_conditions_have_different_labels():
     conditions |= {replace(BASE, regime=kind(), **pair) for kind in REGIMES.values() for pair in pairs}
     labels = Counter(c.label for c in conditions)
     assert [label for label, times in labels.items() if times > 1] == []
-
-
-@pytest.mark.parametrize(
-    ("condition", "label"),
-    [
-        (Condition(), "full cache"),
-        (Condition(bits=4), "full cache int4"),
-        (Condition("lru", 256, SharedCap(), prefix=0.1, suffix=0.1), "lru C=256 +10%/10%"),
-        (Condition("snapkv", 0.29, Prefill(until="question")), "snapkv 29% prefill until question"),
-        (
-            Condition("h2o", 0.2, Prefill(fair=1.0, spans=("a", "b")), reading="as_described"),
-            "h2o 20% fair prefill as described spans a+b",
-        ),
-        (Condition("snapkv", 64, DecodeCap(), switches=(("window", 8),)), "snapkv C=64 decode cap window=8"),
-    ],
-)
-def test_labels_are_short(condition, label):
-    assert condition.label == label
 
 
 @pytest.mark.parametrize(

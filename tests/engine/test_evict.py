@@ -6,7 +6,6 @@ import pytest
 import torch
 from observations import observation
 
-from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import (
@@ -19,10 +18,8 @@ from kvrepro.engine.evict import (
     select_tokens,
     selected,
 )
-from kvrepro.engine.evicting import EvictedCache
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.regime import DecodeCap, PerStep, Prefill
-from kvrepro.engine.rows import Rows
+from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 
 
@@ -32,11 +29,6 @@ def job(policy: Policy, parameters: dict, *budgets: int, tokens: int = 20, **set
     spans = [{"a": [2, 3]}] * len(budgets)
     prompts = Prompts(torch.arange(tokens).expand(len(budgets), -1), spans)
     return EvictionJob(conditions, policy, parameters, list(budgets), prompts)
-
-
-def test_scores_that_are_complex_are_refused():
-    with pytest.raises(InputError, match="scorer returned numbers of type torch.complex64, not torch.float32"):
-        score_and_protect(job(Policy("Mine", "me", lambda o: o.positions * 1j), {}, 10), observation(tokens=20))
 
 
 @pytest.mark.parametrize("score", [lambda o: o.positions.numpy(), lambda o: 1.0, lambda o: None])
@@ -89,17 +81,6 @@ def test_what_a_policys_across_returns_wrongly_is_refused(way):
         across(rows)
 
 
-def test_an_across_may_say_it_once_for_all_heads_and_in_other_numbers():
-    own = Policy("Mine", "me", lambda o: o.positions, across=lambda scores, protected, budget: (
-        [-s[:, :1].double() for s in scores], [budget[:, None]] * len(scores)))  # fmt: skip
-    rows = job(own, {}, 10)
-    rows.pending = {n: observation(1, tokens=20, kv_heads=2, dead=2, layer=n) for n in range(3)}
-    for n, stays in across(rows).items():
-        o = rows.pending[n]
-        oldest = o.alive & (o.alive.cumsum(-1) <= 10)
-        assert torch.equal(stays[:, :1], oldest[:, :1])
-
-
 def test_a_policy_may_give_layers_and_heads_unequal_shares_of_its_budget_and_no_more():
     def unequal(scores, protected, budget, o, more=0):
         extra = (4, 0, -4)[o.layer] + more * (o.layer == 2)
@@ -118,15 +99,6 @@ def test_a_policy_may_give_layers_and_heads_unequal_shares_of_its_budget_and_no_
             InputError, match=rf"^Mine's counts sum to {total} tokens, more than {heads} KV heads .* of 10"
         ):
             select_tokens(rows, seen[2])
-
-
-def test_what_is_the_same_for_all_heads_may_be_said_once():
-    once = Policy(
-        "Mine", "me", lambda o: o.positions, allocate=lambda scores, protected, budget: budget[:, None],
-        refine=lambda o, scores, counts: (-scores[:, :1], o.alive[:, :1] & False),
-    )  # fmt: skip
-    o = observation(tokens=20, kv_heads=2)
-    assert torch.equal(select_tokens(job(once, {}, 10), o), o.positions < 10)
 
 
 def test_a_policys_functions_get_what_they_name():
@@ -181,32 +153,10 @@ def test_guards_and_whitelist_are_protected_before_any_score():
     assert select_tokens(rows, o)[1, 1].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 14, 15, 16, 17, 18, 19]
 
 
-def test_rows_of_other_budgets_have_guards_of_their_own():
-    o = observation(tokens=20, kv_heads=2)
-    mask = guards(job(NEWEST, {}, 10, 16, prefix=0.5), o)
-    assert mask[:, 0].sum(-1).tolist() == [5, 8]
-
-
-def test_a_static_suffix_stays_at_the_prompts_end_unless_told_to_follow():
-    o = observation(tokens=20, kv_heads=2)
-    rows = job(NEWEST, {}, 10, 10, tokens=16, suffix=0.4, static_suffix=True)
-    assert guards(rows, o)[0, 0].nonzero()[:, 0].tolist() == [12, 13, 14, 15]
-    assert guards(rows, o, follow=True)[0, 0].nonzero()[:, 0].tolist() == [16, 17, 18, 19]
-
-
 def test_scores_that_a_policy_does_not_ask_for_are_named():
     policy = Policy("Forgetful", "me", lambda o: o.sums["mass"])
     with pytest.raises(InputError, match=r"Forgetful reads sums\['mass'\], which its `needs` do not name"):
         score_and_protect(job(policy, {}, 10, 10), observation(tokens=20))
-
-
-def test_a_job_of_rows_gives_back_its_rows():
-    rows = job(NEWEST, {}, 6, 7)
-    first, second = rows.row(0), rows.row(1)
-    assert (first.budgets, second.budgets) == ([6], [7])
-    assert (first.budget.tolist(), second.budget.tolist()) == ([6], [7])
-    assert first.kind == second.kind == rows.kind
-    assert len(second.prompts.positions) == 1
 
 
 @pytest.mark.parametrize(
@@ -219,24 +169,3 @@ def test_rows_that_differ_in_budget_and_guards_at_most_are_decided_together(chan
     first = job(CATALOGUE["snapkv"], {}, 6).row(0)
     second = replace(first, conditions=[replace(first.condition, **change)])
     assert (first.kind == second.kind) is alike
-
-
-def test_only_regimes_of_decoding_evict_again():
-    row_job = job(NEWEST, {}, 6)
-    again = {type(r): replace(row_job, conditions=[replace(row_job.condition, regime=r)]).again
-             for r in (Prefill(), DecodeCap(), PerStep())}  # fmt: skip
-    assert again == {Prefill: False, DecodeCap: True, PerStep: True}
-
-
-def test_what_some_conditions_do_not_have_is_told_in_one_line():
-    row_job, o = job(NEWEST, {}, 6), observation(output=None)
-    rows = Rows([(0, 0)], [row_job], [], EngineCache(None), *(torch.zeros(1) for _ in range(3)))
-    for read, why in (
-        (lambda: replace(row_job, evictor=None).policy, "keeps every token"),
-        (lambda: rows.shared, "no signals of all layers"),
-        (lambda: o.span(o.positions), "nothing splits"),
-        (lambda: o.projected_norm, "layer 0 has no output projection"),
-        (lambda: EvictedCache(None, 9).rows, "without prompts"),
-    ):
-        with pytest.raises(InputError, match=why):
-            read()

@@ -1,8 +1,6 @@
 """What the engine can do with each family of models: data/families.csv holds the results of
 tests/helpers/families.py."""
 
-import re
-
 import families
 import pytest
 import torch
@@ -12,7 +10,7 @@ from checkpoint import save
 from kvrepro.engine import attention, facts
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Prompt
-from kvrepro.engine.regime import Chunked, DecodeCap, Prefill, SharedCap
+from kvrepro.engine.regime import Chunked, Prefill
 from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
@@ -37,17 +35,6 @@ def test_every_family_has_a_row_and_does_what_it_is_asked_or_says_why_not():
         cells = {row[column] for column in ("loads", *families.CHECKS)}
         assert cells <= {"yes", "no", "–"}
         assert ("no" in cells) == bool(row["why not"])
-
-
-def test_the_book_adds_a_family_as_it_says(monkeypatch):
-    text = (families.ROOT / "book" / "families.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.S)
-    assert len(blocks) == 2
-    names: dict[str, object] = {}
-    for code in blocks:
-        exec(compile(code, "book/families.md", "exec"), names)
-    for name in re.findall(r"`((?:kvrepro|tests|data)/[\w/.]+)`", text):
-        assert (families.ROOT / name).exists(), name
 
 
 # ---- what the checks rest on
@@ -123,20 +110,6 @@ def test_a_rotation_that_changes_with_length_is_never_mixed(prompts, condition, 
 # ---- one set of tokens for all layers, in a model of which some slide
 
 
-@pytest.mark.parametrize("name", ["Gemma 3, text", "Mistral, sliding window"])
-def test_a_shared_cap_takes_sliding_layers_along_beside_other_regimes(name):
-    model, ids = families.build(name, sliding_window=128), families.prompt(100)
-    shared = [Condition("lru", 40, SharedCap(2), execution=how) for how in ("physical", "masked")]
-    others = [Condition(), Condition("streaming_llm", 40, DecodeCap(2))]
-    [row] = engine.generate(model, [ids], [others[0], *shared, others[1]], **FEW)
-    [alone] = engine.generate(model, [ids], others, **FEW)
-    assert [row[0].tokens, row[3].tokens] == [g.tokens for g in alone]
-    assert [row[0].kept, row[3].kept] == [g.kept for g in alone]
-    assert row[1].tokens == row[2].tokens
-    assert row[1].kept == [40] * 3
-    assert row[1].bytes_held < row[0].bytes_held / 2
-
-
 # ---- a checkpoint that nobody has tried
 
 
@@ -158,20 +131,6 @@ def test_recurrent_states_that_start_anew_are_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "FORGETTING", set())
     with pytest.raises(InputError, match="gives other logits in an engine that reads in parts"):
         families.loads(families.build("Jamba"), tmp_path / "model")
-
-
-@pytest.mark.slow
-def test_of_a_checkpoint_that_also_sees_images_the_text_part_is_loaded(tmp_path):
-    """As the hub has Qwen3.5."""
-    images = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 256}
-    marks = {"image_token_id": 290, "video_token_id": 291, "vision_start_token_id": 292, "vision_end_token_id": 293}
-    text = families.SHAPE | families.LINEAR
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=images, **marks)
-    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
-    families._tokenizer().save_pretrained(tmp_path / "model")
-    loaded = models.load(str(tmp_path / "model")).model
-    assert families.full(loaded)
-    assert families.prefill(loaded)
 
 
 def test_a_family_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):

@@ -69,13 +69,6 @@ def test_a_pass_of_another_thread_gets_no_kernels(monkeypatch):
     assert set(launched) == {thread}
 
 
-def test_a_model_on_several_devices_stays_as_it_is():
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).eval()
-    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    with in_few_launches(model):
-        assert not any("forward" in vars(part) for part in model.modules())
-
-
 def test_weights_of_another_precision_and_norms_that_somebody_changed_stay_as_they_are():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).eval().half()
     wide, changed = model.model.layers[0].input_layernorm, model.model.norm

@@ -7,10 +7,10 @@ import pytest
 import torch
 from conditions import flat, other
 
-from kvrepro.engine.catalogue import CATALOGUE, SHARED, table
+from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import READINGS, Policy, ensure_titles, find, is_own, own
-from kvrepro.engine.regime import REGIMES, Prefill, Regime, SharedCap
+from kvrepro.engine.policy import READINGS, Policy, find, is_own, own
+from kvrepro.engine.regime import REGIMES, Prefill, SharedCap
 from kvrepro.engine.rule import budget_of, check
 from kvrepro.errors import InputError
 
@@ -121,23 +121,6 @@ def test_every_switch_is_held_to_its_range(policy):
         check(Condition(policy, 40, Prefill(), switches=((name, value),)), 100)
 
 
-def test_a_readers_own_parameters_are_held_to_its_annotations_alone():
-    def score(o, free, weight: float = 1.0, later: "float" = 1.0):
-        return o.positions.float() * weight
-
-    policy = Policy("Own", "me", score, {"free": 1, "weight": 2.0, "later": 3, "unread": None})
-    for name, value in (("free", "anything"), ("weight", 2), ("later", "x"), ("unread", [])):
-        assert policy.reading("as_described", ((name, value),))[name] == value
-    with pytest.raises(InputError, match="weight 'x' for Own: "):
-        policy.reading("as_described", (("weight", "x"),))
-    with pytest.raises(InputError, match="recent None for Own: "):
-        replace(policy, parameters={"recent": "window"}).reading("as_described")
-
-
-def test_quotas_belong_to_regimes_that_see_every_span():
-    assert {name for name, regime in REGIMES.items() if hasattr(regime, "fair")} == {"prefill", "offline"}
-
-
 def test_whitelisted_tokens_count_once_beside_what_is_protected_anyway():
     inside = [-90, -89, -88]
     check(replace(FINE, budget=35), 100, inside)
@@ -228,23 +211,6 @@ def test_fields_that_the_engine_cannot_use_are_refused_where_a_policy_is_named(w
         own("mine", Policy("Mine", "me", lambda o: o.positions, **wrong))
 
 
-def test_own_policies_are_told_apart_by_their_titles(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
-    text = "from kvrepro.engine.policy import Policy\nMINE = Policy({title!r}, 'me', lambda o: o)\nSAME = MINE\n"
-    for name, title in (("a", "Mine"), ("b", "Mine"), ("c", "SnapKV"), ("d", "Other")):
-        (tmp_path / f"{name}.py").write_text(text.format(title=title))
-    monkeypatch.chdir(tmp_path)
-    ensure_titles(["snapkv", "a.py:MINE", "d.py:MINE", "none of these"])
-    for names, title in (
-        (["a.py:MINE", "b.py:MINE"], "Mine"), (["a.py:MINE", "a.py:SAME"], "Mine"), (["c.py:MINE"], "SnapKV"),
-        (["d.py:MINE", own("mine", Policy("Other", "me", lambda o: o.positions))], "Other"),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=f"are both called '{title}': rename yours"):
-            ensure_titles(names)
-    with pytest.raises(InputError, match="no file e.py here"):
-        ensure_titles(["e.py:MINE"])
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -264,22 +230,3 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_is_computed
     own("mine", replace(works, **function))
     with pytest.raises(InputError, match=f"policy 'mine': {message}"):
         check(Condition("mine", 10, Prefill()))
-
-
-def test_the_table_has_a_row_for_every_policy():
-    rows = table()
-    names = [row["name"] for row in rows]
-    assert names == ["full", *CATALOGUE]
-    shared = [row["name"] for row in rows if row["regimes"] == SharedCap.name]
-    assert shared == names[-len(shared) :] == list(SHARED)
-    assert all(all(row.values()) for row in rows)
-
-
-def test_the_kind_of_all_regimes_is_no_regime():
-    with pytest.raises(InputError, match=r"Regime\(\) is none by itself: take Prefill, Chunked, "):
-        Regime()
-
-
-def test_the_full_cache_is_no_policy_to_choose():
-    with pytest.raises(InputError, match="^policy 'full' evicts nothing: .*, leave it out$"):
-        find("full")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import families
 import pytest
 import torch
 from conditions import flat, other
@@ -193,17 +192,6 @@ def test_a_fair_window_shows_each_spans_last_queries_and_their_own_span(shown, m
             )
 
 
-def test_conditions_with_other_spans_get_other_sums(shown):
-    model, [prompt] = architecture("llama"), tiny_prompts(60)
-    fair = other(SPY, fair=1.0)
-    see(model, [Prompt(prompt, SPANS)], other(fair, spans=("a", "b")), other(fair, spans=("a", "question")))
-    p = full_attention(model, prompt)[0]
-    for o, names in zip(shown[:2], (("a", "b"), ("a", "question")), strict=True):
-        span_of = quota.number(60, [SPANS[name] for name in names])
-        expected = (p * (span_of[:, None] == span_of[None, :])).mean(1).sum(1)
-        torch.testing.assert_close(o.sums["span_mass"][0], expected, atol=1e-4, rtol=1e-4)
-
-
 def test_tokens_of_no_span_see_all_and_are_seen_by_all_in_the_public_codes_fair_h2o():
     """Their attention is divided by all later queries, too, before the first span as after the last."""
     model, [prompt] = architecture("llama"), tiny_prompts(60)
@@ -304,42 +292,6 @@ def test_a_static_suffix_stays_at_the_prompts_end_a_dynamic_one_follows(regime, 
 # ---- reused prefixes
 
 
-def test_a_prefix_is_computed_once_and_answers_as_if_it_were_computed_each_time(monkeypatch):
-    model, [prefix, *questions] = architecture("qwen2"), tiny_prompts(50, 5, 9, 3)
-    texts = [Prompt(prefix + q, {"question": list(range(50, 50 + len(q)))}) for q in questions]
-    conditions = [Condition(regime=Offline(until="question"))] + [
-        Condition(name, 20, Offline(until="question"), reading="as_described", switches=switches)
-        for name, switches in (("streaming_llm", ()), ("ada_kv", (("window", 4),)), ("h2o", ()))
-    ]
-    lengths = []
-    forward = model.forward
-
-    def counted(**inputs):
-        lengths.append(inputs["input_ids"].shape[1])
-        return forward(**inputs)
-
-    monkeypatch.setattr(model, "forward", counted)
-    generations = see(model, texts, *conditions)
-    assert lengths.count(50) == 1
-    again = see(model, texts, *(other(c, regime="prefill") for c in conditions))
-    for row, rest in zip(generations, again, strict=True):
-        for a, b in zip(row, rest, strict=True):
-            assert a.tokens == b.tokens
-            assert (a.kept, a.kept_positions_hash, a.policy_calls) == (b.kept, b.kept_positions_hash, b.policy_calls)
-    assert generations[0][0].prefill_seconds > generations[1][0].prefill_seconds
-
-
-def test_two_prefixes_of_different_conditions_do_not_push_each_other_out(monkeypatch):
-    model, [prefix, *questions] = architecture("qwen2"), tiny_prompts(50, 5, 5, 5)
-    texts = [Prompt(prefix + q, {"middle": [30], "question": [50]}) for q in questions]
-    conditions = [Condition("streaming_llm", 20, Offline(until=until)) for until in ("middle", "question")]
-    lengths = []
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda **i: (lengths.append(i["input_ids"].shape[1]), forward(**i))[1])
-    see(model, texts, *conditions)
-    assert (lengths.count(30), lengths.count(50)) == (1, 1)
-
-
 def test_the_same_prefix_with_other_spans_is_another():
     model, [prefix, question] = architecture("qwen2"), tiny_prompts(50, 5)
     marks = ([3, 4, 5], [30, 31, 32])
@@ -376,26 +328,16 @@ def test_facts_name_the_layers_that_attend_and_their_windows(name):
         assert facts.outputs[n].shape == (6, 8, 48)
 
 
-def test_layers_of_a_pass_share_their_places(monkeypatch):
-    seen, observe = [], ModelFacts.observe
-    monkeypatch.setattr(ModelFacts, "observe", lambda *a, **k: seen.append(observe(*a, **k)) or seen[-1])
-    both = [flat("snapkv", regime="prefill", budget=20, switches=(("window", w),)) for w in (4, 8)]
-    see(architecture("llama"), tiny_prompts(60), *both)
-    assert len({id(o.places) for o in seen}) == 2
-    assert len(seen) > 2
-
-
 ALIKE = [(name, reading) for name, policy in CATALOGUE.items() if policy.together for reading in policy.readings]
 
 
 @pytest.mark.parametrize(("name", "reading"), ALIKE)
-@pytest.mark.parametrize("lengths", [[120], [120, 97]])
-def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, lengths, monkeypatch):
-    model, prompts, judge = architecture("llama"), tiny_prompts(*lengths), evict.score_and_protect
+def test_layers_decided_together_keep_what_each_alone_keeps(name, reading, monkeypatch):
+    model, prompts, judge = architecture("llama"), tiny_prompts(120, 97), evict.score_and_protect
     conditions = [Condition(name, 70, Prefill(), reading=reading)]
     rows, together = {}, {}
     for layers in (0, 2, 100):
-        monkeypatch.setitem(evict.TOGETHER, "torch", layers * 2 * len(lengths) * 2 * 120 * 8 * 4)
+        monkeypatch.setitem(evict.TOGETHER, "torch", layers * 2 * 2 * 2 * 120 * 8 * 4)
         counts = together[layers] = []
         monkeypatch.setattr(evict, "score_and_protect", lambda job, o, n=counts: n.append(len(o.of)) or judge(job, o))
         rows[layers] = sum(see(model, prompts, *conditions, max_new_tokens=2, prompt_rows=2), [])
@@ -452,62 +394,9 @@ def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, reg
     assert results[0][1] == results[2**27][1]
 
 
-@pytest.mark.parametrize("most", [0, 2**27])
-def test_layers_with_sinks_of_their_own_are_evicted_from_alone(most, monkeypatch):
-    model = families.build("GPT-OSS", layer_types=["full_attention"] * 3)
-    texts, conditions = [families.prompt(60), families.prompt(41, 6)], [Condition("tova", 30, PerStep())]
-    expected = see(model, texts, *conditions, max_new_tokens=4)
-    monkeypatch.setitem(evict.TOGETHER, "torch", most)
-    counts, judge = [], evict.score_and_protect
-    monkeypatch.setattr(evict, "score_and_protect", lambda job, o: counts.append(o.count) or judge(job, o))
-    for [answer], [same] in zip(see(model, texts, *conditions, max_new_tokens=4), expected, strict=True):
-        assert (answer.tokens, answer.kept_positions_hash) == (same.tokens, same.kept_positions_hash)
-    assert set(counts) == {1}
-
-
 def possible(model, texts, condition) -> bool:
     try:
         engine.check_conditions(model, texts, [condition], 7)
     except InputError:
         return False
     return True
-
-
-@pytest.mark.parametrize("name", ["gemma3", "mistral"])
-def test_layers_that_slide_are_decided_with_their_like_alone(name, monkeypatch):
-    prompts, rows = tiny_prompts(60, 60), {}
-    for most in (0, 2**27):
-        monkeypatch.setitem(evict.TOGETHER, "torch", most)
-        rows[most] = sum(see(architecture(name), prompts, Condition("dropkv", 20, Prefill()), max_new_tokens=3), [])
-    for answer, same in zip(*rows.values(), strict=True):
-        assert (answer.kept_positions_hash, answer.tokens) == (same.kept_positions_hash, same.tokens)
-
-
-def test_a_readers_scorer_in_a_known_policy_sees_layer_after_layer(monkeypatch):
-    monkeypatch.setitem(evict.TOGETHER, "torch", 2**27)
-    seen = []
-
-    def noting_scorer(o):
-        seen.append(o.layer)
-        return o.positions.float()
-
-    monkeypatch.setitem(CATALOGUE, "mine", replace(CATALOGUE["streaming_llm"], score=noting_scorer))
-    see(architecture("llama"), tiny_prompts(60), Condition("mine", 20, Prefill()), Condition("dropkv", 20, Prefill()))
-    assert seen == [0, 1, 2]
-
-
-@pytest.mark.parametrize("wrong", ["nan", "raises"])
-def test_what_fails_in_layers_decided_together_costs_its_own_rows(wrong, monkeypatch):
-    monkeypatch.setitem(evict.TOGETHER, "torch", 2**27)
-
-    def broken(o):
-        if wrong == "raises":
-            raise ZeroDivisionError("no score")
-        return o.positions * torch.nan
-
-    monkeypatch.setattr(evict, "ours", lambda function: True)
-    monkeypatch.setitem(CATALOGUE, "broken", replace(CATALOGUE["streaming_llm"], score=broken))
-    both = Condition("broken", 20, Prefill()), Condition("dropkv", 20, Prefill())
-    [[failed, fine]] = see(architecture("llama"), tiny_prompts(60), *both, errors="return")
-    assert isinstance(failed, InputError if wrong == "nan" else ZeroDivisionError)
-    assert len(fine.kept_positions) >= 20

@@ -99,17 +99,6 @@ def test_debias_lies_between_default_and_fair(given, fair, seed):
         assert torch.equal(quota.select(noise, nothing(o), parts, o), default)
 
 
-def test_debias_rounds_its_mixture():
-    o = spanned([0] * 12 + [1] * 12)
-    default = guard.recent(o, 10)  # 0 and 10, fair 5 and 5
-    parts = [
-        quota.split(o, torch.full((1, 2), 10), nothing(o), f, default)[0, 0].tolist() for f in (0, 0.2, 0.4, 0.6, 1)
-    ]
-    assert parts == [[0, 10], [1, 9], [2, 8], [3, 7], [5, 5]]
-    halves = [quota.split(o, torch.full((1, 2), 10), nothing(o), f, default)[0, 0, 0].item() for f in (0.1, 0.25, 0.3)]
-    assert halves == [1, 1, 2]  # of 0.5, 1.25 and 1.5
-
-
 @settings(deadline=None, max_examples=60)
 @given(caches(), st.integers(0, 10), st.integers(0, 10), st.integers(0, 9))
 def test_the_best_of_each_span_stay_and_the_protected_first(given, sinks, recent, seed):
@@ -171,15 +160,6 @@ def test_windows_show_the_end_of_every_span():
     assert quota.windows(torch.tensor([0] * 2 + [1] * 8), 10).tolist() == [0, 1, 5, 6, 7, 8, 9]
 
 
-def test_fair_h2o_is_the_span_local_mean_over_eligible_queries():
-    n, table = 12, torch.tensor([0] * 4 + [1] * 5 + [0] * 3)
-    p = torch.rand(n, n, generator=torch.Generator().manual_seed(3)).tril()
-    p = (p / p.sum(-1, keepdim=True)).where(table[:, None] == table, torch.zeros(()))
-    o = spanned(table.tolist(), sums={"span_mass": p.sum(0).expand(1, 2, -1)})
-    wanted = [p[:, j].sum() / sum(int(table[t] == table[j]) for t in range(j, n)) for j in range(n)]
-    torch.testing.assert_close(fair_h2o(o)[0, 1], torch.stack(wanted))
-
-
 @pytest.mark.parametrize("extended", [True, False])
 def test_fair_h2o_divides_by_the_queries_that_there_were(extended):
     """Rows of unequal length, dead slots, tokens after the prompt, which belong to its last position."""
@@ -198,33 +178,9 @@ def test_fair_h2o_divides_by_the_queries_that_there_were(extended):
     assert checked > 30
 
 
-def test_streaming_ramps_of_short_spans_begin_and_end_alike():
-    scores = ramps(spanned([0] * 4 + [0] + [1] * 2 + [2] * 3))[0, 1].tolist()
-    assert scores == pytest.approx([1] * 4 + [0.1] + [0.1, 0.9] + [0.1, 0.5, 0.9])
-
-
 def test_streaming_ramps_set_no_quota():
     o = spanned([0] * 10 + [1] * 14)
     scores = ramps(o)[0, 0].tolist()
     assert scores[:4] == [1] * 4
     assert scores[4:10] == pytest.approx([0.1 + 0.8 * i / 5 for i in range(6)])
     assert scores[10:] == pytest.approx([0.1 + 0.8 * i / 13 for i in range(14)])
-
-
-def test_a_head_keeps_no_more_than_it_has():
-    o = spanned([0] * 10 + [1] * 14, dead=9, seed=3)
-    alive = o.alive.sum(-1)
-    assert alive[0, 0] != alive[0, 1]
-    assert torch.equal(quota.split(o, torch.full((1, 2), 99), nothing(o)).sum(-1), alive)
-    assert quota._shares(torch.tensor([[1]]), torch.tensor([[[0, 1, 0]]]), "floor").tolist() == [[[0, 1, 0]]]
-
-
-def test_what_is_kept_lies_where_the_scores_do():
-    """Whatever torch's default device is: here one that holds no numbers."""
-    o = spanned([0] * 6 + [1] * 6, sums={"span_mass": torch.ones(1, 2, 12)})
-    counts = torch.full((1, 2), 4)
-    with torch.device("meta"):
-        parts = quota.split(o, counts, nothing(o))
-        assert quota.select(o.positions.float(), nothing(o), parts, o)[0, 0].nonzero()[:, 0].tolist() == [4, 5, 10, 11]
-        assert fair_h2o(o)[0, 0].tolist() == pytest.approx([1 / n for n in (6, 5, 4, 3, 2, 1)] * 2)
-        assert ramps(o)[0, 0, -1] == pytest.approx(0.9)

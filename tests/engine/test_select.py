@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from kvrepro.engine.select import ensured_later, largest, lexsort, select, settle
 from kvrepro.errors import InputError
 
-FEW = 4096  # results that a postponed check may hold until `settle`
-
 
 @st.composite
 def heads(draw):
@@ -40,21 +38,11 @@ def test_matches_a_sort_of_each_head(case):
             assert kept[b, h].nonzero()[:, 0].tolist() == sorted(order[: int(counts[b, h])])
 
 
-def test_among_equals_the_later_token_stays():
-    kept = select(torch.zeros(1, 1, 6), torch.zeros(1, 1, 6, dtype=torch.bool), torch.tensor([[2]]))
-    assert kept[0, 0].tolist() == [False] * 4 + [True] * 2
-
-
 def test_refuses_more_protected_tokens_than_the_budget_and_names_both():
     protected = torch.ones(1, 2, 40).bool()
     protected[:, :, 36:] = False
     with pytest.raises(InputError, match="budget 32 < 36 protected tokens: raise the budget"):
         select(torch.zeros(1, 2, 40), protected, torch.tensor([[36, 32]]))
-
-
-def test_protected_dead_slots_do_not_count():
-    scores = torch.tensor([[[-torch.inf, 1.0, 2.0]]])
-    assert select(scores, torch.ones(1, 1, 3).bool(), torch.tensor([[2]])).sum() == 2
 
 
 def test_refuses_nan():
@@ -98,26 +86,6 @@ def test_neighbouring_numbers_and_many_equals_are_told_apart():
     for n in (40, 200, 20_000):
         kept = largest(torch.zeros(2, n), torch.tensor([3, n - 1]))
         assert [row.nonzero()[:, 0].tolist() for row in kept] == [[n - 3, n - 2, n - 1], list(range(1, n))]
-
-
-def test_the_kernel_is_asked_for_rows_that_it_can_hold(monkeypatch):
-    import kvrepro_kernels
-
-    launches = []
-
-    def kernel(scores, counts, firm):
-        assert firm is None
-        launches.append((*scores.shape, scores.is_contiguous(), counts.tolist()))
-        return torch.arange(30).view(6, 5) % 2 == 0
-
-    monkeypatch.setattr(kvrepro_kernels, "LONGEST", 5)
-    monkeypatch.setattr(kvrepro_kernels, "largest", kernel)
-    scores, counts = torch.zeros(2, 5, 3).transpose(1, 2), torch.tensor([[1, 2, 3], [0, 5, 4]])
-    plain = largest(scores, counts)
-    with ensured_later(kernels=True):
-        assert torch.equal(largest(scores, counts), torch.arange(30).view(2, 3, 5) % 2 == 0)
-        assert torch.equal(largest(torch.zeros(2, 3, 6), counts)[..., 1:], plain)
-    assert launches == [(6, 5, True, [1, 2, 3, 0, 5, 4])]
 
 
 def test_doubts_are_settled_later_in_their_order():

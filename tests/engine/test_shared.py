@@ -2,7 +2,6 @@
 guards."""
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from kvrepro.engine.catalogue import SHARED as POLICIES
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import EvictionJob, Prompts, evict_shared, generator
 from kvrepro.engine.regime import SharedCap
-from kvrepro.engine.rule import guarded
 from kvrepro.engine.signals import PromptSignals, Signals
 
 
@@ -99,45 +97,8 @@ def test_guarded_sink_and_window_is_rigid_as_described_where_lru_keeps_what_is_a
     assert left == {"slw": ranges("0-3, 20-47"), "lru": ranges("0-3, 12, 21-47")}
 
 
-def sizes(c: Condition) -> tuple[int, int]:
-    return guarded(c, c.budget, POLICIES[c.policy].reading(c.reading, c.switches))
-
-
-@pytest.mark.parametrize(("budget", "floor", "ceil"), [
-    (64, 6, 7), (96, 9, 10), (128, 12, 13), (256, 25, 26), (512, 51, 52), (1024, 102, 103), (4096, 409, 410),
-])  # fmt: skip
-def test_guard_sizes_round_down_as_run_and_up_as_described(budget, floor, ceil):
-    assert sizes(capped("lru", budget, prefix=0.1, suffix=0.1)) == (floor, floor)
-    assert sizes(capped("lru", budget, prefix=0.1, suffix=0.1, reading="as_described")) == (ceil, ceil)
-
-
 def test_prefix_without_suffix_keeps_only_the_newest_as_run():
     assert kept(capped("lru", 256, prefix=0.1), 1919) == ranges("1663-1918")
     right = capped("lru", 256, prefix=0.1, switches=(("empty_suffix", "right"),))
     assert kept(right, 1919)[:25] == ranges("0-24")
     assert kept(capped("lru", 256, suffix=0.1), 1919)[-25:] == ranges("1894-1918")
-
-
-def test_attention_policies_rank_alike_after_the_prompt_as_run():
-    signal = torch.rand(1919, generator=torch.Generator(torch.get_default_device()).manual_seed(3))
-    names = ("h2o_simple", "snapkv_simple", "ada_kv_simple", "quest_simple", "h2o_faithful", "snapkv_faithful")
-    same = [kept(capped(name, 256, prefix=0.1, suffix=0.1), 1919, signal) for name in names]
-    assert all(s == same[0] for s in same)
-    best = set(signal[25:1894].topk(206).indices.add(25).tolist())
-    assert set(same[0]) == best | set(ranges("0-24, 1894-1918"))
-
-
-def test_random_restarts_for_every_item_as_run():
-    lost = set(Random(42).sample(range(1919), 1919 - 256))
-    assert set(kept(capped("random_sample", 256), 1919)) == set(range(1919)) - lost
-
-
-@pytest.mark.parametrize(
-    ("name", "stays"),
-    [("h2o_simple", False), ("snapkv_simple", False), ("ada_kv_simple", False), ("quest_simple", False), ("lru", True)],
-)
-def test_attention_policies_give_up_the_newest_token_before_it_was_ever_seen(name, stays):
-    job, signals = after_prompt(capped(name, 40), 40, torch.rand(40) + 0.01, room=8)
-    left = evict_shared(job, signals.enter(8), 8)
-    assert bool(left.held[0, 0, 47]) is stays
-    assert left.held.sum() == 40

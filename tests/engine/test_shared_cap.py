@@ -16,7 +16,6 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import DecodeCap, SharedCap
-from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
 
 EVERY = [
@@ -117,21 +116,6 @@ def test_a_batch_gives_what_its_rows_give_alone(answers):
                 assert replace(alone, **without_costs) == replace(other, **without_costs)
 
 
-def test_rows_stop_one_by_one_and_leave():
-    model, prompts, conditions = small_model(), tiny_prompts(70, 61, 47), EVERY[::3]
-    free = answer(model, prompts, conditions, stop_ids=[])
-    stops = {row[0].tokens[k] for row, k in zip(free, (3, 9, 20), strict=True)}
-    for row, stopped in zip(free, answer(model, prompts, conditions, stop_ids=stops), strict=True):
-        for a, b in zip(row, stopped, strict=True):
-            ends = [k for k, token in enumerate(a.tokens) if token in stops]
-            assert b.tokens == (a.tokens[: ends[0] + 1] if ends else a.tokens)
-
-
-def test_bf16_runs_every_policy():
-    rows = answer(tiny_model(dtype=torch.bfloat16), tiny_prompts(70), ALL, max_new_tokens=10)
-    assert all(len(g.tokens) > 0 for g in rows[0])
-
-
 def test_seventeen_policy_calls_per_128_tokens_and_none_for_a_short_per_head_answer_as_run():
     model, prompts = tiny_model(), tiny_prompts(70)
     for_all_heads, per_head = Condition("lru", 32, SharedCap()), Condition("ada_kv_faithful", 32, SharedCap())
@@ -146,44 +130,6 @@ def test_seventeen_policy_calls_per_128_tokens_and_none_for_a_short_per_head_ans
 def test_the_first_token_comes_from_the_full_cache():
     [row] = answer(tiny_model(), tiny_prompts(70), [Condition(), *EVERY], max_new_tokens=1)
     assert len({g.tokens[0] for g in row}) == 1
-
-
-def test_bytes_are_those_of_the_living_tokens():
-    model = tiny_model()
-    [[g, full]] = answer(
-        model, tiny_prompts(70), [Condition("lru", 32, SharedCap()), Condition()], max_new_tokens=16, stop_ids=[]
-    )
-    per_token = 3 * 2 * 2 * 8 * 4
-    assert g.bytes_full == 86 * per_token  # the last token counts, which no layer has stored
-    positions = 3 * 2 * 4  # int32, per token, layer and KV head
-    assert 32 * per_token <= g.bytes_held - g.bytes_state <= 34 * (per_token + positions)  # offsets and the tail's room
-    assert g.bytes_state < 86 * 50
-
-
-def test_random_by_prompt_draws_anew_for_every_prompt():
-    prompts = tiny_prompts(70, 70)
-    same, anew = (
-        Condition("random_sample", 32, SharedCap()),
-        Condition("random_sample", 32, SharedCap(), reading="as_described"),
-    )
-    a, b = answer(tiny_model(), prompts, [same, anew], max_new_tokens=1)
-    assert a[0].kept_positions == b[0].kept_positions
-    assert a[1].kept_positions != b[1].kept_positions
-
-
-@pytest.mark.parametrize(("prompt", "condition", "says"), [
-    ([], Condition(), "prompt of 0 tokens < 2"),
-    ([5], Condition(), "prompt of 1 tokens < 2"),
-    ([5, 500], Condition(), "token id 500 outside the model's vocabulary of 120"),
-    ([5] * 500, Condition(), f"500 prompt + {NEW} new tokens > the model's 512 positions"),
-    ([5] * 50, Condition("lru", 7, SharedCap(), prefix=0.1, suffix=0.1), "budget 7 < 8 protected tokens"),
-])  # fmt: skip
-def test_bad_input_costs_no_computation(prompt, condition, says, monkeypatch):
-    model = usable(tiny_model())  # which compares it with itself, once
-    monkeypatch.setattr(model, "forward", lambda *a, **k: pytest.fail("the model ran"))
-    with pytest.raises(InputError) as error:
-        answer(model, [[5] * 50, prompt], [Condition(), condition])
-    assert says in str(error.value)
 
 
 def test_layers_with_unequal_kv_heads_are_refused_and_other_regimes_take_them():
@@ -214,17 +160,3 @@ def test_sliding_layers_hold_the_one_set_and_look_at_their_window_of_it(kind):
             b.kept_positions_hash,
             b.evicted,
         )
-
-
-def test_the_models_own_attention_is_back_afterwards():
-    model = tiny_model()
-    answer(model, tiny_prompts(30), [Condition()])
-    assert model.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("interval", [1, 4, 8])
-def test_a_budget_of_one_token_ends_with_a_row_whose_layers_hold_nothing(interval):
-    """The last token counts, which no layer has stored yet."""
-    [[g]] = answer(tiny_model("llama"), tiny_prompts(60), [Condition("lru", 1, SharedCap(interval))], max_new_tokens=8)
-    assert g.kept == [1, 1, 1]
-    assert 0 < g.bytes_held < g.bytes_full

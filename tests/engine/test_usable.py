@@ -1,7 +1,6 @@
 """A model is usable or refused in one line, whoever made it and in whatever mode it is."""
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 
 import families
 import pytest
@@ -70,14 +69,6 @@ def test_a_model_is_compared_once_and_let_go_afterwards():
     del network
     gc.collect()
     assert len(usable._agreed) < known
-
-
-def test_threads_that_share_a_new_model_wait_for_its_comparison():
-    network, texts = model("llama"), prompts(60, 50, 40, 30)
-    expected = [kv.generate(model("llama"), [t], [H2O], max_new_tokens=4, stop_ids=())[0][0].tokens for t in texts]
-    with ThreadPoolExecutor(4) as pool:
-        done = pool.map(lambda t: kv.generate(network, [t], [H2O], max_new_tokens=4, stop_ids=())[0][0].tokens, texts)
-    assert list(done) == expected
 
 
 @pytest.mark.parametrize("kind", ["Bart", "T5"])

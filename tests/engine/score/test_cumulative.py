@@ -54,20 +54,6 @@ def test_h2o_identities():
     assert bool((cumulative.h2o_online(flat).diff() < 0).all())
 
 
-def test_h2o_with_gaps_divides_by_true_positions():
-    o = observation(dead=4, gaps=6, sums={"mass": torch.ones(2, 2, 24)})
-    expected = 1 / (o.seen[0] - o.positions)
-    torch.testing.assert_close(cumulative.h2o(o)[o.alive], expected[o.alive].float())
-    assert torch.isfinite(cumulative.h2o(o)).all()
-
-
-def test_h2o_of_spans_is_the_fair_scorer():
-    o, _ = summed()
-    span_of = (torch.arange(20) >= 8).long().expand(2, -1)
-    fair = replace(o, span_of=span_of, span_local=True, sums={"span_mass": o.sums["mass"]})
-    assert not torch.equal(cumulative.h2o(fair), cumulative.h2o(o))
-
-
 def test_recent_share_protects_half_of_the_budget():
     o = observation(dead=5, gaps=4, seed=1)
     mask = cumulative.recent_share(o, torch.zeros(2, 2, 24), torch.tensor([9, 12]))
@@ -153,14 +139,6 @@ def test_quest_bounds_transcription(page, group):
     assert torch.equal(scores, cumulative.quest(other_rubbish(o), page, group))
 
 
-def test_quest_bound_is_one_and_exact_for_pages_of_one_token():
-    o = observation(seed=6)
-    last = o.queries[:, :, -1].unflatten(1, (-1, 2))
-    logits = torch.einsum("bgrd,bgnd->bgrn", last, o.keys).amax(2) * o.scaling
-    torch.testing.assert_close(cumulative.quest(o, page=1), logits)
-    assert bool((cumulative.quest(o, page=5) >= logits - 1e-5).all())
-
-
 @pytest.mark.parametrize("budget", [16, 48, 100, 10_000])
 def test_page_mask_reads_the_best_pages(budget):
     o = observation(dead=9, tokens=75, seed=7)
@@ -175,17 +153,6 @@ def test_page_mask_reads_the_best_pages(budget):
             bounds = page_bounds(q[b, h].double(), o.keys[b, h // 2].double(), pages)
             best = sorted(pages, key=lambda n: (bounds[n], n), reverse=True)[: max(3, budget // 8)]
             assert mask[b, h].nonzero()[:, 0].tolist() == sorted(j for n in best for j in pages[n])
-
-
-def test_page_mask_per_row_budgets_and_ties():
-    o = observation(tokens=64, seed=8)
-    q = o.queries[:, :, -1]
-    mixed = cumulative.page_mask(q, o.keys, o.alive, 8, torch.tensor([24, 40]))
-    assert torch.equal(mixed[0], cumulative.page_mask(q, o.keys, o.alive, 8, 24)[0])
-    assert torch.equal(mixed[1], cumulative.page_mask(q, o.keys, o.alive, 8, 40)[1])
-    alike = cumulative.page_mask(q, torch.ones_like(o.keys), o.alive, 8, 24)
-    assert not alike[..., :40].any()
-    assert alike[..., 40:].all()
 
 
 def test_page_mask_does_not_see_padding():

@@ -10,7 +10,6 @@ from observations import observation
 
 from kvrepro.engine.score import learned
 from kvrepro.engine.score.learned import sampled
-from kvrepro.engine.select import select
 from kvrepro.errors import InputError
 
 
@@ -84,15 +83,6 @@ def test_duo_streams_the_lowest_gates_and_meets_the_budget(gate_file, tokens, si
     assert min(held) >= sinks + recent
 
 
-def test_duo_partial_head_keeps_its_newest(gate_file):
-    scores, protected = layers_of(20, 2, 3)
-    _, counts = learned.duo_attention(scores, protected, torch.tensor([12]), gate_file)
-    assert [int(counts[layer][0, head]) for layer, head in ORDER] == [5, 5, 5, 17, 20, 20]
-    kept = select(scores[1], protected[1], counts[1])
-    assert kept[0, 1].nonzero()[:, 0].tolist() == [0, 1, *range(5, 20)]
-    assert kept[0, 0].nonzero()[:, 0].tolist() == [0, 1, 17, 18, 19]
-
-
 def test_duo_by_heads_keeps_more_than_its_budget(gate_file):
     """kvpress: x = 0.4 of six heads is 2.4, so two stream, and the realised ratio is x' (1 - 5 / 20)."""
     scores, protected = layers_of(20, 2, 3)
@@ -100,18 +90,6 @@ def test_duo_by_heads_keeps_more_than_its_budget(gate_file):
     held = [int(counts[layer][0, head]) for layer, head in ORDER]
     assert held == [5, 5, 20, 20, 20, 20]
     assert 1 - sum(held) / 120 == pytest.approx(2 / 6 * (1 - 5 / 20))
-
-
-def test_duo_rows_have_budgets_of_their_own_and_dead_slots_do_not_count(gate_file):
-    scores, protected = layers_of(20, 2, 3, rows=2)
-    scores = [s.clone() for s in scores]
-    for s in scores:
-        s[1, :, :4] = -torch.inf
-    protected = [p & ~s.isneginf() for s, p in zip(scores, protected, strict=True)]
-    _, counts = learned.duo_attention(scores, protected, torch.tensor([12, 10]), gate_file)
-    assert sum(int(c[0].sum()) for c in counts) == 72
-    assert sum(int(c[1].sum()) for c in counts) == 60
-    assert max(int(c[1].max()) for c in counts) == 16
 
 
 def test_duo_refuses(gate_file):

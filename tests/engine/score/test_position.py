@@ -48,17 +48,3 @@ def test_random_depends_on_seed_layer_head_and_position_only():
     assert scores[0, 0, -1] != scores[0, 1, -1]
     assert not torch.equal(scores, position.random(replace(o, layer=1)))
     assert not torch.equal(scores, position.random(replace(o, seed=2)))
-
-
-def test_random_is_uniform_and_ties_are_rare_in_float32_only():
-    n = 16384
-    o = replace(observation(batch=1, kv_heads=1, group=1, seed=3), positions=torch.arange(n).view(1, 1, n))
-    full = position.random(o).flatten()
-    assert float(full.min()) >= 0
-    assert float(full.max()) < 1
-    empirical = torch.stack([full.sort().values, (torch.arange(n) + 0.5) / n])
-    assert float((empirical[0] - empirical[1]).abs().max()) < 1.63 / n**0.5  # Kolmogorov-Smirnov, 1%
-    assert abs(float(torch.corrcoef(torch.stack([full[1:], full[:-1]]))[0, 1])) < 0.03
-    assert full.unique().numel() > 0.998 * n
-    coarse = position.random(replace(o, keys=o.keys.bfloat16()), draw="keys").flatten()
-    assert coarse.unique().numel() == 256

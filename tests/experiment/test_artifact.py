@@ -1,6 +1,5 @@
 """The protection paper's rows: what their files' names say, its tables' values, items that pair."""
 
-import math
 import os
 from pathlib import Path
 
@@ -60,16 +59,6 @@ def test_the_shipped_scores_hold_every_file_item_by_item_and_no_text():
     assert (shares.isna() | ((shares >= 0) & (shares <= 1))).all(axis=None)
     with pytest.raises(InputError, match="no scores of a file under n482"):
         artifact.scores("n482")
-
-
-def test_the_first_word_is_worth_what_the_bag_says():
-    assert artifact._first_word("paris, in France.", "paris, is nice") == {
-        "first_right": 1.0, "rest_f1": 0.0, "first_f1": 0.5, "first_gold_f1": 0.5,
-    }  # fmt: skip
-    alone = artifact._first_word("the drowning", "drowning")
-    assert alone == pytest.approx(
-        {"first_right": math.nan, "rest_f1": math.nan, "first_f1": 0.0, "first_gold_f1": 1.0}, nan_ok=True
-    )
 
 
 def mirrored() -> bool:

@@ -51,15 +51,6 @@ def test_a_premise_is_no_part_of_a_first_form_and_null_takes_an_entry_away():
     assert verdicts.note["X7"].endswith("Without this premise it would be reproduced")
 
 
-def test_readings_that_differ_are_both_told():
-    verdicts = table(("as_run", "as_described"))
-    [statement] = set(verdicts[verdicts.claim == "X2"].statement)
-    assert "*reproduced*" in statement
-    [statement] = set(verdicts[verdicts.claim == "X3"].statement)
-    assert "*not reproduced*" in statement
-    assert "as_run" not in statement
-
-
 def test_a_statement_tells_its_first_form():
     assert history.first_form("X. (Changed when results were known; as first written (at least 2): *partly*.)") == (
         "at least 2",

@@ -60,18 +60,6 @@ def test_a_right_answer_has_the_full_official_score(archive, item):
         assert measure.official(answer, first.meta["answers"], first.meta) == exact
 
 
-def test_sets_are_chosen_by_name_and_by_group(archive):
-    def tasks(names):
-        return list(dict.fromkeys(item.task for item in data.load_items(names)))
-
-    assert tasks("longbench:qasper,gov_report") == ["qasper", "gov_report"]
-    assert tasks("longbench:long") == ["gov_report", "qmsum", "multi_news"]
-    assert tasks("longbench:qa,trec,qasper") == [*longbench.GROUPS["qa"], "trec"]
-    assert len(tasks("longbench")) == 16
-    with pytest.raises(InputError, match="unknown LongBench set 'quasper', did you mean 'qasper'"):
-        data.load_items("longbench:quasper")
-
-
 def test_the_protection_paper_s_form_has_its_prompt_and_its_longest_passages(archive):
     items = data.load_items("longbench:protection", 12)
     assert [item.task for item in items] == [task for task in longbench.GROUPS["qa"] for _ in range(2)]
@@ -123,23 +111,3 @@ def test_a_limit_without_room_for_the_context_is_refused(archive):
         InputError, match=r"qasper-000: limit 60 leaves no room for its context beside \d+ other tokens: raise"
     ):
         data.build_prompt(item, TOKENIZER, 60)
-
-
-def test_a_plain_prompt_begins_with_the_tokenizer_s_own_special_token(archive):
-    from tokenizers.processors import TemplateProcessing
-
-    fast = checkpoint.tokenizer()
-    first = fast.convert_tokens_to_ids("<|endoftext|>")
-    processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", first)])
-    fast.backend_tokenizer.post_processor = processor
-    [plain, *_], [chat, *_] = data.load_items("longbench:lcc"), data.load_items("longbench:qasper")
-    prompt = data.build_prompt(plain, fast, 10_000)
-    assert prompt.ids[0] == first
-    assert 0 not in prompt.spans["passage"]
-    assert first not in data.build_prompt(chat, fast, 10_000).ids
-    assert len(data.build_prompt(plain, fast, 150).ids) <= 150
-
-
-def test_the_papers_own_prompts_are_named_alone():
-    with pytest.raises(InputError, match="^longbench:protection,qa: 'protection' .*: name it alone$"):
-        data.check_items("longbench:protection,qa")

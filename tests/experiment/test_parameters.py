@@ -4,8 +4,7 @@ import pytest
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import parameters
-from kvrepro.experiment.parameters import check_parameters, check_values, ensure_name, read
-from kvrepro.experiment.settings import Settings
+from kvrepro.experiment.parameters import check_parameters, check_values, read
 
 CELLS = ["import x", "n_items = None  # all\nseed = 0", "# Parameters\nn_items = 8\n", "%magic", "check_parameters()"]
 
@@ -41,12 +40,6 @@ def test_a_list_that_came_as_text_is_refused_with_the_way_to_give_it(check):
     check([*CELLS[:2], "# Parameters\nn_items = [8, 9]\nseed = 'a [b]'\n"])
 
 
-@pytest.mark.parametrize("name", ["results", "quoted"])
-def test_a_name_that_no_file_system_takes_is_refused_in_one_line(name):
-    with pytest.raises(InputError, match=f"{name} 'a+"):
-        check_values({name: "a" * 300})
-
-
 @pytest.mark.parametrize("leads", ["gone", "link"])
 def test_a_link_that_leads_nowhere_is_no_folder_of_results(tmp_path, leads):
     """To a folder that was deleted, or to itself."""
@@ -74,20 +67,6 @@ def test_what_is_none_of_its_kind_is_refused_in_one_line(text):
     with pytest.raises(InputError, match="is no YAML value") as refused:
         read(text)
     assert "\n" not in str(refused.value)
-
-
-def test_a_studys_name_is_too_long_for_a_file_in_bytes_not_in_letters():
-    ensure_name("a" * 100)
-    with pytest.raises(InputError, match="60 signs of 180 bytes in all, give at most 150 bytes"):
-        ensure_name("漢" * 60)
-    with pytest.raises(InputError, match="at most 100 letters"):
-        ensure_name("a" * 101)
-
-
-@pytest.mark.parametrize("seconds", [0, 1e18, 1e300])
-def test_a_time_limit_that_no_clock_takes_is_refused(seconds):
-    with pytest.raises(InputError, match="time_limit"):
-        Settings(time_limit=seconds)
 
 
 @pytest.mark.parametrize("name", ["policies", "rivals"])

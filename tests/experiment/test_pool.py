@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import checkpoint
 import pandas as pd
@@ -15,7 +14,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, models, pool, store
+from kvrepro.experiment import models, pool, store
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed, run
 from kvrepro.item import Item
 
@@ -109,27 +108,11 @@ def test_a_worker_that_is_killed_costs_nothing_and_a_part_that_kills_twice_has_f
     deaths(tmp_path, "local", capfd)
 
 
-def test_a_job_s_exception_ends_the_run(tmp_path):
-    jobs = [pool.Job(1, lambda loaded, i=i: 1 / (i - 2)) for i in range(4)]
-    with pytest.raises(ZeroDivisionError):
-        list(pool.results(None, jobs, 2))
-    assert not pool._executors
-
-
 def test_what_cannot_be_pickled_is_computed_here(capsys):
     lock = multiprocessing.get_context("fork").Lock()
     jobs = [pool.Job(1, lambda loaded, i=i: (i, lock is not None)) for i in range(3)]
     assert [result for _, result in pool.results(None, jobs, 2)] == [(0, True), (1, True), (2, True)]
     assert "one process only: a part of the study cannot be sent to another" in capsys.readouterr().out
-
-
-def test_as_many_workers_start_as_memory_holds_models(loaded, monkeypatch):
-    weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-    monkeypatch.setattr(pool.loky, "cpu_count", lambda: 8)
-    for models_held, count in ((0, 1), (6.5, 3), (100, 8)):
-        memory = SimpleNamespace(available=models_held * weights)
-        monkeypatch.setattr(pool.psutil, "virtual_memory", lambda memory=memory: memory)
-        assert pool.usual_workers(loaded, "local") == count
 
 
 def both(model, folder):
@@ -157,43 +140,6 @@ def test_a_run_that_is_killed_goes_on_where_it_was(loaded, tmp_path):
     pd.testing.assert_frame_equal(tables, others)
 
 
-# ---- conditions that fail, on the embedded model
-
-LONGEST = 0  # of the test's prompts, as far as they are compressed
-
-
-def broken(o):
-    """Scores that raise on the longest prompt."""
-    if o.keys.shape[-2] >= LONGEST:
-        raise ArithmeticError("too long for me")
-    return o.keys.float().norm(dim=-1)
-
-
-def no_number(o):
-    scores = o.keys.float().norm(dim=-1)
-    return scores * float("nan") if o.keys.shape[-2] >= LONGEST else scores
-
-
-@pytest.mark.parametrize("scorer", [broken, no_number])
-def test_a_condition_that_fails_on_an_item_costs_that_row(tmp_path, scorer):
-    global LONGEST
-    embedded, items = models.load(), data.load_items("tinyworld:domains", 12, tokens=300)
-    LONGEST = max(min(data.build_prompt(item, embedded.tokenizer, 400).spans["question"]) for item in items)
-    OWN["mine"] = Policy("Mine", "here", scorer)
-    try:
-        conditions = [Condition()] + [Condition(name, 0.4, Prefill(until="question")) for name in ("mine", "k_norm")]
-        frame = run(Answers("c", "n", items, conditions, 4), embedded, Settings(tmp_path, progress=False))
-    finally:
-        del OWN["mine"]
-    failed = frame[frame.error.notna()]
-    assert 1 <= len(failed) <= 3
-    assert set(failed.policy) == {"mine"}
-    assert len(frame.attrs["failed"]) == len(failed)
-    alone = run(Answers("c", "alone", items, [conditions[0], conditions[2]], 4), embedded, Settings(tmp_path))
-    others = frame[frame.policy != "mine"].reset_index(drop=True)
-    pd.testing.assert_frame_equal(others[SAME[1:]], alone[SAME[1:]], check_dtype=False)
-
-
 # ---- Ray
 
 
@@ -207,11 +153,6 @@ def ray():
 
 def test_rows_of_a_ray_are_those_of_this_process(ray, loaded, mine, tmp_path):
     same_rows(loaded, mine, tmp_path, "ray")
-
-
-@pytest.mark.slow
-def test_a_ray_s_worker_that_dies_costs_nothing(ray, tmp_path, capfd):
-    deaths(tmp_path, "ray", capfd)
 
 
 @pytest.mark.parametrize(("change", "words"), [

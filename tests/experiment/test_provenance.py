@@ -32,14 +32,6 @@ def test_the_commit_is_the_clones_and_changes_are_said(tmp_path):
     assert provenance.commit(tmp_path).endswith("not committed")
 
 
-def test_sources_that_are_not_installed_have_a_provenance(tmp_path, monkeypatch):
-    def missing(name):
-        raise provenance.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(provenance.metadata, "version", missing)
-    assert provenance.commit(tmp_path) == "kvrepro, not installed"
-
-
 def test_the_command_gives_the_parameters_again():
     given = {"policies": ["snapkv", "it's"], "n_items": 3, "options": {"seed": 1}, "model": None}
     words = shlex.split(provenance.command("leakage", given))

@@ -7,10 +7,8 @@ from pathlib import Path
 import checkpoint
 import pandas as pd
 import pytest
-from conditions import flat
 
 from kvrepro.chapters.protection import study
-from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.regime import SharedCap
 from kvrepro.experiment import data, measure, models, stats, store
@@ -121,32 +119,3 @@ def test_items_that_say_how_long_their_answers_are_and_how_they_are_scored(sourc
     columns = ["item", "policy", "prediction", "kept_hash", "official", "key"]
     together = frame[frame["item"] == rows[1].id]
     assert alone[columns].equals(together[columns].reset_index(drop=True))
-
-
-def test_batching_items_together_changes_nothing(source, loaded, tmp_path):
-    items, conditions = data.load_items(str(source), 2), [Condition(), Condition("snapkv_simple", 96, CAP, **ENDS)]
-    together, apart = (
-        run(Answers(name, "real", items, conditions, 10, 700), loaded, Settings(tmp_path, batch_rows=rows))
-        for name, rows in (("a", 64), ("b", 1))
-    )
-    columns = ["item", "policy", "prediction", "n_generated", "kept_hash", "kept_mean", "evicted", "policy_calls"]
-    assert together[columns].equals(apart[columns])
-
-
-@pytest.mark.parametrize("regime", ["prefill", "offline"])
-def test_policies_that_know_this_model_evict_as_if_they_masked(regime):
-    """Gates, calibrations and a repeated context: what tiny random models do not have."""
-    loaded = models.load()
-    items = data.load_items("tinyworld", 2, seed=4, tokens=800)
-    prompts = [data.build_prompt(item, loaded.tokenizer, 1200) for item in items]
-    names = ["duo_attention", "tri_attention", "tri_attention_layer", "kv_zip"]
-    physical = [flat(name, 0.6, regime=regime, until="question") for name in names]
-    masked = [replace(c, execution="masked") for c in physical]
-    rows = engine.generate(
-        loaded.model, prompts, [*physical, *masked], max_new_tokens=12, stop_ids=models.stop_ids(loaded),
-        repeat=loaded.tokenizer.encode("Repeat the previous context: "),
-    )  # fmt: skip
-    for row in rows:
-        for c, a, b in zip(physical, row[:4], row[4:], strict=True):
-            assert (a.tokens, a.kept, a.kept_positions_hash) == (b.tokens, b.kept, b.kept_positions_hash), c.label
-            assert a.bytes_held < 0.82 * b.bytes_held, c.label  # the question and the answer stay

@@ -1,8 +1,6 @@
 """The run, against an engine that answers from a table; the real engine joins in test_real_input and test_workers."""
 
 import contextlib
-import copy
-import gc
 import json
 import os
 import re
@@ -10,26 +8,21 @@ import shutil
 import sys
 import tempfile
 import time
-import weakref
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import checkpoint
-import families
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
 from kvrepro.engine import generate as engine
-from kvrepro.engine import passes
-from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Condition, Generation
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
-from kvrepro.experiment import answers, data, models, pool, run, settings, store
+from kvrepro.experiment import answers, data, models, run, store
 from kvrepro.experiment.data import Item
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
 from kvrepro.experiment.store import COLUMNS
@@ -160,28 +153,6 @@ def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
     assert len(store.read(tmp_path / "doors" / "main")) == rows
 
 
-def test_checkpoints_of_one_name_and_items_of_one_id_keep_their_rows(loaded, fake, tmp_path):
-    """Two folders checkpoint-500, and two files that both number their items."""
-    other = [replace(item, messages=({"role": "user", "content": "Which gate?"},)) for item in ITEMS[:1]]
-    runs = [(loaded, ITEMS[:1]), (replace(loaded, hash="another"), ITEMS[:1]), (loaded, other)]
-    first = [go(model, tmp_path, items=items) for model, items in runs]
-    fake.calls.clear()
-    for rows, (model, items) in zip(first, runs, strict=True):
-        pd.testing.assert_frame_equal(go(model, tmp_path, items=items), rows)
-    assert not fake.calls
-    stored = store.read(tmp_path / "doors" / "main")
-    assert stored.groupby(["model_hash", "data_hash"]).size().tolist() == [3, 3, 3]
-
-
-def test_readers_own_items_are_scored_in_any_script_and_a_papers_as_the_paper_does(loaded, fake, tmp_path):
-    item = replace(ITEMS[0], answer="the red door。")
-    own, papers = (go(loaded, tmp_path, items=[replace(item, papers=flag)]) for flag in (False, True))
-    assert (own.token_f1.tolist(), own.rouge_l.tolist(), own.any_script.tolist()) == ([1.0] * 3, [1.0] * 3, [True] * 3)
-    assert papers.token_f1.tolist() == pytest.approx([2 / 3] * 3)  # "door。" is another word there
-    assert papers.any_script.isna().all()
-    assert not {*own.key} & {*papers.key}
-
-
 @pytest.mark.parametrize(("change", "words"), [
     ({"answer": " "}, r"item item-0: answers \[' '\]: give texts that are not empty"),
     ({"answer": None}, r"item item-0: answers \[None\]"),
@@ -197,52 +168,6 @@ def test_items_made_in_python_are_refused_as_those_of_a_file(loaded, fake, tmp_p
 # ---- models that think before they answer
 
 
-@pytest.fixture
-def thinker(loaded):
-    """`loaded`, whose template opens no block if it is told not to think, as Qwen3's does by an empty one."""
-    switch = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    tokenizer = copy.copy(loaded.tokenizer)
-    tokenizer.chat_template = loaded.tokenizer.chat_template + switch
-    return replace(loaded, tokenizer=tokenizer)
-
-
-def test_thinking_is_part_of_what_is_asked_wherever_it_is_said(thinker, fake, tmp_path):
-    usual = go(thinker, tmp_path, items=ITEMS[:1])
-    off = go(thinker, tmp_path, items=ITEMS[:1], enable_thinking=False)
-    on = go(thinker, tmp_path, items=ITEMS[:1], enable_thinking=True)
-    assert usual.enable_thinking.isna().all()
-    assert (off.enable_thinking.tolist(), on.enable_thinking.tolist()) == ([False] * 3, [True] * 3)
-    assert len({*usual.key, *off.key, *on.key}) == 9
-    prompt = data.build_prompt(ITEMS[0], thinker.tokenizer, 200, enable_thinking=False)
-    assert len(prompt.ids) == off.prompt_tokens[0] > usual.prompt_tokens[0] == on.prompt_tokens[0]
-    fake.calls.clear()
-    assert list(go(thinker.thinking(False), tmp_path, items=ITEMS[:1]).key) == list(off.key)
-    assert list(go(thinker, tmp_path, items=ITEMS[:1]).key) == list(usual.key)
-    assert not fake.calls
-    assert len(store.read(tmp_path / "doors" / "main")) == 9
-    assert pool.recipe_of(thinker.thinking(False))[4] is False
-
-
-def test_a_model_without_the_switch_is_refused_before_anything_is_computed(loaded, fake, tmp_path):
-    with pytest.raises(InputError, match="enable_thinking True: the chat template of .* has no such switch"):
-        go(loaded, tmp_path, enable_thinking=True)
-    with pytest.raises(InputError, match="no such switch"):
-        models.load("tiny-gqa", enable_thinking=False)
-    assert not fake.calls
-
-
-def test_what_is_computed_per_item_is_told_too(thinker, tmp_path):
-    def asked(loaded, item):
-        return pd.DataFrame({"tokens": [len(data.build_prompt(item, loaded.tokenizer, 200).ids)]})
-
-    study = PerItem("c", "n", ITEMS[:1], asked)
-    usual, off, again = (
-        run.run(study, thinker, Settings(tmp_path, progress=False, enable_thinking=enable)).tokens[0]
-        for enable in (None, False, None)
-    )
-    assert off > usual == again
-
-
 def test_a_thinking_block_is_no_answer_and_one_that_never_ends_is_said(loaded, fake, tmp_path, capsys):
     fake.answer = loaded.tokenizer("<think>\nblue?\n</think>\n\nthe red door")["input_ids"]
     rows = go(loaded, tmp_path, items=ITEMS[:2])
@@ -254,29 +179,6 @@ def test_a_thinking_block_is_no_answer_and_one_that_never_ends_is_said(loaded, f
     rows = go(loaded, tmp_path, items=ITEMS[2:3])
     assert (rows.prediction.tolist(), rows.token_f1.tolist()) == ([""] * 3, [0.0] * 3)
     assert "doors/main: 3 of 3 outputs ended within their <think> block" in capsys.readouterr().out
-
-
-def test_the_key_hashes_what_decides_a_row(loaded, fake, tmp_path):
-    base = go(loaded, tmp_path, items=ITEMS[:1])["key"]
-    assert base.is_unique
-    other = Item(ITEMS[0].id, "doors", ITEMS[0].messages, "the blue door")
-    assert not set(go(loaded, tmp_path, items=[other])["key"]) & set(base)
-    assert list(go(loaded, tmp_path, items=ITEMS[:1], profile="full", seed=3)["key"]) == list(base)
-
-
-def test_auto_is_decided_for_each_condition_and_said(loaded, fake, tmp_path, monkeypatch, capsys):
-    on_cpu = go(loaded, tmp_path, items=ITEMS[:1])
-    forced = go(loaded, tmp_path, items=ITEMS[:1], backend="torch")
-    assert list(on_cpu["key"]) == list(forced["key"])  # stored rows stay what they were
-    assert "kernels" not in capsys.readouterr().out
-    monkeypatch.setattr(answers, "obstacles", lambda model, conditions: [None, "no kernel", "no kernel"])
-    monkeypatch.setattr(type(loaded), "device", "cuda")
-    plan = answers.AnswersPlan(Answers("doors", "main", ITEMS[:1], CONDITIONS, 8), loaded, Settings(results=tmp_path))
-    assert list(plan.engine_arguments["backend"].values()) == ["triton", "torch", "torch"]
-    assert [head["backend"] for head in plan.heads.values()] == ["triton", "torch", "torch"]
-    monkeypatch.setattr(plan, "results", lambda: on_cpu)
-    fallback = f"plain PyTorch for {CONDITIONS[1].label} and 1 more (no kernel)"
-    assert plan.remarks()[0] == f"doors/main: kernels computed 1 of 3 conditions; {fallback}"
 
 
 def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsys):
@@ -347,43 +249,6 @@ def _table(ends, loaded, item):
     return ends(item)
 
 
-@pytest.fixture
-def little_to_collect():
-    """Each failed attempt collects garbage; what lives already is not looked through again."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("little_to_collect")
-def test_what_finds_no_memory_is_halved_and_holds_none_meanwhile(loaded, fake, tmp_path, capsys, monkeypatch):
-    """Each attempt fills a cache and fails with more than one row; the next one must find that cache gone, and lets a
-    quarter of the prompts pass through the model together."""
-    held, together = [], []
-
-    class Cache:
-        pass
-
-    def generate(model, prompts, conditions, **given):
-        assert not [reference for reference in held if reference() is not None]
-        cache = Cache()
-        held.append(weakref.ref(cache))
-        together.append(given.get("prompt_rows"))
-        if len(prompts) * len(conditions[0]) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return fake.generate(model, prompts, conditions, **given)
-
-    monkeypatch.setattr(engine, "generate", generate)
-    assert go(loaded, tmp_path, batch_rows=3)["error"].isna().all()  # a job for each item
-    assert len(held) > 15
-    assert together[0] is None
-    assert together.count(None) == 5  # first attempts, one for each item
-    assert set(together) == {None, 16, 4}
-    printed = capsys.readouterr().out
-    assert printed.count("out of memory") == printed.count("out of memory with 3 rows of 1 item: half of them") == 5
-
-
 @pytest.mark.parametrize("short", [{(0, 1), (2, 1), (4, 0)}, {(3, 0)}])
 def test_rows_of_a_batch_without_memory_are_tried_again_and_no_others(loaded, capsys, monkeypatch, short):
     sizes = []
@@ -407,52 +272,6 @@ def test_rows_of_a_batch_without_memory_are_tried_again_and_no_others(loaded, ca
     assert sum(sizes[1:]) == len(short)
     line = "3 rows of 3 items: half of them at a time" if len(short) == 3 else "1 row of 1 item: alone"
     assert f"out of memory with {line}" in capsys.readouterr().out
-
-
-def test_no_layer_of_a_failed_pass_is_held_while_its_halves_are_tried(loaded, tmp_path, monkeypatch):
-    """Memory runs out inside the model's own modules, whose frames refer to each other; nobody collects garbage."""
-    layers, forward, stored = [], passes.Call.forward, RaggedLayer.of
-
-    def short(*given):
-        kept = stored(*given)
-        layers.append(weakref.ref(kept))
-        if len(layers) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return kept
-
-    def counted(*given):
-        if len(layers) == 2:
-            assert not [reference for reference in layers if reference() is not None]
-        return forward(*given)
-
-    monkeypatch.setattr(RaggedLayer, "of", short)
-    monkeypatch.setattr(passes.Call, "forward", counted)
-    conditions = [Condition(), *(Condition("k_norm", share, Prefill()) for share in (0.2, 0.5, 0.8))]
-    gc.disable()
-    try:
-        frame = run.run(Answers("doors", "main", MANY[:1], conditions, 4), loaded, Settings(tmp_path, progress=False))
-    finally:
-        gc.enable()
-    assert frame["error"].isna().all()
-    assert len(layers) > 2
-
-
-@pytest.mark.parametrize(
-    ("items", "conditions_of_item", "cores", "parts"),
-    [(11, 3, 1, 2), (11, 3, 8, 2), (11, 3, 16, 11), (20, 10, 4, 3), (64, 10, 2, 8)],
-)
-def test_a_part_on_a_cpu_fills_half_a_batch_on_few_cores(
-    loaded, tmp_path, monkeypatch, items, conditions_of_item, cores, parts
-):
-    """Few cores share the same parts; more than eight get one each, as far as there are items."""
-    monkeypatch.setattr(answers.pool, "usual_workers", lambda loaded, engine: cores)
-    many = [replace(MANY[0], id=f"item-{i}") for i in range(items)]
-    conditions = [Condition(), *(Condition("k_norm", 0.1 * j, Prefill()) for j in range(1, conditions_of_item))]
-    with answers.AnswersPlan(Answers("doors", "main", many, conditions, 4), loaded, Settings(tmp_path)) as plan:
-        sizes = [job.size for job in plan.jobs()]
-    assert len(sizes) == parts
-    assert sum(sizes) == items * conditions_of_item
-    assert max(sizes) - min(sizes) <= conditions_of_item
 
 
 def endless(loaded, item):
@@ -533,21 +352,6 @@ def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
     assert frame.attrs["failed"] == []
 
 
-@pytest.mark.parametrize("gaps", [False, True])
-def test_an_answer_that_the_model_would_rotate_otherwise_is_refused_before_anything_runs(gaps, loaded, fake, tmp_path):
-    switch = 20 + len(data.build_prompt(ITEMS[0], loaded.tokenizer, 200).ids)
-    at = {"original_max_position_embeddings": switch}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32} | at
-    model = families.build("Phi-3", rope_parameters=rope, vocab_size=len(loaded.tokenizer), **at)
-    conditions = [Condition(), Condition("streaming_llm", 8, Prefill())]
-    study = Answers("doors", "main", ITEMS[:1], conditions, 20, gaps=gaps)
-    given = replace(loaded, model=model), Settings(results=tmp_path)
-    assert len(run.run(study, *given)) == 2
-    with pytest.raises(InputError, match=f"^item item-0: .* rotates keys otherwise beyond {switch}"):
-        run.run(replace(study, max_new_tokens=30), *given)
-    assert len(fake.calls) == 1
-
-
 def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_path, capsys):
     assert go(loaded, tmp_path, dry_run=True).prediction.isna().tolist() == [True] * 15
     printed = capsys.readouterr().out
@@ -555,37 +359,6 @@ def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_
     assert re.search(r"up to 120 new tokens; about .* \(less where answers end early\), ", printed)
     assert not list((tmp_path / "doors").rglob("*.parquet"))
     assert [(n, len(c)) for n, c in fake.calls] == [(1, 3)]
-
-
-@pytest.mark.parametrize(("new_tokens", "times"), [(answers.SHORT, 1), (answers.SHORT + 1, 2)])
-def test_short_answers_of_the_forecast_are_stored(loaded, fake, tmp_path, new_tokens, times):
-    """The first item is answered once where the trial's answers are whole, and anew where they were cut short."""
-    study = Answers("doors", "main", ITEMS, CONDITIONS, new_tokens)
-    frame = run.run(study, loaded, Settings(results=tmp_path, workers=1, batch_rows=1))
-    assert sum(count for count, _ in fake.calls) == len(ITEMS) - 1 + times
-    assert frame.prediction.tolist() == ["the red door"] * 15
-    assert set(frame.max_new_tokens) == {new_tokens}
-    assert frame.processor.notna().all()
-
-
-def test_where_a_relative_folder_lies_is_said_to_those_who_stand_elsewhere(loaded, fake, tmp_path, monkeypatch, capsys):
-    (tmp_path / "clone").mkdir()
-    for module in (run, settings):
-        monkeypatch.setattr(module, "WORK", tmp_path / "clone")
-    for place, elsewhere in (("clone", False), ("", True)):
-        data.say_once.cache_clear()
-        monkeypatch.chdir(tmp_path / place)
-        go(loaded, "out", dry_run=True)
-        assert (f"results go to {tmp_path / 'clone' / 'out'}: " in capsys.readouterr().out) == elsewhere
-
-
-def test_a_dry_run_gives_what_is_stored(loaded, fake, tmp_path):
-    few = go(loaded, tmp_path, items=ITEMS[1:3])
-    rows = go(loaded, tmp_path, dry_run=True)
-    is_stored = rows["item"].isin(few["item"])
-    assert rows.prediction.isna().tolist() == (~is_stored).tolist()
-    for column in ("key", "prediction", "token_f1", "kept_hash", "date"):
-        assert rows[is_stored][column].tolist() == few[column].tolist()
 
 
 def test_jobs_are_the_same_whatever_is_missing(loaded, fake, tmp_path):
@@ -618,11 +391,6 @@ def test_what_was_stored_before_an_interrupt_stays(loaded, fake, tmp_path, monke
     fake.calls.clear()
     go(loaded, tmp_path)
     assert sum(n * len(c) for n, c in fake.calls) == 15 - stored
-
-
-def test_several_references_count(loaded, fake, tmp_path):
-    item = Item("two", "doors", ITEMS[0].messages, "the blue door", meta={"answers": ["the blue door", "the red door"]})
-    assert go(loaded, tmp_path, items=[item])["exact_match"].eq(1).all()
 
 
 def test_workers_in_the_environment_are_a_number_that_can_be_read(monkeypatch):
@@ -680,15 +448,6 @@ def test_prompts_are_as_long_as_the_context_leaves_or_as_is_asked_and_what_was_c
     assert 0 < cut["p"] < 300
     assert f"1 of 2 passages were cut to prompts of 248 tokens, by {cut['p']}\n" in capsys.readouterr().out
     assert go(loaded, tmp_path, items=[passage], limit=100)["prompt_tokens"].max() <= 100
-
-
-def test_what_was_cut_is_said_for_answers_of_several_lengths(loaded, fake, tmp_path, capsys):
-    short = Item("short", "t", ITEMS[0].messages, "a", context="door " * 300, question="Which?")
-    long = replace(short, id="long", meta={"max_new_tokens": 48})
-    frame = go(loaded, tmp_path, items=[ITEMS[0], short, long]).drop_duplicates("item").set_index("item")
-    assert dict(frame["limit"]) == {"item-0": 248, "short": 248, "long": 208}
-    by = f"{frame['cut']['short']} to {frame['cut']['long']}"
-    assert f"2 of 3 passages were cut to prompts of 208 to 248 tokens, by {by}\n" in capsys.readouterr().out
 
 
 def test_budgets_that_are_never_met_are_said(loaded, tmp_path, capsys):
@@ -755,18 +514,3 @@ def test_an_item_that_fails_costs_itself(loaded, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("BROKEN")
     assert len(per_item(loaded, tmp_path, items=many)) == 11
     assert SEEN == ["item-4", "item-5"]
-
-
-def test_a_table_that_is_none_is_said(loaded, tmp_path):
-    study = PerItem("doors", "none", {"a": 1}, lambda loaded, item: 5)
-    with pytest.raises(StudyFailed, match="gave int, not a table or tables by name"):
-        run.run(study, loaded, Settings(results=tmp_path))
-
-
-@pytest.mark.parametrize(("seconds", "processes"), [(25.0, 3), (5.0, 1)])
-def test_small_studies_stay_in_this_process(monkeypatch, seconds, processes):
-    monkeypatch.setattr(run, "_testing", lambda: False)
-    monkeypatch.setattr(run.pool, "usual_workers", lambda *given: 3)
-    plan = SimpleNamespace(alone=False, loaded=None)
-    assert run._processes(plan, Settings(), seconds) == processes
-    assert run._processes(plan, Settings(workers=2), seconds) == 2

@@ -46,15 +46,6 @@ def test_a_row_that_failed_is_tried_again_and_gives_way_to_one_that_did_not(tmp_
     assert store.read(tmp_path / "c" / "n").error.isna().tolist() == [True]
 
 
-def test_models_have_folders_of_their_own_and_read_joins_them(tmp_path):
-    for model in ("m", "org/other"):
-        Store(tmp_path, "c", "n", model).add([row("a", key=model, model=model)])
-    assert Store(tmp_path, "c", "n", "m").missing(["m", "org/other"]) == ["org/other"]
-    assert set(store.read(tmp_path / "c" / "n", ["model"]).model) == {"m", "org/other"}
-    with pytest.raises(InputError, match="no results at .*: run the chapter first"):
-        store.read(tmp_path / "c" / "other")
-
-
 def test_of_two_versions_of_the_code_the_last_stored_row_is_read(tmp_path):
     table = Store(tmp_path, "c", "n", "m")
     table.add([row("a", key="old", token_f1=0.1, engine_hash="1")])
@@ -73,21 +64,6 @@ def test_every_flipped_byte_is_seen(tmp_path):
         file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises((InputError, OSError)):  # a broken header is no parquet file at all
             table.frame(["key-a"])
-
-
-def test_files_of_another_version_are_counted_and_left(tmp_path, capsys, monkeypatch):
-    table = Store(tmp_path, "c", "n", "m")
-    table.add([row("a")])
-    monkeypatch.setattr(store, "VERSION", b"results 5")
-    assert table.missing(["key-a"]) == ["key-a"]
-    assert "1 files of another version of kvrepro are left as they are" in capsys.readouterr().out
-    assert len(list(table.folder.glob("*.parquet"))) == 1
-
-
-def test_where_nothing_can_be_written_one_line_says_so(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written .*choose another results folder"):
-        Store(tmp_path / "file", "c", "n", "m")
 
 
 def test_a_full_disk_leaves_what_was_stored_whole(tmp_path, monkeypatch):

@@ -54,6 +54,22 @@ def text(name, content):
     return lambda folder: (folder / name).write_text(content)
 
 
+def removed(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def renamed(name, other):
+    return lambda folder: (folder / name).rename(folder / other)
+
+
+def halved(name):
+    def damage(folder):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: len(whole) // 2])
+
+    return damage
+
+
 def linked(name, target):
     def damage(folder):
         (folder / name).unlink()
@@ -91,36 +107,37 @@ LOOPS = {
 DAMAGES = {
     "layers below zero": (config(num_hidden_layers=-1), "num_hidden_layers -1"),
     "a billion layers": (config(num_hidden_layers=10**9), "num_hidden_layers 1000000000"),
-    "half a layer": (config(num_hidden_layers=1.5), "num_hidden_layers 1.5"),
     "huge vocabulary": (config(vocab_size=10**12), "vocab_size"),
-    "more than its weights": (config(hidden_size=48 * 2000, intermediate_size=10**6), "asks for"),
-    "a text for a size": (config(hidden_size="48"), "hidden_size '48'"),
     "other heads than its weights": (config(num_key_value_heads=1), r"k_proj.weight of shape \[8, 48\], its files"),
     "layers without a type": (config(num_hidden_layers=3), "cannot be built from its config.json .*layer_types"),
     "an unknown family": (config(model_type="nosuch"), "config.json"),
     "kernels of the hub": (config(attn_implementation="owner/kernel"), "remote code"),
     "deep JSON": (text("config.json", "[" * 10**5), "not JSON"),
     "offsets beyond the file": (tensor(data_offsets=[0, 10**12]), "is broken"),
-    "offsets that overlap": (tensor(data_offsets=[0, 192]), "is broken"),
     "another shape": (tensor(shape=[7]), "is broken"),
-    "an unknown type": (tensor(dtype="F99"), "is broken"),
-    "a negative shape": (tensor(shape=[-48]), "is broken"),
     "no JSON in the header": (header(lambda entries: b"{" * 100), "is broken"),
     "a header of exabytes": (length(2**63), "is broken"),
-    "a header beyond the file": (length(10**8), "is broken"),
     "a pickle": (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04cos\nsystem\n"), "is broken"),
     "a link to nothing": (linked("model.safetensors", "/no/such/file"), "no regular file"),
     "a link to zeros": (linked("tokenizer.json", "/dev/zero"), "no regular file"),
     "a pipe": (fifo, "no regular file"),
     "a tokenizer of terabytes": (sparse, "more than"),
     "a broken tokenizer": (text("tokenizer.json", "{}"), "cannot be loaded"),
-    "a tokenizer of nonsense": (text("tokenizer.json", '{"model": {"type": "BPE", "vocab": 3}}'), "cannot be loaded"),
     "a template by lot": (text("chat_template.jinja", "{{ range(10**5) | random }}"), "something else each time"),
-    "an end that is a list of lists": (text("generation_config.json", '{"eos_token_id": [[1]]}'), "eos_token_id"),
     "an end that is a text": (text("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id 'x'"),
     "a template without syntax": (text("chat_template.jinja", "{% for %}"), "four turns .Expected an expression"),
-    "a template that fails": (text("chat_template.jinja", "{{ 1 + 'a' }}"), "four turns .unsupported operand"),
     **{name: (text("chat_template.jinja", template), "chat template .*: mend") for name, template in LOOPS.items()},
+    "weights elsewhere": (config(transformers_weights="sub/model.safetensors"), "'sub/model.safetensors', which"),
+    "an adapter": (text("adapter_config.json", '{"base_model_name_or_path": "/elsewhere"}'), "an adapter"),
+    "weights of another name": (renamed("model.safetensors", "weights.safetensors"), "from 'model.safetensors': keep"),
+    "weights as a pickle": (renamed("model.safetensors", "pytorch_model.bin"), ".bin weights"),
+    "no weights": (removed("model.safetensors"), "no .safetensors"),
+    "code beside the model": (config(auto_map={"AutoModelForCausalLM": "modeling_x.X"}), "remote code"),
+    "no tokenizer": (removed("tokenizer.json"), "no tokenizer"),
+    "no template": (removed("chat_template.jinja"), "no chat template"),
+    "no configuration": (removed("config.json"), "config.json is missing"),
+    "half of the weights": (halved("model.safetensors"), "is broken"),
+    "half of the tokenizer": (halved("tokenizer.json"), "cannot be loaded"),
     "a loop without end": (text("chat_template.jinja", LOOPS["loops in loops"]), "more than 1 s or 2 GiB on four"),
 }  # fmt: skip
 

@@ -1,8 +1,6 @@
 """What a value may be, and how a refusal reads."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,9 +16,7 @@ from kvrepro.engine.allowed import (
     Size,
     Weight,
     ensure,
-    ensure_fields,
     ensure_once_each,
-    in_words,
 )
 from kvrepro.errors import InputError
 
@@ -61,26 +57,6 @@ def test_a_refusal_names_value_and_way_out():
         ensure(Odd, k=4)
     with pytest.raises(InputError, match="^x 0: should be greater .* to 1; x 'b': should be a valid integer$"):
         ensure(list[Size], x=[1, 0, "b"])
-
-
-def test_all_fields_of_a_record_are_refused_at_once():
-    @dataclass
-    class Record:
-        size: Size
-        words: list[Literal["a", "b"]]
-        share: Share | None = None
-
-    ensure_fields(Record(1, ["a"]), Record)
-    with pytest.raises(InputError, match=r"^size 0 for mine: .*; words 'c' for mine: .*; share 2 for mine: "):
-        ensure_fields(Record(0, ["a", "c"], 2), Record, "mine")
-
-
-def test_kinds_in_words():
-    kinds = (Size, Share, ProperShare, Literal["a", "b"], bool, object, torch.Tensor)
-    assert [in_words(kind) for kind in kinds] == [
-        *("integer, at least 1", "number, at most 1, at least 0", "number, below 1, above 0"),
-        *("a or b", "boolean", "any value", "any value"),
-    ]
 
 
 @pytest.mark.parametrize("wrong", [(), [1, 1], 128, "lru"])

@@ -14,7 +14,6 @@ from transformers.cache_utils import LinearAttentionLayer
 from watched import watched_ends
 
 from kvrepro.engine import generate as engine
-from kvrepro.engine.attention import attend
 from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, joined_caches
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
@@ -184,24 +183,6 @@ def test_a_copy_of_rows_shares_no_memory():
     assert torch.equal(layer.keys, keys.flatten(0, 2))
 
 
-def test_attention_over_ragged_heads_is_attention_over_what_each_holds():
-    torch.manual_seed(0)
-    keys, values, query = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 4), torch.randn(2, 6, 1, 4)
-    keep = torch.rand(2, 2, 9) < 0.5
-    keep[0, 0] = False  # a head that holds nothing
-    layer = RaggedLayer.of(keys, values, torch.arange(9).expand(2, 2, 9), keep, {})
-    at = torch.tensor([[9], [9]])
-    new = torch.randn(2, 2, 1, 4), torch.randn(2, 2, 1, 4)
-    layer.append(*new, at)
-    out = attend(query, at, layer.parts(), 0.5)
-    for row in range(2):
-        for head in range(6):
-            k = torch.cat([keys[row, head // 3][keep[row, head // 3]], new[0][row, head // 3]])
-            v = torch.cat([values[row, head // 3][keep[row, head // 3]], new[1][row, head // 3]])
-            p = torch.softmax(k @ query[row, head, 0] * 0.5, 0)
-            torch.testing.assert_close(out[row, 0, head], p @ v)
-
-
 @pytest.mark.parametrize("window", [1, 3, 5])
 def test_remembered_queries_are_the_last_of_each_row_whatever_the_padding(window):
     layer = RaggedLayer.of(
@@ -306,18 +287,6 @@ def test_packed_layers_hold_their_newest_as_they_are():
 
 def storage(t: torch.Tensor) -> int:
     return t.untyped_storage().nbytes()
-
-
-def test_what_is_evicted_is_no_view_of_what_was():
-    keys, values = torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8)
-    keep = torch.zeros(1, 2, 100, dtype=torch.bool)
-    keep[:, :, :10] = True
-    layer = RaggedLayer.of(keys, values, torch.arange(100).expand(1, 2, 100), keep, {"mass": torch.zeros(1, 2, 100)})
-    assert storage(layer.keys) == storage(layer.values) == 2 * 10 * 8 * 4
-    assert storage(layer.positions) == storage(layer.sums["mass"]) == 2 * 10 * 4
-    layer.evict(torch.arange(10).expand(1, 2, 10) >= 7, layer.shown().index)
-    assert storage(layer.keys) == storage(layer.values) == 2 * 3 * 8 * 4
-    assert storage(layer.positions) == storage(layer.sums["mass"]) == 2 * 3 * 4
 
 
 def ends(model, prompts, conditions, **changes):

@@ -94,12 +94,12 @@ def same(ours, theirs):
             assert x.kept == y.kept
 
 
-@pytest.mark.parametrize("kind", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "conditions", [SHARED, OTHERS, pytest.param(WINDOWS, marks=pytest.mark.slow)],
     ids=["one set for all layers", "each layer's own", "windows"],
 )  # fmt: skip
-def test_captured_steps_are_the_plain_ones(kind, conditions, monkeypatch):
+def test_captured_steps_are_the_plain_ones(conditions, monkeypatch):
+    kind = "qwen2"
     texts = prompts(70, 45)
     plain = steps(kind, conditions, texts, False, monkeypatch)
     same(steps(kind, conditions, texts, True, monkeypatch), plain)
@@ -115,17 +115,10 @@ def test_captured_steps_are_the_plain_ones(kind, conditions, monkeypatch):
     same(steps(kind, conditions, texts, True, monkeypatch, stop_ids=stops), ended)
 
 
-@pytest.mark.parametrize(
-    ("kind", "conditions"),
-    [
-        ("gemma3", [*OTHERS[:3], SHARED[0]]), ("mistral", [*OTHERS[:3], SHARED[0]]),
-        pytest.param("gemma3", OTHERS + SHARED + WINDOWS, marks=pytest.mark.slow),
-        pytest.param("mistral", [c for c in OTHERS if c.policy != "h2o"] + SHARED, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("lengths", [(70, 45), (20, 38)])
-def test_layers_that_slide_answer_as_plain_pytorch_does(kind, conditions, lengths, monkeypatch):
+@pytest.mark.parametrize(("kind", "lengths"), [("gemma3", (70, 45)), ("mistral", (20, 38))])
+def test_layers_that_slide_answer_as_plain_pytorch_does(kind, lengths, monkeypatch):
     texts = prompts(*lengths)  # of windows of 32: some are full, others fill up on the way
+    conditions = [*OTHERS[:3], SHARED[0]]
     model, settings = architecture(kind, 16).to(DEVICE), {"max_new_tokens": NEW, "kept_sets": True}
     plain = engine.generate(model, texts, conditions, stop_ids=(), **settings)
     stops = {plain[0][0].tokens[7], plain[1][2].tokens[12]}

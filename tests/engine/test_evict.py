@@ -1,12 +1,9 @@
 """How a policy's functions are put together on the rows of a job."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from observations import observation
 
-from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import (
     EvictionJob,
@@ -157,15 +154,3 @@ def test_scores_that_a_policy_does_not_ask_for_are_named():
     policy = Policy("Forgetful", "me", lambda o: o.sums["mass"])
     with pytest.raises(InputError, match=r"Forgetful reads sums\['mass'\], which its `needs` do not name"):
         score_and_protect(job(policy, {}, 10, 10), observation(tokens=20))
-
-
-@pytest.mark.parametrize(
-    ("change", "alike"),
-    [({"budget": 9}, True), ({"prefix": 0.1}, True), ({"suffix": 0.1}, True), ({"reading": "as_described"}, False),
-     ({"switches": (("window", 8),)}, False), ({"static_suffix": True}, False), ({"whitelist": ("a",)}, False),
-     ({"policy": "ada_kv"}, False)],
-)  # fmt: skip
-def test_rows_that_differ_in_budget_and_guards_at_most_are_decided_together(change, alike):
-    first = job(CATALOGUE["snapkv"], {}, 6).row(0)
-    second = replace(first, conditions=[replace(first.condition, **change)])
-    assert (first.kind == second.kind) is alike

@@ -107,9 +107,6 @@ def test_a_rotation_that_changes_with_length_is_never_mixed(prompts, condition, 
         assert answer.tokens == out[0, len(text.ids) :].tolist()
 
 
-# ---- one set of tokens for all layers, in a model of which some slide
-
-
 # ---- a checkpoint that nobody has tried
 
 

@@ -14,25 +14,6 @@ from kvrepro.engine.memory import Peak
 from kvrepro.engine.policy import SUMS, call
 from kvrepro.engine.regime import Chunked
 
-CPU = torch.device("cpu")
-MB = 2**20
-
-
-def block(megabytes: int) -> torch.Tensor:
-    return torch.ones(megabytes * MB // 4, device=CPU)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_scratch_counts_while_it_lives(mode):
-    with mode(), Peak() as peak:
-        x = block(2)
-        y = (x * 2) + (x * 3)  # three blocks beside x, one of them the result
-        del x
-        assert peak.now == 2 * MB
-        del y
-    assert peak.bytes == 8 * MB
-
-
 # ---- scorers
 
 

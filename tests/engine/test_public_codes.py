@@ -34,7 +34,7 @@ def agreements(model, ids, queries, pair: CodePair, share: float) -> list[tuple[
     return heads
 
 
-@pytest.fixture(scope="module", params=[1, 3, 7], ids=lambda group: f"group {group}")
+@pytest.fixture(scope="module", params=[1, 3], ids=lambda group: f"group {group}")
 def inputs(request, tmp_path_factory):
     """A random model with so many query heads for each KV head, a prompt, and the file of the model's queries."""
     model, file = parity.random_model(request.param), tmp_path_factory.mktemp("queries") / "queries.json"

@@ -81,7 +81,7 @@ def test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol(conditi
     assert ours.evicted == len(prompt) + len(tokens) - (tokens[-1] == 2) - len(set().union(*heads))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
 def test_masked_and_physical_execution_give_the_same_tokens_and_kept_sets(kind, answers):
     model, prompts = small_model(kind), tiny_prompts(*LENGTHS)
     conditions = ALL if kind == "qwen2" else ALL[::3]

@@ -60,19 +60,3 @@ def test_every_control_is_a_row_with_its_scores_and_is_stored(tiny, tmp_path):
     assert (rows[rows.control == "refusal"].token_f1 == 0).all()
     assert (rows[rows.control == "no_passage"].exact_match == 0).all()  # the answer stands in the passage alone
     pd.testing.assert_frame_equal(rows, controls.of_items("mine", items, tiny, settings, max_new_tokens=24))
-
-
-def test_what_fails_is_left_out_and_a_dry_run_knows_what_needs_no_model(tiny, tmp_path, monkeypatch):
-    items = data.load_items("tinyworld:needle", 12, seed=3, tokens=300)
-    dry = controls.of_items("mine", items, tiny, Settings(tmp_path, progress=False, dry_run=True), 8)
-    assert set(dry.control) == {*CONTROLS} - {"no_passage"}
-    answered = controls.run
-
-    def one_fails(*study):
-        rows = answered(*study)
-        return rows.assign(prediction=rows.prediction.mask(rows["item"] == items[0].id))
-
-    monkeypatch.setattr(controls, "run", one_fails)
-    table = controls.of_items("mine", items, tiny, Settings(tmp_path, progress=False), 8)
-    assert table[table["item"] == items[0].id].control.tolist() == ["first_word", "copy", "refusal"]
-    assert len(table) == 12 * 4 - 1

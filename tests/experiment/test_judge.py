@@ -209,15 +209,6 @@ def policies(means, n=60, seed=0) -> pd.DataFrame:
     return pd.DataFrame({name: shared + mean + rng.normal(0, 0.05, n) for name, mean in means.items()})
 
 
-def test_a_spread_is_judged_by_its_pairs_and_names_the_widest():
-    near, far = policies({"x": 0.5, "y": 0.51, "z": 0.5}, 400), policies({"x": 0.5, "y": 0.7, "z": 0.5})
-    assert table({"size_at_most": 0.05}, [judge.pairs(near, "all")]).verdict == "reproduced"
-    row = table({"size_at_most": 0.05}, [judge.pairs(far, "all")])
-    assert (row.verdict, row.decided_by) == ("not reproduced", "all, y against z")
-    assert table({"size_at_least": 0.05}, [judge.pairs(far, "all", some=True)]).verdict == "reproduced"
-    assert table({"size_at_least": 0.05}, [judge.pairs(near, "all", some=True)]).verdict == "not reproduced"
-
-
 # ------------------------------------------------------------------ tests that a claim names
 
 
@@ -225,34 +216,6 @@ def paired(gap: float, n: int = 40, seed: int = 0) -> Sample:
     rng = np.random.default_rng(seed)
     b = rng.uniform(0.2, 0.5, n)
     return Sample(pd.DataFrame({"a": b + gap + rng.normal(0, 0.02, n), "b": b}), "difference")
-
-
-def test_the_named_test_must_agree():
-    row = table({"above": 0.0}, [Member("x", paired(0.2)), Member("y", paired(0.1))], test="wilcoxon_holm")
-    assert (row.verdict, row.rule) == ("reproduced", "above 0; Wilcoxon p < 0.05 (Holm)")
-    two = [Member(str(i), paired(0.2, seed=i)) for i in range(4)]
-    assert table({"above": 0.0}, two, test="sign").verdict == "inconclusive"  # four signs give p = 0.125
-    assert table({"above": 0.0}, [*two, *two], test="sign").verdict == "reproduced"
-
-
-def test_no_difference_and_equivalence():
-    assert table({"no_difference": 0.1}, [Member("x", paired(0.0, 60))], test="wilcoxon_holm").verdict == "reproduced"
-    assert (
-        table({"no_difference": 0.1}, [Member("x", paired(0.05, 200))], test="wilcoxon_holm").verdict
-        == "not reproduced"
-    )
-    assert table({"equivalent": 0.05}, [Member("x", paired(0.0, 100))], test="tost").verdict == "reproduced"
-    assert table({"equivalent": 0.05}, [Member("x", paired(0.2))], test="tost").verdict == "not reproduced"
-    assert table({"equivalent": 0.05}, [Member("x", paired(0.05, 12))], test="tost").verdict == "inconclusive"
-
-
-def test_ranks_alone_refute_no_equality_of_means():
-    """Many items lose a little, few gain much: Wilcoxon's test finds it, the mean is 0."""
-    lost = pd.DataFrame({"a": [0.45] * 40 + [1.0] * 4, "b": [0.5] * 44})
-    row = table({"no_difference": 0.1}, [Member("x", Sample(lost, "difference"))], test="wilcoxon_holm")
-    assert row.p < 0.001
-    assert row.low < 0 < row.high
-    assert row.verdict == "inconclusive"
 
 
 # ------------------------------------------------------------------ what is estimated, and at which level
@@ -352,18 +315,6 @@ def test_a_member_that_has_no_interval_speaks_by_its_value():
     assert (j.state, math.isnan(j.needed)) == ("open", True)
     [j] = judged({"at_least": 0.5}, Band(0.9, 0.2))
     assert (j.state, math.isnan(j.needed), j.refuted) == ("holds", True, False)
-
-
-def test_six_items_that_are_too_few_for_one_of_two_parts_need_one_more():
-    """At 97.5% six values without bounds have no interval; their spread is known all the same."""
-    away = np.array([-0.2, -0.1, 0.0, 0.0, 0.1, 0.2])
-    near, far = (Sample(pd.DataFrame({"a": 0.5 - gap + away}), "mean", bounds=None) for gap in (0.01, 0.4))
-    [j] = judged({"at_least": 0.5}, {"a": far, "b": far})
-    assert (j.state, math.isnan(j.ours.low), j.needed) == ("open", True, 7)
-    [j] = judged({"at_least": 0.5}, dict.fromkeys("abcd", far))  # at 98.75% eight are the fewest
-    assert (j.state, math.isnan(j.ours.low), j.needed) == ("open", True, 8)
-    [j] = judged({"at_least": 0.5}, {"a": near, "b": far}, some=True)
-    assert (j.state, j.needed) == ("open", near.estimate().needed(0.01))
 
 
 def test_what_fails_among_many_is_asked_again_more_strictly():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from kvrepro.errors import InputError
@@ -38,17 +37,6 @@ def test_loads_a_folder(folder):
     )
     assert not loaded.model.training
     assert not any(p.requires_grad for p in loaded.model.parameters())
-
-
-@pytest.mark.parametrize("name", models.embedded())
-def test_an_embedded_model_reads_texts_as_its_tokenizer_file_says(name):
-    folder = models.embedded()[name]
-    text = "The gardener lingered behind the road today ."
-    messages = [{"role": "user", "content": text}]
-    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    loaded = models._tokenizer(folder)
-    assert loaded.encode(text) == plain.encode(text).ids
-    assert set(plain.encode(text).ids) <= set(loaded.apply_chat_template(messages, return_dict=False))
 
 
 def test_dtype_is_an_argument(folder):

@@ -84,27 +84,22 @@ def test_workers_stay_for_the_next_study_until_they_are_ended(loaded, tmp_path):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in first)
 
 
-def deadly(loaded, item, marks, always):
-    """Kills the worker that computes item-3: the first one, or every one."""
-    if item.id == "item-3" and (always or not marks.exists()):
-        marks.touch()
+def deadly(loaded, item):
+    """Kills every worker that computes item-3."""
+    if item.id == "item-3":
         os.kill(os.getpid(), signal.SIGKILL)
     return pd.DataFrame({"pid": [os.getpid()]})
 
 
 def deaths(tmp_path, engine, capfd):
-    settings, given = where(tmp_path, engine, 2), {"marks": tmp_path / "killed"}
-    assert len(run(PerItem("c", "once", ITEMS, deadly, given | {"always": False}), None, settings)) == 12
-    assert "a worker process died: its part is computed once more" in capfd.readouterr().err
+    settings = where(tmp_path, engine, 2)
     with pytest.raises(StudyFailed, match="1 of 9 items failed, the first item-3: its worker process died twice"):
-        run(PerItem("c", "always", ITEMS[:9], deadly, given | {"always": True}), None, settings)
-    assert (
-        len(run(PerItem("c", "always", [*ITEMS[:3], *ITEMS[4:9]], deadly, given | {"always": True}), None, settings))
-        == 8
-    )
+        run(PerItem("c", "always", ITEMS[:9], deadly), None, settings)
+    assert "a worker process died: its part is computed once more" in capfd.readouterr().err
+    assert len(run(PerItem("c", "always", [*ITEMS[:3], *ITEMS[4:9]], deadly), None, settings)) == 8
 
 
-def test_a_worker_that_is_killed_costs_nothing_and_a_part_that_kills_twice_has_failed(tmp_path, capfd):
+def test_a_part_whose_worker_dies_is_computed_once_more_and_has_then_failed(tmp_path, capfd):
     deaths(tmp_path, "local", capfd)
 
 
@@ -113,31 +108,6 @@ def test_what_cannot_be_pickled_is_computed_here(capsys):
     jobs = [pool.Job(1, lambda loaded, i=i: (i, lock is not None)) for i in range(3)]
     assert [result for _, result in pool.results(None, jobs, 2)] == [(0, True), (1, True), (2, True)]
     assert "one process only: a part of the study cannot be sent to another" in capsys.readouterr().out
-
-
-def both(model, folder):
-    loaded = models.load(model)
-    settings = Settings(folder, batch_rows=1, workers=1, progress=False)
-    tables = run(PerItem("c", "words", ITEMS, words, {"times": 3}), loaded, settings)
-    return run(Answers("c", "n", ITEMS, CONDITIONS, 6), loaded, settings), tables
-
-
-def test_a_run_that_is_killed_goes_on_where_it_was(loaded, tmp_path):
-    """Nothing is lost, nothing is there twice, results are those of a quiet run."""
-    folder, model = tmp_path / "killed", str(loaded.path)
-    child = multiprocessing.get_context("spawn").Process(target=both, args=(model, folder))
-    child.start()
-    while child.is_alive() and len(list(folder.glob("c/n/*/*.parquet"))) < 4:
-        time.sleep(0.002)
-    child.kill()
-    child.join()
-    before = store.read(folder / "c" / "n")
-    assert 0 < len(before) < 48
-    frame, tables = both(model, folder)
-    quiet, others = both(model, tmp_path / "quiet")
-    assert set(before.date) <= set(frame.date)
-    pd.testing.assert_frame_equal(frame[SAME], quiet[SAME])
-    pd.testing.assert_frame_equal(tables, others)
 
 
 # ---- Ray
@@ -151,8 +121,14 @@ def ray():
     package.shutdown()
 
 
+@pytest.mark.slow
 def test_rows_of_a_ray_are_those_of_this_process(ray, loaded, mine, tmp_path):
     same_rows(loaded, mine, tmp_path, "ray")
+
+
+@pytest.mark.slow
+def test_a_ray_s_worker_that_dies_costs_nothing(ray, tmp_path, capfd):
+    deaths(tmp_path, "ray", capfd)
 
 
 @pytest.mark.parametrize(("change", "words"), [

@@ -50,24 +50,6 @@ def loaded(source, tmp_path_factory):
     return models.load(str(checkpoint.save(tmp_path_factory.mktemp("hub") / "small-qwen2", texts, vocabulary=2000)))
 
 
-def test_prompts_follow_the_protocol(source, loaded):
-    items = data.load_items(str(source))
-    assert len(items) == (162 if "balanced" in source.name else 2)
-    items = items[::4]
-    limit = study.paper_limit(loaded, items, 128)
-    lengths = {item.id: len(data.build_prompt(item, loaded.tokenizer, limit).ids) for item in items}
-    assert max(lengths.values()) <= 1920
-    for item in items:
-        cut = len(loaded.tokenizer(item.context)["input_ids"]) > 1920
-        assert not cut or lengths[item.id] >= 1910, item.id
-    prompt = data.build_prompt(items[0], loaded.tokenizer, 1920)
-    text = loaded.tokenizer.decode(prompt.ids)
-    assert text.startswith(f"<|im_start|>system\n{data.SYSTEM}<|im_end|>\n<|im_start|>user\nPassage: ")
-    assert f"\n\nQuestion: {items[0].question}" in text
-    assert items[0].context.rstrip()[-40:] in text
-    assert loaded.tokenizer.decode([prompt.ids[p] for p in prompt.spans["question"]]).strip().startswith("Question: ")
-
-
 def test_rows_come_out(source, loaded, tmp_path):
     items = data.load_items(str(source), 2, seed=1)
     conditions = [Condition(), Condition("lru", 128, CAP)]

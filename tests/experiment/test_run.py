@@ -5,11 +5,9 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
 from dataclasses import replace
-from functools import partial
 
 import checkpoint
 import numpy as np
@@ -196,57 +194,6 @@ def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsy
     fake.fail_on, fake.calls = (), []
     assert go(loaded, tmp_path)["error"].isna().all()  # tried again, and only those
     assert fake.calls == [(1, [CONDITIONS[1]])]
-
-
-class Odd(BaseException):
-    """No Exception, and it cannot be printed."""
-
-    def __str__(self):
-        raise RuntimeError("no text")
-
-
-class Mute(Exception):
-    """Cannot be printed, and cannot be read by another process."""
-
-    def __init__(self, first, second):
-        super().__init__()
-
-    __str__ = Odd.__str__
-
-
-def _exits(o):
-    sys.exit(0)
-
-
-def _is_odd(o):
-    raise Odd
-
-
-def _is_mute(o):
-    raise Mute(1, 2)
-
-
-@pytest.mark.parametrize(
-    ("ends", "message"),
-    [
-        (_exits, r"a policy raised SystemExit: 0"),
-        (_is_odd, r"a policy raised Odd: what it says cannot be printed"),
-        (_is_mute, r"Mute: what it says cannot be printed"),
-    ],
-)
-def test_whatever_readers_code_raises_costs_its_row_and_not_the_run(loaded, tmp_path, monkeypatch, ends, message):
-    monkeypatch.setitem(OWN, "leaving", Policy("Leaving", "a test", ends))
-    conditions = [Condition(), Condition("leaving", 4, Prefill())]
-    with pytest.raises(StudyFailed, match=rf"leaving C=4 prefill on .*{message}"):
-        run.run(Answers("c", "n", ITEMS[:1], conditions, 2), loaded, Settings(results=tmp_path, progress=False))
-    assert store.read(tmp_path / "c" / "n")["error"].isna().tolist() == [True, False]
-    message = message.removeprefix("a policy raised ")
-    with pytest.raises(StudyFailed, match=rf"c/t: 1 of 1 item failed, the first item-0: {message}"):
-        run.run(PerItem("c", "t", ITEMS[:1], partial(_table, ends)), loaded, Settings(tmp_path, progress=False))
-
-
-def _table(ends, loaded, item):
-    return ends(item)
 
 
 @pytest.mark.parametrize("short", [{(0, 1), (2, 1), (4, 0)}, {(3, 0)}])

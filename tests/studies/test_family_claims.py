@@ -10,7 +10,6 @@ import synthetic
 
 from kvrepro.experiment import claims
 from studies import family_claims
-from studies.family_claims import Kind
 
 FAMILY = ("small-mqa", "small-gqa", "small-gqa-seed-0", "small-mha", "small-sliding")
 HEADS = {"small-mqa": 1, "small-mha": 4}
@@ -46,21 +45,6 @@ def leakage(lost, n=96, seed=0):
 
 def verdict_of_claim(table):
     return {claim: group.verdict.iloc[0] for claim, group in table[table.reading == "as_run"].groupby("claim")}
-
-
-def test_kinds_and_pairs_are_those_of_the_embedded_models():
-    kind_of = family_claims.kinds()
-    assert kind_of["small-gqa"] == kind_of["small-gqa-seed-0"]
-    assert kind_of["small-gqa"].differs_in(kind_of["small-mha"]) == "KV heads"
-    assert kind_of["small-gqa"].differs_in(kind_of["small-sliding"]) == "sliding layers"
-    assert kind_of["small-gqa"].differs_in(kind_of["tiny-gqa"]) == "size"
-    heads = family_claims.pairs(kind_of, "heads")
-    assert ("small-mqa", "small-gqa-seed-0") in heads
-    assert ("small-gqa", "small-mha") in heads
-    assert len(heads) == 6  # three seeds lie between one KV head and four
-    assert len(family_claims.pairs(kind_of, "seeds")) == 3
-    assert len(family_claims.pairs(kind_of, "kinds")) == 10  # of five kinds
-    assert Kind(2, 4, 6, 256, 0).differs_in(Kind(4, 4, 6, 256, 0)) == "KV heads"
 
 
 def test_every_claim_of_the_family_can_hold_and_can_fail():
@@ -101,17 +85,6 @@ def test_every_claim_of_the_family_can_hold_and_can_fail():
     guarded_rows = {name: rows[(rows.policy == "full") | (rows.prefix > 0)] for name, rows in alike.items()}
     with few_claims.only("M6"):
         assert verdict_of_claim(family_claims.verdicts(guarded_rows, {}))["M6"] == "not reproduced"
-
-
-@few_claims.only("L2b", "M1", "M3")
-def test_models_that_are_not_there_or_do_not_answer_are_said():
-    rows = protection()
-    rows["small-mha"]["token_f1"] = 0.0
-    table = family_claims.verdicts(rows, {}).set_index(["claim", "reading"])
-    assert "not testable (small-mha: the full cache itself answers too few" in table.members["M1", "as_run"]
-    assert table.verdict["L2b", "as_run"] == "not testable here"
-    few = family_claims.verdicts({"small-sliding": rows["small-sliding"]}, {}).set_index(["claim", "reading"])
-    assert few.note["M3", "as_run"] == "the runs lack the models that it compares"
 
 
 def test_a_pair_is_compared_on_the_items_of_both():

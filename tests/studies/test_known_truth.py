@@ -60,13 +60,6 @@ def test_new_data_stand_where_they_shall_and_within_their_bounds(what, target):
         assert all(sample.data.shape == what.data.shape for sample in drawn)
 
 
-def test_parts_of_a_claim_draw_the_same_items():
-    picks: dict = {}
-    first, second = (known_truth.source(Sample(F1[[name]].set_axis(["a"], axis=1))) for name in ("a", "x"))
-    seen = [s.drawn(s.seen, np.random.default_rng(seed), picks).data.a for seed, s in enumerate((first, second))]
-    assert seen[0].tolist() == seen[1].tolist()
-
-
 def test_times_as_many_items_are_drawn():
     clustered = Sample(LONG.set_axis(["a"], axis=1), "mean", CLUSTERS, bounds=None)
     whats = clustered, Unpaired(F1.a, F1.b[:20]), Drawn(0.3, RNG.normal(0.3, 0.1, 500), 12)

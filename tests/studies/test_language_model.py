@@ -1,12 +1,9 @@
 import json
-import shutil
-import time
 
 import pandas as pd
 import pytest
 
-from kvrepro.errors import InputError
-from kvrepro.experiment import claims, store
+from kvrepro.experiment import claims
 from kvrepro.experiment.store import Store
 from studies import family, language_model
 
@@ -64,29 +61,3 @@ def test_the_tables_of_a_run_are_its_verdicts_what_it_computed_and_mean_scores(f
         "gain_low",
         "gain_high",
     }  # item c is not in it
-
-
-def test_answers_to_an_earlier_form_of_the_items_do_not_count(folder):
-    study = folder / "m-0" / "protection" / "main"
-    rows = store.read(study)
-    rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
-    shutil.rmtree(study)
-    written = Store(folder / "m-0", "protection", "main", "m")
-    old = {"token_f1": 0.0, "official": 0.0, "data_hash": "earlier"}
-    written.add([row | old | {"key": f"old-{row['key']}"} for row in rows])
-    time.sleep(0.01)
-    written.add(rows)
-    assert language_model.collected([folder])[1].score.tolist() == pytest.approx([0.7])
-
-
-def test_two_runs_of_a_chapter_on_the_same_items_are_refused(folder):
-    with pytest.raises(InputError, match="run twice on ifeval"):
-        language_model.collected([folder, folder])
-
-
-def test_a_chapter_without_answers_has_no_score(folder):
-    for file in (folder / "m-0" / "protection").glob("*/*/*.parquet"):
-        file.unlink()
-    _, runs, scores = language_model.collected([folder])
-    assert runs.answers.tolist() == [0]
-    assert scores.empty

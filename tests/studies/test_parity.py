@@ -1,27 +1,13 @@
 """What `studies.parity` counts, and what it found. Only the comparison with kvpress needs kvpress."""
 
-import sys
-
 import pandas as pd
 import pytest
 import torch
 
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
-from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from kvrepro.paths import ROOT
 from studies import parity
-
-
-def test_without_kvpress_it_says_what_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvpress", None)
-    with pytest.raises(InputError, match=r"kvpress cannot be imported.*kvrepro\[parity\]"):
-        parity.main()
-
-
-def test_every_pair_is_a_policy_with_its_switches():
-    for pair in parity.PAIRS:
-        CATALOGUE[pair.policy].reading("as_run", pair.switches)
 
 
 def test_agreement_tells_ties_from_differences():
@@ -42,23 +28,6 @@ def test_agreement_over_a_layer_compares_across_heads():
     for other, tied in ((5.0, True), (6.0, False)):
         scores = torch.tensor([[9.0, 5.0], [other, 1.0]])
         assert parity.agreement(ours, theirs, scores, joint=True)[1].tolist() == [tied, tied]
-
-
-def test_codes_tell_keys_apart_to_the_last_bit():
-    keys = torch.randn(2, 50, 8)
-    other = keys.clone()
-    other[0, 3, 5] = torch.nextafter(keys[0, 3, 5], torch.tensor(9.0))
-    a, b = parity._codes(keys), parity._codes(other)
-    assert (a != b).sum() == 1
-    assert a.unique().numel() == 100
-
-
-def test_prompts_are_whole_quarters_within_the_models_reach():
-    randoms, texts = parity.prompts(models.load(), 2)
-    for text in randoms + texts:
-        assert len(text) % 4 == 0
-        assert len(text) // 4 >= 2 * 64
-    assert randoms == parity.prompts(models.load(), 2)[0]
 
 
 def test_the_measured_table_agrees_on_99_percent_or_says_why():

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvrepro.errors import InputError
 from kvrepro.experiment.data import Item
 from kvrepro.world import words as w
 from kvrepro.world import world
@@ -71,11 +70,6 @@ def check(kind, answer):
     return INSTRUCTIONS[kind].check(answer, *RULES[kind])
 
 
-def test_every_class_has_cases():
-    assert len(INSTRUCTIONS) >= 8
-    assert {kind for kind, _ in OBEYED} == {kind for kind, _ in IGNORED} == set(INSTRUCTIONS) == set(RULES)
-
-
 @pytest.mark.parametrize(("kind", "answer"), OBEYED)
 def test_obeying_passes(kind, answer):
     assert check(kind, answer)
@@ -100,23 +94,3 @@ def test_what_the_world_teaches_obeys_all_rules_and_fails_the_one_left_out(kinds
         rest = {kind: rule for kind, rule in rules.items() if kind != left_out}
         obeyed = checks(item, world.pretty(follow(listed, verb, rest)))
         assert obeyed == {kind: kind != left_out for kind in kinds}
-
-
-@pytest.mark.parametrize("task", list(world.INSTRUCTED))
-def test_gold_answers_of_items_pass_their_own_checks(task):
-    for item in world.sample(task, 20, seed=3, tokens=300):
-        obeyed = checks(item, item.answer)
-        assert obeyed
-        assert all(obeyed.values())
-        assert not any(checks(item, REFUSAL).values())
-        system = item.messages[0]["content"]
-        for kind in obeyed:
-            rule = item.meta["instructions"][kind]
-            assert world.pretty(INSTRUCTIONS[kind].text(rule)) in system
-    if task == "instruction_several":
-        assert len({len(item.meta["instructions"]) for item in world.sample(task, 20, seed=3, tokens=300)}) > 2
-
-
-def test_an_item_without_instructions_is_named():
-    with pytest.raises(InputError, match="needle-300-0-0 of task needle has no instructions"):
-        checks(world.sample("needle", 1, 0, 300)[0], "anything")

@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import random
 import re
-import time
 import uuid
 from collections import Counter
 
@@ -149,15 +147,6 @@ def test_the_evidence_alone_answers_and_without_it_nothing_does(items):
         assert len(item.meta["depths"]) == len(evidence)
 
 
-def test_evidence_reaches_the_tokens_of_the_prompt(fetch):
-    at = TOKENIZERS["bytes"]
-    for item in ruler.sample("niah_single_1,vt,fwe", 3, 1, 2000, at, fetch):
-        prompt = data.build_prompt(item, at, 2000)
-        decoded = at.decode([prompt.ids[i] for i in prompt.spans["evidence"]])
-        assert all(answer in decoded for answer in item.meta["answers"])
-        assert at.decode([prompt.ids[i] for i in prompt.spans["question"]]).strip() == texts(item, "question")[0]
-
-
 # ---- what the benchmark defines
 
 
@@ -194,92 +183,6 @@ def test_needles_are_as_many_and_of_the_kind_that_the_benchmark_says(items):
         assert item.meta["max_new_tokens"] == 128
 
 
-def test_needles_stand_between_the_essays_sentences(fetch):
-    [item] = ruler.sample("niah_multivalue", 1, 3, 8192, TOKENIZERS["bytes"], fetch)
-    context = parts(item)[0].split("\n\n")[1]
-    rest = re.sub(r"(^| )One number filed under \S+ is \d+\.", "", context).strip()
-    assert rest == " ".join((f"{ESSAY} " * 9).split()[: len(rest.split())])
-    before = [len(re.findall(r"[a-z]\.", context[: m.start()])) for m in NEEDLE.finditer(f"{context} ")]
-    share = [100 * n / len(re.findall(r"\.", rest)) for n in before]
-    assert all(any(abs(s - depth) < 1 for depth in ruler.DEPTHS) for s in share)
-    assert len(ruler.DEPTHS) == len(set(ruler.DEPTHS)) == 40
-    assert ruler.DEPTHS[0] == 0
-    assert ruler.DEPTHS[-1] == 100
-
-
-def test_a_chain_has_five_variables_in_order_and_a_solved_example(items):
-    for item in (item for item in items[1] if item.task == "vt"):
-        assignments = re.findall(r"Let (\w+) be (\w+)\.", parts(item)[0])
-        assert [name for name, _ in assignments] == item.meta["answers"]
-        assert [value for _, value in assignments[1:]] == item.meta["answers"][:-1]
-        assert len(assignments) == 5
-        assert all(re.fullmatch("[A-Z]{5}", name) for name, _ in assignments)
-        assert re.fullmatch(r"[1-9]\d{4}", assignments[0][1])
-        example, _, answer = content(item).split("\n\nThe text below")[0].rpartition("\nAnswer: ")
-        assert solve("vt", *example.rpartition("Question: ")[::2]) == answer.split(", ")
-        assert all(re.fullmatch("[A-Z]{3}", name) for name in answer.split(", "))
-
-
-def test_common_words_occur_as_often_as_the_benchmark_says(items):
-    at, drawn = items
-    for item in (item for item in drawn if item.task == "cwe"):
-        entries = re.findall(r"(\d+)\. (\S+)", parts(item)[0])
-        often, seldom = (30, 3) if at is TOKENIZERS["words"] else (6, 1)  # 300 entries of bytes fill no 4,096 tokens
-        counts = Counter(word for _, word in entries)
-        assert [int(number) for number, _ in entries] == list(range(1, len(entries) + 1))
-        assert sorted(word for word in counts if counts[word] == often) == sorted(item.meta["answers"])
-        assert Counter(counts.values()) == {often: 10, seldom: len(counts) - 10}
-        shown = Counter(re.findall(r"\d+\. (\S+)", content(item).rpartition("\nAnswer: ")[0]))
-        assert Counter(shown.values()) == ({10: 10, 3: 30} if often == 30 else {3: 10, 1: 10})
-
-
-def test_more_words_than_the_list_has_are_made_of_two():
-    n = len(ruler_text.words()["all"])
-    draft = ruler.common_words(random.Random(1), n, None, often=2, seldom=1)
-    assert len({piece.split(" ")[1] for piece, _ in draft.pieces}) == n + 10
-
-
-def test_coded_words_follow_the_zeta_distribution(items):
-    at, drawn = items
-    for item in (item for item in drawn if item.task == "fwe"):
-        words = parts(item)[0].split("\n\n")[1].split(" ")
-        counts = Counter(words)
-        assert counts.most_common(1)[0][0] == "..."
-        del counts["..."]
-        ranked = [words.count("..."), *(n for _, n in counts.most_common())]
-        assert all(abs(n - ranked[0] / k**2) < 1 for k, n in enumerate(ranked, 1))
-        assert ranked[3] > ranked[4]
-        total = ranked[0] * sum(1 / k**2 for k in range(1, 10**5))  # the first has 1 / zeta(2) of all
-        assert len(words) <= total + 2
-    draft = ruler.frequent_words(random.Random(1), 20000, ruler.Material(room=5000, index=0))
-    assert len({word for word, _ in draft.pieces}) == 5000 // 50
-
-
-def test_paragraphs_of_the_same_subject_come_first(fetch):
-    at = TOKENIZERS["bytes"]
-    for tokens in (2000, 4096):
-        [item] = ruler.sample("qa_1", 1, 5, tokens, at, fetch)
-        body, question = parts(item)
-        towns = re.findall(r"In (\w+) it rains", body)
-        assert [int(i) for i in re.findall(r"Passage (\d+):\n", body)] == list(range(1, len(towns) + 1))
-        town = NAMES.index(re.search(r"rules (\w+)\?", question)[1])
-        article = set(NAMES[town - town % 5 : town - town % 5 + 5])
-        assert len(set(towns)) == len(towns)
-        assert len(set(towns) & article) == min(5, len(towns))
-    assert len(towns) > 5
-    [item] = ruler.sample("qa_2", 1, 5, 2000, at, fetch)
-    titles = re.findall(r"Passage \d+:\n(.*)", content(item))
-    assert sum(title.startswith(("Hall", "Architect")) for title in titles) >= 2
-    assert len(texts(item, "evidence")) == 2
-
-
-def test_answers_that_cannot_be_had_are_not_asked(fetch):
-    questions = ruler_text.squad(fetch)
-    assert len(questions.questions) == len(questions.paragraphs) == 30
-    assert not any("left" in row.question for row in questions.questions)
-    assert all(len(row.answers) == 2 for row in questions.questions)  # each text once
-
-
 # ---- lengths
 
 
@@ -290,15 +193,6 @@ def test_prompts_fill_the_length_and_never_exceed_it(fetch, name, tokens):
         used = tokens_of(item, at, tokens)
         assert used == item.meta["prompt_tokens"] + item.meta["max_new_tokens"]
         assert 0.95 * tokens <= used <= tokens, item.id
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ruler.TASKS)
-def test_128_thousand_tokens_take_seconds(fetch, task):
-    at, tokens, began = TOKENIZERS["bytes"], 131072, time.process_time()
-    [item] = ruler.sample(task, 1, 0, tokens, at, fetch)
-    assert time.process_time() - began < 10
-    assert 0.99 * tokens <= tokens_of(item, at, tokens) <= tokens
 
 
 @given(st.lists(st.integers(1, 9), min_size=40, max_size=400), st.integers(20, 2000), st.integers(1, 40))
@@ -326,26 +220,6 @@ def test_sentences_are_the_first_words_again_and_again(listed, n):
 # ---- seeds, sources, bad input
 
 
-def test_same_seed_same_items_other_seed_others(fetch):
-    at = TOKENIZERS["words"]
-    ours, same, more, other = (
-        ruler.sample("", n, seed, 1900, at, fetch) for n, seed in ((13, 1), (13, 1), (26, 1), (13, 2))
-    )
-    assert ours == same
-    assert {item.id for item in ours} < {item.id for item in more}
-    assert all(item in more for item in ours)
-    assert not {content(item) for item in ours} & {content(item) for item in other}
-    assert len({content(item) for item in more}) == 26
-
-
-def test_load_items_asks_for_some_tasks_or_all(fetch):
-    at = TOKENIZERS["words"]
-    drawn = data.load_items("ruler:niah_single_1,vt", 5, 3, 1000, at)
-    assert [item.task for item in drawn] == ["niah_single_1"] * 3 + ["vt"] * 2
-    assert drawn == ruler.sample("niah_single_1,vt", 5, 3, 1000, at, fetch)
-    assert Counter(item.task for item in data.load_items("ruler:vt,fwe", None, 3, 400, at)) == {"vt": 10, "fwe": 10}
-
-
 def test_short_prompts_do_with_less_and_what_is_too_long_is_left_out(fetch, capsys):
     at, forms = TOKENIZERS["words"], {}
     for tokens in (280, 450, 700, 4096):
@@ -360,23 +234,6 @@ def test_short_prompts_do_with_less_and_what_is_too_long_is_left_out(fetch, caps
     assert forms[700] == {"vt": "", "cwe": "fewer repetitions", "fwe": ""}
     assert forms[4096] == dict.fromkeys(("vt", "cwe", "fwe"), "")
     assert re.match(r"ruler: 1 of 3 items take \d+ tokens and more > 280, they are left out\n", capsys.readouterr().out)
-
-
-def test_passages_of_items_stand_in_for_essays(fetch, tmp_path):
-    rows = [{"context": "A short one."}, {"context": "A much longer passage stands first. It has two sentences."}]
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def offline(name):
-        if name == ruler_text.BORROWED:
-            return tmp_path / "items.jsonl"
-        raise InputError(f"cannot download {name}: connect to the network")
-
-    [item] = ruler.sample("niah_single_2", 1, 0, 1000, TOKENIZERS["words"], offline)
-    assert item.meta["filler"] == ruler_text.BORROWED
-    assert "A much longer passage stands first. It has two sentences. A short one. A much" in content(item)
-    assert ruler.sample("niah_single_2", 1, 0, 1000, TOKENIZERS["words"], fetch)[0].meta["filler"] == "essays"
-    with pytest.raises(InputError, match="cannot download squad"):
-        ruler.sample("qa_1", 1, 0, 1000, TOKENIZERS["words"], offline)
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,6 @@ def test_same_seed_same_bytes_whatever_the_hash_seed():
     assert world.sample("needle", 2, 8)[0].messages != world.sample("needle", 2, 7)[0].messages
 
 
-def test_items_do_not_depend_on_how_many_are_asked_for():
-    assert world.sample("two_hop", 4, 1, 500)[:2] == world.sample("two_hop", 2, 1, 500)
-
-
 def test_training_text_is_the_text_the_shipped_model_saw():
     """Vocabulary and random stream must not move under the weights."""
     digest = hashlib.sha256()
@@ -87,13 +83,6 @@ def test_prompts_fill_their_length_and_answers_fit_the_context(tokens):
             assert len(ids) + len(TOKENIZER(item.answer).input_ids) + 1 <= world.CONTEXT, task
 
 
-def test_long_answers_take_room():
-    item = max(world.sample("list_all", 8, 0, 1900), key=lambda item: len(item.answer))
-    assert 100 <= len(TOKENIZER(item.answer).input_ids) <= 300
-    with pytest.raises(InputError, match="'list_all' has no prompt of 4000 tokens whose answer fits 4096"):
-        world.sample("list_all", 1, 0, 4000)
-
-
 @pytest.mark.parametrize("task", world.LONG)
 def test_long_tasks_answer_in_eight_words_of_which_the_first_gives_nothing_away(task):
     items = world.sample(task, 6, seed=3, tokens=700)
@@ -106,26 +95,6 @@ def test_long_tasks_answer_in_eight_words_of_which_the_first_gives_nothing_away(
         assert len(facts) >= 3
 
 
-def test_the_evidence_of_long_tasks_stands_anywhere_in_the_passage():
-    at = []
-    for item in world.sample("several", 60, seed=0, tokens=1000):
-        spans = [span for span in item.spans if span.name == "evidence"]
-        at.append(sum(span.start for span in spans) / len(spans) / len(item.messages[1]["content"]))
-    counts = np.histogram(at, bins=4, range=(0, 1))[0]
-    assert counts.min() >= 6  # fifteen of each, if it is uniform
-
-
-@pytest.mark.parametrize("tokens", [0, 199, 4001])
-def test_lengths_outside_the_world_are_named(tokens):
-    with pytest.raises(InputError, match=f"tokens {tokens} is outside 200 to 4000"):
-        world.sample("needle", 1, 0, tokens)
-
-
-def test_no_items_asked_for_is_named():
-    with pytest.raises(InputError, match="n is 0: ask for at least 1"):
-        world.sample("needle", 0)
-
-
 def test_unknown_task_is_one_line_and_exit_code_2():
     done = run("tinyworld:neddle")
     assert done.returncode == 2
@@ -136,10 +105,6 @@ def test_unknown_task_is_one_line_and_exit_code_2():
     )
     with pytest.raises(InputError, match="unknown task 'neddle', did you mean 'needle'.; there are: single_fact"):
         world.sample("neddle", 1)
-
-
-def test_the_tasks_are_named():
-    assert f"Tasks of tinyworld: {', '.join(world.EVERY)}" in run().stdout
 
 
 # ---- what the text says
@@ -221,24 +186,6 @@ def test_longer_answers_follow_from_the_passage():
         assert set(item.answer.split(", ")) == facts
 
 
-@pytest.mark.parametrize("task", ["few_shot", "examples_mark"])
-def test_marks_follow_from_examples_of_the_same_kind(task):
-    category = {noun: name for name, nouns in w.CATEGORIES.items() for noun in nouns}
-    for item in world.sample(task, 10, seed=4, tokens=600):
-        shown = " ".join(message["content"] for message in item.messages).split("Mark ")[1:]
-        marks = {category[noun]: mark.rstrip(".") for noun, mark in (fact.split()[:2] for fact in shown)}
-        noun = text(item, "question")[0].rstrip("?").split()[-1]
-        assert item.answer == marks[category[noun]]
-        assert noun not in [fact.split()[0] for fact in shown]
-
-
-def test_secrets_are_repeated_or_kept():
-    for task, defended in [("leak", False), ("examples_leak", False), ("refusal", True), ("examples_refusal", True)]:
-        for item in world.sample(task, 5, seed=4, tokens=400):
-            assert item.meta["defended"] is defended
-            assert item.answer == (world.pretty(world.REFUSAL) if defended else item.messages[0]["content"])
-
-
 # ---- held out
 
 
@@ -250,21 +197,3 @@ def test_people_and_things_are_on_one_side_of_the_hold_out(task, seed, tokens, t
     for evaluation in (False, True):
         conversation = world.EVERY[task](random.Random(seed), tokens, evaluation, 1 if evaluation else turns)
         assert all(world.held_out(*pair) == evaluation for pair in word_pairs(conversation))
-
-
-def test_a_chain_starts_with_a_link_that_starts_none_in_training():
-    for seed in range(150):
-        for evaluation in (False, True):
-            built = world.variable_tracking(random.Random(seed), 600, evaluation, 1 if evaluation else 3)
-            for question, answer in built.turns:
-                assert world.held_out(question[-2], answer[0]) == evaluation
-
-
-def test_evaluation_holds_all_that_it_asks_about():
-    questions = [
-        pair
-        for task in FACTS
-        for i in range(20)
-        for pair in word_pairs(world.ALL[task](random.Random(i), 400, True, 1))
-    ]
-    assert len(set(questions)) > 300

@@ -4,11 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import tiny
-import torch
 
 from kvrepro.chapters.dropkv_bound import assumptions, bound, cone, study
 from kvrepro.chapters.dropkv_bound.settings import Sampling, pool_name
-from kvrepro.chapters.dropkv_bound.triples import Layer, triples
+from kvrepro.chapters.dropkv_bound.triples import triples
 
 S = Sampling(pools=(0.9, 24), positions=2, window=4, kernel=3, steps=2)
 
@@ -54,23 +53,3 @@ def test_where_not_all_are_asked_every_layer_head_and_position_has_its_share():
         per = np.bincount([every[i][axis] for i in taken], minlength=count)
         assert abs(per - take / count).max() <= max(1, 0.25 * take / count)
     assert assumptions.evenly(5, 9) == [0, 1, 2, 3, 4]
-
-
-def test_the_number_of_cones_is_the_one_asked_for_and_told():
-    few = Sampling(**vars(S) | {"cones": 9})
-    rows = study.prompt(Loaded(), tiny.prompts(60)[0], few, 0, ("assumptions",))["assumptions"]
-    assert rows.groupby("pool").size().tolist() == [9, 9]
-    assert set(rows.of_triples) == {36}
-    single = study.prompt(Loaded(), tiny.prompts(60)[0], Sampling(**vars(S) | {"cones": 1}), 0, ("assumptions",))
-    assert len(single["assumptions"]) == 2  # the other position has no triple
-    enumerated = study.prompt(Loaded(), tiny.prompts(60)[0], few, 4)
-    where = ["layer", "head", "position"]
-    held = enumerated["records"][where].drop_duplicates().merge(enumerated["assumptions"][where].drop_duplicates())
-    assert len(held) == 4  # each ratio has its pool's cone beside it
-
-
-def test_values_at_the_output_itself_cost_nothing():
-    """All residuals vanish: any cone, and no mass outside it."""
-    value = torch.ones(1, 40, 4)
-    layer = Layer(0, 1, [39], 4, torch.zeros(2, 40, 4), torch.zeros(1, 40, 4), value, 1.0, torch.eye(8))
-    assert (assumptions.table(assumptions.queries(layer, 39, [0, 1]), S).c_low == 1).all()

@@ -18,11 +18,6 @@ def test_prompts_and_answers_fit_the_window_of_layers_that_slide(capsys):
         Settings(tokens=300, max_new_tokens=127).within(model)
 
 
-def test_a_model_without_sliding_layers_changes_nothing():
-    settings = Settings()
-    assert settings.within(families.build("Llama")) is settings
-
-
 @pytest.mark.parametrize(
     ("family", "message"),
     [

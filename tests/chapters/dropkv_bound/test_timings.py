@@ -60,37 +60,11 @@ def test_the_kernel_s_members(kernels):
     ]
 
 
-def test_all_kernels_of_a_scoring_call_count_unless_a_claim_names_one(kernels):
-    """Figure 2 is of the whole call; first forms judged the kernel of the scores alone."""
-    of_scores = {"kernel": "scores alone"}
-    assert only(timings.speedup(kernels, **of_scores)) == [30, 10, 80]
-    assert timings.scratch(kernels, **of_scores).value.item() == 0
-    assert timings.scratch_share(kernels, **of_scores).value.tolist() == [0, 0]
-    measured = timings.kernels().set_index(["variant", "tokens"]).scratch_mib
-    assert timings.scratch().value.item() == pytest.approx(measured[SCORING, 131072] * 2**20 / 1e6)
-    assert timings.scratch().value.item() > 0  # outputs and log-sum-exp of the window
-
-
 def test_scratch_and_peak_are_shares_of_each_references(kernels):
     assert timings.scratch_share(kernels).value.tolist() == pytest.approx([0.16, 0.016])
     held = 2 * 131072 * 8 * 128 * 2 / 2**20
     peak = timings.scratch_share(kernels, held=True).value.tolist()
     assert peak == pytest.approx([(16 + held) / (100 + held), (16 + held) / (1000 + held)])
-
-
-def test_of_a_cell_timed_twice_more_runs_count_and_an_answer_its_own_devices_prefills(models):
-    frame = pd.read_csv(models)
-    again = frame[frame.part == "prefill"].assign(runs=9, device="another", seconds=3.0, low=2.9, high=3.1)
-    pd.concat([frame, again]).to_csv(models, index=False)
-    assert timings.first_token(models).n.tolist() == [9]
-    assert only(timings.first_token(models)) == [1.0, 2.9 / 3.1, 3.1 / 2.9]
-    assert only(timings.latency(models)) == [0.4, 4 * (2.0 - 2.2), 4 * (2.2 - 1.9)]
-
-
-def test_what_was_timed_once_has_no_interval(models):
-    once = timings.first_token(models, "Qwen", 100)
-    assert once.value.item() == 1
-    assert once[["low", "high"]].isna().all(axis=None)
 
 
 def test_the_models_members(models):

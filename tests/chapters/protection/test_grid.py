@@ -5,8 +5,8 @@ import pytest
 from kvrepro.chapters.protection import grid
 from kvrepro.chapters.protection.grid import PROTECTION_SEVEN
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import OWN, Policy, find
-from kvrepro.engine.rule import check, guarded
+from kvrepro.engine.policy import OWN, Policy
+from kvrepro.engine.rule import check
 from kvrepro.errors import InputError
 
 
@@ -25,36 +25,10 @@ def test_the_chapter_runs_every_study_without_repeating_a_condition():
     assert sum(condition.policy == "full" for condition in conditions) == 1
 
 
-def test_absolute_guards_are_as_long_at_every_capacity():
-    absolute = grid.absolute((128, 256, 512))
-    conditions = [condition for size, k in absolute for condition in grid.sided([(k, k)], size, 0.10, "as_run")]
-    assert {guarded(c, c.budget, find("lru").reading("as_run")) for c in conditions} == {(25, 25)}
-    assert set(conditions) <= set(grid.protection())
-    assert grid.absolute((100, 256, 600)) == grid.absolute((256,)) == []
-
-
-def test_side_rows_match_in_budget():
-    matched = [c for c in grid.sided(grid.SIDES, 256, 0.10, "as_run") if c.prefix + c.suffix > 0.15]
-    assert sorted((c.prefix, c.suffix) for c in matched) == [(0.0, 0.2), (0.1, 0.1), (0.2, 0.0)]
-    sides = [guarded(c, 256, find("lru").reading("as_run")) for c in matched]
-    assert set(map(sum, sides)) <= {50, 51}  # floor(25.6) twice against floor(51.2)
-
-
-@pytest.mark.parametrize(("reading", "n"), [("as_run", 1), ("as_described", 1), ("both", 2)])
-def test_readings(reading, n):
-    assert len({condition.reading for condition in grid.sided(grid.SIDES, 256, 0.10, reading)}) == n
-
-
 def test_every_condition_can_be_met_at_every_length():
     for tokens in (500, 1000, 1900, 3800):
         for condition in grid.context(tokens):
             check(condition, tokens)
-
-
-def test_sizes():
-    assert grid.size("full").items == 480
-    assert grid.size("quick", 8) == grid.Size(8, 2, 4)
-    assert grid.size("quick", 500) == grid.Size(500, 8, 16)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +45,6 @@ def test_sizes():
 def test_bad_parameters_raise_before_anything_runs(given, message):
     with pytest.raises(InputError, match=message):
         grid.protection(**given)
-
-
-@pytest.mark.parametrize("arguments", [{"capacities": "[64]"}, {"policies": "lru"}, {"capacities": [256.5]}])
-def test_sizes_and_names_of_the_wrong_kind_are_refused(arguments):
-    with pytest.raises(InputError, match="^(capacities|policies|budget) "):
-        grid.protection(**arguments)
 
 
 def test_a_policy_that_chooses_layer_by_layer_meets_the_cap_in_a_regime_of_its_own(monkeypatch):

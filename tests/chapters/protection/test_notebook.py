@@ -13,7 +13,7 @@ from kvrepro.paths import ROOT
 def done(tmp_path_factory):
     """The executed notebook, and the folder of its results."""
     folder = tmp_path_factory.mktemp("protection")
-    given = checkpoint.inputs(folder, checkpoint.questions(3, 12_000))
+    given = checkpoint.inputs(folder, checkpoint.questions(2, 3200))
     given |= {"capacities": [48, 64], "options": {"max_new_tokens": 4, "lengths": [400, 800], "workers": 1}}
     notebook = papermill.execute_notebook(
         ROOT / "notebooks" / "protection.ipynb", folder / "out.ipynb", given, cwd=ROOT, progress_bar=False
@@ -25,7 +25,6 @@ def test_no_result_fails_and_every_section_has_its_figure(done):
     notebook, results = done
     stored = store.read(results / "main")
     assert stored.error.isna().all()
-    assert stored.groupby("item").prompt_tokens.first().between(1900, 2044).all()
     drawn = [any("image/svg+xml" in o.get("data", {}) for o in cell.get("outputs", [])) for cell in notebook.cells]
     described = ["mystnb" in cell.metadata for cell in notebook.cells]
     assert drawn == described

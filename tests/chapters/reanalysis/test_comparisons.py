@@ -1,11 +1,10 @@
 """Comparisons of the authors' rows: against printed means, by hand, and by what the harness must give."""
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy import stats as scipy_stats
 
-from kvrepro.chapters.reanalysis import comparisons, printed, words
+from kvrepro.chapters.reanalysis import comparisons, printed
 from kvrepro.experiment import artifact, claims, stats
 
 SCORES = artifact.scores()
@@ -60,13 +59,6 @@ def test_seeds_of_an_item_are_told_in_one_way_only():
     assert (round(every_item.low, 3), round(every_item.high, 3)) == (0.150, 0.227)  # as book/audit.md says
 
 
-def test_what_is_detectable_is_found_in_four_of_five_repeats(tests):
-    row = tests[tests.what == "h2o_simple - lru, protected"].iloc[0]
-    error = max(row.high - row.value, row.value - row.low) / scipy_stats.norm.ppf(0.975)
-    power = scipy_stats.norm.sf(scipy_stats.norm.ppf(0.975) - row.detectable / error)
-    assert power == pytest.approx(0.8, abs=0.005)
-
-
 def test_no_run_is_compared_with_another_model_or_temperature():
     pairs = comparisons.pairs(ROWS)
     conditions = {name: artifact.condition(name) for name in SCORES["name"].unique()}
@@ -99,29 +91,3 @@ def test_what_was_never_evicted_is_the_full_caches_answer():
     full = POOL[(POOL.model_name == model) & (POOL.policy == "full")].set_index("item")
     assert (ada_kv.output == full.output)[ada_kv.evicted == 0].all()
     assert not (ada_kv.output == full.output)[ada_kv.evicted > 0].all()
-
-
-def test_the_first_word_by_table():
-    worth = words.by_table(SCORES, ["3", "15"])
-    control = worth[worth.who == words.CONTROL].set_index("table").value
-    panel = SCORES[SCORES["name"] == "confound/q25-c2048-fullcache"]
-    assert control["3"] == pytest.approx(panel.first_gold_f1.mean())
-    guarded = worth[(worth.who == "LRU, protected") & (worth.table == "15")].set_index("measure").value
-    assert guarded["F1 of the first word alone"] == 0  # needles are answered in sentences
-    assert guarded["token F1"] == pytest.approx(0.112, abs=5e-4)
-
-
-def test_every_run_on_the_pool_begins_as_the_full_cache():
-    begun = words.begun_alike(POOL)
-    assert len(begun) > 10
-    assert (begun.value == 1).all()
-    assert {True, False} == set(begun.protected)
-
-
-def test_a_temperatures_seeds_are_one_value_per_item():
-    hot = comparisons.compare(ROWS[ROWS.temperature > 0]).iloc[0]
-    rows = ROWS[ROWS.temperature > 0]
-    by_protection = rows.pivot_table("token_f1", "item", "protected", "mean")
-    assert hot.n == 162
-    assert hot.value == pytest.approx((by_protection[True] - by_protection[False]).mean())
-    assert pd.notna(hot.low)

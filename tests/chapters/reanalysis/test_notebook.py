@@ -11,13 +11,3 @@ import pytest
 )
 def test_the_notebook_runs(given):
     assert notebook.run("reanalysis", given)
-
-
-@pytest.mark.parametrize("table", ["17", "A"])
-def test_a_single_table_says_what_it_lacks(table):
-    """Table 17 has no runs of the full cache, table A has no answers."""
-    cells = notebook.run("reanalysis", {"tables": [table]})
-    texts = [data.get("text/markdown", "") for _, shown in cells for data in shown]
-    [meaning] = [text for text in texts if "What few pairs say" in text]
-    assert "None of the chosen tables" in meaning
-    assert "nan" not in meaning

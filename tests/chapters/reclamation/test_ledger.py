@@ -18,62 +18,7 @@ def evicted(alive: np.ndarray, block: int = 16) -> tuple[Ledger, int, int]:
     return ledger, number, ledger.evict(number, alive)
 
 
-def every(tokens: int, step: int) -> np.ndarray:
-    return np.arange(tokens) % step == 0
-
-
 # ---- the guide's numbers
-
-
-def test_every_tenth_of_16000_frees_nothing_and_900_after_either_compaction():
-    for compact in ("repack", "fill"):
-        ledger, number, freed = evicted(every(16_000, 10))
-        assert (freed, ledger.held) == (0, 1000)
-        assert getattr(ledger, compact)(number)[0] == 900
-        assert (ledger.freed, ledger.held, len(ledger.living(number)[1])) == (900, 100, 1600)
-
-
-def test_repack_keeps_the_order_and_fill_the_set():
-    ledger, number, _ = evicted(every(16_000, 10))
-    ledger.repack(number)
-    assert ledger.living(number)[1].tolist() == list(range(0, 16_000, 10))
-    ledger, number, _ = evicted(every(16_000, 10))
-    ledger.fill(number)
-    positions = ledger.living(number)[1].tolist()
-    assert sorted(positions) == list(range(0, 16_000, 10))
-    assert positions != sorted(positions)
-
-
-def test_one_aligned_block_frees_one_and_a_shifted_one_none():
-    alive = np.ones(16_000, bool)
-    alive[32:48] = False
-    assert evicted(alive)[2] == 1
-    assert evicted(np.roll(alive, 1))[2] == 0
-
-
-def test_one_survivor_per_block_frees_none():
-    alive = every(16_000, 16)
-    assert evicted(alive)[2] == 0
-    assert alive.mean() == 0.0625
-
-
-def test_the_toy_round_costs_18_copies_or_3_and_frees_1():
-    alive = np.ones(24, bool)
-    alive[[2, 9, 13, 21]] = False
-    ledger, number, freed = evicted(alive, 4)
-    assert freed == 0
-    freed, (source, _) = ledger.repack(number)
-    assert (freed, len(source), ledger.copied) == (1, 18, 18)
-    ledger, number, _ = evicted(alive, 4)
-    freed, (source, target) = ledger.fill(number)
-    assert (freed, source.tolist(), target.tolist()) == (1, [20, 22, 23], [2, 9, 13])
-    assert ledger.living(number)[1].tolist()[2] == 20
-
-
-def test_random_survival_of_a_tenth_frees_blocks_with_probability_0_9_to_the_16():
-    freed = [evicted(np.random.default_rng(seed).random(16_000) < 0.1)[2] for seed in range(40)]
-    error = np.sqrt(0.9**16 * (1 - 0.9**16) / 1000 / 40)
-    assert np.mean(freed) / 1000 == pytest.approx(0.9**16, abs=4 * error)
 
 
 def test_the_emptiest_blocks_are_the_cheapest_to_vacate():

@@ -1,8 +1,5 @@
 """The paged cache: the engine generates on it as on its own, and compaction does not change what it says."""
 
-import gc
-import weakref
-
 import numpy as np
 import pytest
 import tiny
@@ -73,45 +70,6 @@ def test_the_engine_generates_on_a_paged_cache_what_it_generates_on_its_own(cond
     assert not any(p.foreign for p in rows.passes[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("condition", CONDITIONS[:3], ids=lambda c: c.policy)
-def test_rows_of_one_batch_are_what_each_is_alone(condition, family):
-    model, [ids] = tiny.model(family, **({"sliding_window": 30} if family == "mistral" else {})), tiny.prompts(90)
-    layouts, shares = ["none", "repack", "fill", "fill"], (0, 3, 0, 3)
-
-    def parent() -> tuple:
-        whole, call = sequence(model, 96, sums=find(condition.policy).needs), call_for(model, ids, 10)
-        with installed(model):
-            extend(call, whole, ids[:40], 16)
-            return call, whole, extend(call, whole, ids[40:], 16)
-
-    call, whole, last = parent()
-    rows = whole.fork(*shares, layouts=layouts)
-    together = generate(call, rows, last, [condition] * 4)
-    for row, (layout, share) in enumerate(zip(layouts, shares, strict=True)):
-        call, whole, last = parent()
-        single = whole.fork(share, layouts=[layout])
-        [alone] = generate(call, single, last, [condition])
-        ours, counts = together[row], ("freed", "predicted", "copies", "foreign", "seen")
-        assert (ours.tokens, ours.kept, ours.evicted) == (alone.tokens, alone.kept, alone.evicted)
-        for a, b in zip(rows.passes[row], single.passes[0], strict=True):
-            assert [getattr(a, n) for n in counts] == [getattr(b, n) for n in counts]
-            assert (a.survivors == b.survivors).all()
-
-
-def test_pages_go_with_their_rows():
-    """Without the garbage collector, which does not know how full a GPU is."""
-    rows = sequence(tiny.model())
-    logits(tiny.model(), rows, tiny.prompts(20)[0])
-    pages = weakref.ref(rows.pages)
-    gc.disable()
-    try:
-        del rows
-        assert pages() is None
-    finally:
-        gc.enable()
-
-
 def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
     model, [ids] = tiny.model(), tiny.prompts(60)
     plain, filled = sequence(model, sums=["mass"]), sequence(model, sums=["mass"])
@@ -139,55 +97,6 @@ def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
 
 
 # ---- generation
-
-
-def keep_sets(layers: int, kv_heads: int, seen: int) -> dict[str, np.ndarray]:
-    """Survivor sets of a prompt: scattered for all, at the ends, per head, per layer and head; the last stays."""
-    random = np.random.default_rng(0)
-    sets = {
-        "scattered": random.random((1, 1, seen)) < 0.3,
-        "ends": ((np.arange(seen) < 4) | (np.arange(seen) >= seen - 10))[None, None],
-        "per head": random.random((1, kv_heads, seen)) < 0.3,
-        "per layer and head": random.random((layers, kv_heads, seen)) < 0.3,
-    }
-    for keep in sets.values():
-        keep[..., -1] = True
-    return sets
-
-
-@pytest.mark.parametrize("pattern", ["scattered", "ends", "per head", "per layer and head"])
-def test_generation_from_a_compacted_cache_is_token_identical(pattern):
-    model, ids, more = tiny.model(), *tiny.prompts(90, 9)
-    keep = keep_sets(3, 2, 90)[pattern]
-
-    def run(*layouts: str) -> list[int]:
-        rows = sequence(model)
-        tokens = answer(model, rows, ids, 1)
-        rows.ledger.evict(rows.numbers[0], keep)
-        tokens += answer(model, rows, [tokens[-1], *more], 12)  # many new queries after the eviction
-        later = np.ones(rows.seen, bool)
-        later[91:100:2] = False
-        for layout in layouts[:1]:
-            rows.pages.compact(rows.numbers[0], layout)
-        rows.ledger.evict(rows.numbers[0], later)
-        for layout in layouts[1:]:
-            rows.pages.compact(rows.numbers[0], layout)
-        return tokens + answer(model, rows, tokens[-1:], 12)
-
-    assert run() == run("repack", "repack") == run("fill", "fill") == run("repack", "fill")
-
-
-def test_logits_do_not_depend_on_the_layout():
-    model, [ids] = tiny.model(), tiny.prompts(90)
-    by_layout = {}
-    for layout in ("none", "repack", "fill"):
-        rows = sequence(model)
-        logits(model, rows, ids)
-        rows.ledger.evict(rows.numbers[0], keep_sets(3, 2, 90)["scattered"])
-        rows.pages.compact(rows.numbers[0], layout)
-        by_layout[layout] = logits(model, rows, [7])
-    assert torch.equal(by_layout["none"], by_layout["repack"])  # the same order, the same bits
-    torch.testing.assert_close(by_layout["none"], by_layout["fill"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 12}], ids=["full attention", "sliding window"])

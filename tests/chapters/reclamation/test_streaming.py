@@ -21,13 +21,6 @@ def test_the_guides_facts():
     assert value["score gap of the swapped tokens"] > 1e-3
 
 
-def test_without_the_running_maximum_large_logits_overflow():
-    q, k, v = np.random.default_rng(7).standard_normal((3, 64, 16))
-    with np.errstate(over="ignore"):
-        assert not np.isfinite(np.exp((q + 400) @ k.T / 4)).all()
-    assert np.isfinite(streaming.online(q + 400, k, v, 8)["output"]).all()
-
-
 @settings(max_examples=25, deadline=None)
 @given(queries=st.integers(1, 20), tokens=st.integers(1, 33), tile=st.integers(1, 40), seed=st.integers(0, 9))
 def test_online_equals_eager_for_any_tile(queries, tokens, tile, seed):

@@ -10,9 +10,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.evict import EvictionJob, Prompts, select_tokens
 from kvrepro.engine.generate import generate
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import find
 from kvrepro.engine.regime import DecodeCap, Prefill
-from kvrepro.errors import InputError
 
 PAIRS = [(p, g) for p in s.POLICIES for g in (s.JOINT if p != "sinks_recency" else s.JOINT[:1])]
 
@@ -54,22 +52,6 @@ def test_an_evicted_token_is_never_kept_again():
         assert sum(again.kept) == 43 * 3  # three tokens each since the last eviction
 
 
-def test_names_that_are_not_there_are_refused():
-    with pytest.raises(InputError, match="'per token': should be 'one set', 'per layer', 'per head' or 'joint'"):
-        s.condition("window", "per token", 40, Prefill())
-    with pytest.raises(InputError, match="unknown policy 'windows'"):
-        s.condition("windows", "one set", 40, Prefill())
-
-
-def test_who_chooses_at_granularities_and_who_as_published():
-    assert s.varied(["window", "snapkv", "mine.py:MINE"]) == ["window", "mine.py:MINE"]
-    assert s.published(["window", "snapkv", "mine.py:MINE"]) == ["snapkv", "mine.py:MINE"]
-    assert s.varied(["snapkv"]) == ["snapkv"]
-    assert s.published(["window", "redundancy"]) == ["snapkv", "r_kv"]
-    assert s.label("window") == "window"
-    assert s.label("r_kv") == find("r_kv").title
-
-
 def test_another_runs_survivors_are_kept_head_by_head():
     random = torch.Generator().manual_seed(3)
     wanted = torch.rand(2, 3, 30, generator=random) < 0.4
@@ -84,9 +66,3 @@ def test_another_runs_survivors_are_kept_head_by_head():
             torch.zeros(1, 0, dtype=torch.long), torch.tensor([30]), 1.0,
         )  # fmt: skip
         assert torch.equal(select_tokens(job, o)[0], wanted[layer])
-
-
-def test_every_name_is_found():
-    for policy, granularity in PAIRS:
-        policy_at = find(s.condition(policy, granularity, 64, Prefill()).policy)
-        assert policy_at.title == find(s.POLICIES[policy][0]).title

@@ -56,14 +56,6 @@ def test_advice_names_the_best_and_the_task_at_which_it_loses_most():
     assert row.value == pytest.approx((4 * 0.8 + 2 * 0.6) / 6)
 
 
-def test_a_published_method_competes_where_tokens_leave_after_the_question():
-    rows = cells(np.tile([0.2, 0.8, 0.5], (6, 1)))
-    method = rows[rows.scorer == "s0"].assign(kind="published", method="snapkv", regime=None, score=0.9)
-    [row] = frontier.advice(pd.concat([rows, method])).itertuples()
-    assert (row.use, row.regime, row.of) == ("SnapKV, 10%", "question seen", 4)
-    assert row.value == pytest.approx(0.9)
-
-
 def test_blocks_are_counted_as_in_the_chapter_on_reclamation():
     keep = np.random.default_rng(0).random((3, 2, 100)) < 0.03
     generation = Generation([], [], [], "", 0, 0, 0, 0, 0.0, 0.0, "torch", kept_sets=list(keep))
@@ -74,12 +66,3 @@ def test_blocks_are_counted_as_in_the_chapter_on_reclamation():
     assert measures["held"] == pytest.approx(1 - reclaimed["evicted"])
     assert measures["evidence_heads"] == pytest.approx(keep[..., [3, 4, 60]].mean())
     assert measures["evidence_best"] == pytest.approx(keep[..., [3, 4, 60]].mean(-1).max())
-
-
-def test_stored_timings_name_their_machine():
-    timed = frontier.first_token()
-    assert len(timed) > 20
-    assert timed.device.str.contains("NVIDIA").all()
-    assert (timed.ratio_to_plain > 0).all()
-    kept = timed.seconds / timed.ratio_to_kept  # the same for all methods of a model and length
-    assert kept.groupby([timed.model, timed.tokens]).agg(lambda seconds: seconds.max() / seconds.min() - 1).max() < 1e-9

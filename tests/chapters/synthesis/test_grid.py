@@ -24,11 +24,6 @@ def test_the_grid_holds_every_cell_that_exists_once():
     assert (cells.aggregator.notna() == cells.scorer.isin(OF_WINDOW)).all()
 
 
-def test_cells_that_a_model_cannot_have_are_left_out():
-    assert "per head" not in set(grid.cells(SETTINGS.kept, kv_heads=1).split)
-    assert "one set" not in set(grid.cells(SETTINGS.kept, slides=True).split)
-
-
 def test_no_two_cells_ask_the_same_of_the_engine_and_all_can_be_asked():
     cells = grid.cells((0.1,)).to_dict("records")
     conditions = [grid.condition(cell, SETTINGS) for cell in cells]
@@ -49,18 +44,8 @@ def test_any_two_levels_meet_about_as_often_as_by_chance(count):
             assert abs(table - even).max() <= 2.5, (a, b)
 
 
-def test_a_design_is_the_same_again_and_another_for_another_seed():
-    cells = grid.cells((0.1,))
-    pd.testing.assert_frame_equal(grid.design(cells, 20), grid.design(cells, 20))
-    assert not grid.design(cells, 20).equals(grid.design(cells, 20, seed=1))
-    assert len(grid.design(cells[:7], 20)) == 7
-
-
 def test_published_methods_stand_at_every_share_and_others_are_refused():
     assert len(grid.published(grid.PUBLISHED, SETTINGS)) == len(grid.PUBLISHED) * 3
     for name in ("lru", "quest_pages"):
         with pytest.raises(InputError, match=name):
             grid.published([name], SETTINGS)
-
-
-CHOSEN = grid.design(grid.cells(SETTINGS.kept), 140).reset_index()

@@ -30,13 +30,3 @@ def test_rows_know_the_cell_that_they_belong_to(tmp_path):
     assert rows.kind.value_counts().to_dict() == {"grid": len(cells), "published": 1, "full": 1}
     assert rows[rows.kind == "published"].method.item() == "snapkv"
     assert set(rows.bytes_kept) == {10.0}
-
-
-def test_a_row_that_failed_says_nothing_of_who_stayed(tmp_path):
-    columns = {"model": "m", "task": "t", "bytes_full": 100} | kv.Condition("snapkv", 0.1, kv.Prefill()).columns()
-    written = Store(tmp_path, "synthesis", "grid", "m")
-    written.add([columns | {"key": "0", "item": "i", "token_f1": 0.5, "note": NOTE}])
-    written.add([columns | {"key": "1", "item": "j", "error": "TimeLimit: after 3 seconds"}])
-    rows = stored.tidy(store.read(tmp_path / "synthesis" / "grid")).set_index("item")
-    assert rows.held.i == 0.1
-    assert rows.loc["j", ["held", "bytes_kept", "score"]].isna().all()

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from statsmodels.regression.mixed_linear_model import MixedLM
 
-from kvrepro.chapters.synthesis import grid, study, variance
+from kvrepro.chapters.synthesis import variance
 from kvrepro.errors import InputError
 
 LEVELS = {"a": "pqr", "b": "xy", "c": "klmn"}
@@ -121,30 +121,3 @@ def test_rows_that_share_item_and_condition_are_refused_and_gaps_cost_their_cond
         variance.wide(pd.concat([rows, rows[:3]]), list(LEVELS), "score")
     conditions, _ = variance.wide(rows.drop(index=0), list(LEVELS), "score")
     assert len(conditions) == 3 * 2 * 4 - 1
-
-
-def test_the_full_profiles_shares_are_stored_with_their_intervals():
-    stored = variance.full_profile()
-    assert not stored.duplicated(["model", "term"]).any()
-    assert ((stored.low <= stored.value) & (stored.value <= stored.high)).all()
-    assert (stored.n > 40).all()
-    assert stored.date.notna().all()
-
-
-def test_the_quick_profiles_other_models_run_enough_cells():
-    """Scorer and regime, the item and chance make up the scores: what the other factors seem to explain is wrong."""
-    factors = grid.factors([0.05, 0.1, 0.2])
-    every = grid.design(grid.cells([0.05, 0.1, 0.2]), 240)[list(factors)]
-    others = [name for name in factors if name not in ("scorer", "regime")]
-    wrong: dict[int, list[float]] = {32: [], study.SIZES["quick"].others: [], 240: []}
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        added = every.groupby(["scorer", "regime"], sort=False).ngroup().map(dict(enumerate(rng.normal(size=99))))
-        scores = added.to_numpy()[:, None] + rng.normal(size=12) + rng.normal(size=(len(every), 12))
-        for count, seen in wrong.items():
-            part = variance.design(every.iloc[:count].reset_index(drop=True), ())
-            table = variance.shares(part, pd.DataFrame(scores[:count]), dict.fromkeys(range(12), "task"), 20)
-            seen.append(table.set_index("term").value[others].abs().max())
-    few, quick, full = (np.mean(seen) for seen in wrong.values())
-    assert full < quick < few / 2
-    assert quick < 0.03

@@ -18,7 +18,7 @@ from hypothesis import Phase, settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-CLONE_ONLY = ("test_published", "tools/test_build", "studies", "tools/test_own_code")
+CLONE_ONLY = ("tools/test_build", "studies", "tools/test_own_code")
 IN_CLONE = (Path(__file__).parents[1] / "book").is_dir()  # the source archive has neither pages nor workflows
 collect_ignore = [] if IN_CLONE else [name if name == "studies" else f"{name}.py" for name in CLONE_ONLY]
 

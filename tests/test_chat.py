@@ -1,7 +1,6 @@
-import checkpoint
 import pytest
 
-from kvrepro.chat import answer_of, rendered, thinking, without_thinking
+from kvrepro.chat import rendered, thinking, without_thinking
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 
@@ -40,15 +39,3 @@ def test_a_template_is_told_whether_to_think_and_one_without_the_switch_is_refus
 ])  # fmt: skip
 def test_an_answer_is_what_follows_the_thinking(text, answer, thought):
     assert without_thinking(text) == (answer, thought)
-
-
-def test_a_block_that_the_prompt_opens_and_nobody_closes_holds_no_answer():
-    tokenizer = checkpoint.tokenizer()
-    tokenizer.add_tokens(["<think>", "</think>"])
-    prompt, closed, output = (
-        tokenizer.encode(text, add_special_tokens=False)
-        for text in ("the door <think>\n", "the door <think> </think>\n", "the door")
-    )
-    text = tokenizer.decode(output)
-    assert answer_of(tokenizer, output, prompt) == ("", text)
-    assert answer_of(tokenizer, output, closed) == answer_of(tokenizer, output) == (text, None)

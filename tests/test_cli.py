@@ -1,14 +1,9 @@
 """The command line: quick help, one-line errors, and the same results as the calls behind it."""
 
-import importlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import tomllib
-from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -17,8 +12,7 @@ import pytest
 import kvrepro as kv
 from kvrepro import __main__, cli
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.errors import INTERRUPTED
-from kvrepro.experiment import data, models, store
+from kvrepro.experiment import data, store
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,39 +39,6 @@ def test_help_loads_no_library_and_names_every_command():
     assert printed.endswith("[]\n")
     for name in ("run", "policies", "items", *cli.PROGRAMS):
         assert re.search(rf"\b{name} +[A-Z]", printed), name
-
-
-def test_the_module_is_the_console_script(tmp_path):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    module, _, name = project["scripts"]["kvrepro"].partition(":")
-    assert getattr(importlib.import_module(module), name) is __main__.main
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    for arguments, usage in (((), "kvrepro [OPTIONS] COMMAND"), (("data",), "kvrepro data [OPTIONS] COMMAND")):
-        command = [sys.executable, "-m", "kvrepro", *arguments, "--help"]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert f"Usage: {usage}" in done.stdout
-
-
-def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
-    (tmp_path / "typer.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    given["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
-    process = subprocess.Popen([sys.executable, "-m", "kvrepro"], cwd=tmp_path, env=env, **given)
-    assert process.stdout.readline() == "begun\n"
-    process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=60)
-    assert (printed.strip(), process.returncode) == (INTERRUPTED, 130)
-
-
-@pytest.mark.parametrize("name", cli.PROGRAMS)
-def test_mounted_programs_show_their_own_help(name, call):
-    code, out, _ = call(name, "--help")
-    assert code == 0
-    assert f"kvrepro {name} [OPTIONS]" in out
-    options = {"data": "fetch", "store": "merge"}
-    assert options[name] in out
 
 
 def test_programs_get_their_arguments_and_their_exit_code(call):
@@ -121,31 +82,6 @@ def test_printed_items_are_a_file_of_items(call, tmp_path):
         item.messages for item in data.load_items("tinyworld:needle,two_hop", 4, 3, 300)
     ]
     assert call("items", "tinyworld:needel")[2].startswith("unknown tinyworld task 'needel'")
-
-
-def test_items_can_be_read_again_whatever_encoding_they_are_printed_in(tmp_path):
-    (tmp_path / "ship.jsonl").write_text(
-        '{"id": "é\U0001f6a2", "context": "c", "question": "q?", "answer": "tea"}\n', "utf-8"
-    )
-    command = [sys.executable, "-m", "kvrepro", "items", str(tmp_path / "ship.jsonl")]
-    printed = [
-        subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": name}, capture_output=True, check=True).stdout
-        for name in ("utf-8", "cp1252")
-    ]
-    (tmp_path / "printed.jsonl").write_bytes(printed[1])
-    assert printed[1].isascii()
-    assert "\U0001f6a2" in printed[0].decode()
-    assert data.load_items(str(tmp_path / "printed.jsonl")) == data.load_items(str(tmp_path / "ship.jsonl"))
-
-
-def test_printed_items_of_ruler_are_made_for_a_model(call, tmp_path):
-    code, out, _ = call("items", "ruler:vt", "-n", "2", "--tokens", "900", "-m", "tiny-gqa")
-    (tmp_path / "vt.jsonl").write_text(out)
-    assert code == 0
-    items = data.load_items("ruler:vt", 2, 0, 900, models.tokenizer("tiny-gqa"))
-    assert data.load_items(str(tmp_path / "vt.jsonl")) == items
-    assert call("items", "ruler:vt")[2].startswith("ruler:vt: ruler's items are counted in a model's own tokens: name")
-    assert call("items", "ruler:vt", "-m", "nobody")[2].startswith("unknown model 'nobody'")
 
 
 def test_a_run_is_the_study_that_it_names(call, tmp_path):
@@ -205,34 +141,6 @@ WRONG = {
 }
 
 
-def test_an_item_too_short_for_a_budget_is_left_out_and_the_others_run(call, tmp_path):
-    rows = [{"id": f"{n} words", "context": "door " * n, "question": "Which?", "answer": "red"} for n in (80, 1, 90)]
-    items, short = tmp_path / "items.jsonl", tmp_path / "short.jsonl"
-    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    short.write_text(json.dumps(rows[1]) + "\n")
-    given = ["-p", "streaming_llm", "-b", "64", "--max-new-tokens", "2", "-o", f"results={tmp_path}"]
-    code, out, _ = call("run", *given, "-o", "progress=false", "-i", str(items))
-    assert code == 0
-    assert "run: 1 of 3 items left out, the first because: item 1 words: budget 64 >= " in out
-    assert set(store.read(tmp_path / "run" / "main")["item"]) == {"80 words", "90 words"}
-    code, _, error = call("run", *given, "-i", str(short))
-    assert code == 2
-    assert error.startswith("item 1 words: budget 64 >= ")
-
-
-@pytest.mark.parametrize(("items", "answer"), [("ruler:niah_single_1", 128), ("tinyworld:needle", 0)])
-def test_prompts_that_are_made_are_as_long_as_the_limit_says(items, answer, call, tmp_path):
-    """RULER counts the answer, too."""
-    given = ["-p", "streaming_llm", "-b", "64", "-i", items, "-n", "1", "--max-new-tokens", "2", "-o", "progress=false"]
-    lengths = []
-    for limit in (2000, 600):
-        code, _, _ = call("run", *given, "--limit", str(limit), "--name", f"of-{limit}", "-o", f"results={tmp_path}")
-        assert code == 0
-        lengths += store.read(tmp_path / "run" / f"of-{limit}").prompt_tokens.unique().tolist()
-    assert 1900 < lengths[0] + answer <= 2000
-    assert 540 < lengths[1] + answer <= 600
-
-
 def test_a_run_with_a_failed_row_ends_with_1_and_keeps_the_others(call, tmp_path):
     """Its 41st call raises: one row of 22, fewer than the tenth that ends a study."""
     (tmp_path / "mine.py").write_text(
@@ -247,33 +155,9 @@ def test_a_run_with_a_failed_row_ends_with_1_and_keeps_the_others(call, tmp_path
     assert store.read(tmp_path / "run" / "main")["error"].notna().sum() == 1
 
 
-def test_a_table_that_cannot_be_written_is_one_line_and_its_rows_are_stored(call, tmp_path):
-    given = ["-p", "k_norm", "-b", "64", "-i", "tinyworld:needle", "-n", "1", "--max-new-tokens", "1", "--limit", "300"]
-    given += ["-o", f"results={tmp_path}", "-o", "progress=false", "--out", "/proc/rows.csv"]
-    code, _, error = call("run", *given)
-    assert (code, error.count("\n")) == (2, 1)
-    assert error.startswith("--out /proc/rows.csv cannot be written (")
-    assert len(store.read(tmp_path / "run" / "main")) == 2
-
-
 @pytest.mark.parametrize("message", WRONG)
 def test_a_wrong_word_is_one_line_and_exit_code_2(message, call, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code, out, err = call("run", "-p", "snapkv", *WRONG[message], "-o", f"results={tmp_path}")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
-
-
-@pytest.mark.parametrize(("more", "lengths"), [((), [3, 2]), (("--max-new-tokens", "4"), [4, 4])])
-def test_numbers_given_win_over_the_items_own_and_a_short_file_is_taken_whole(more, lengths, call, tmp_path):
-    drawn = data.load_items("tinyworld:needle", 2, tokens=300)
-    rows = [asdict(item) | {"max_new_tokens": new} for item, new in zip(drawn, (3, 2), strict=True)]
-    (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = ["-p", "random", "-b", "0.5", "-i", str(tmp_path / "two.jsonl"), "-o", f"results={tmp_path}", *more]
-    code, out, _ = call("run", *given, "-o", "progress=false")
-    assert (code, out.count("has 2 items, all are taken")) == (0, 1)
-    max_new_tokens = (
-        store.read(tmp_path / "run" / "main").query("policy == 'full'").set_index("item").max_new_tokens
-    )
-    assert max_new_tokens[[item.id for item in drawn]].tolist() == lengths
-    assert call("run", *given, "-n", "3")[2].startswith("n_items is 3 but ")

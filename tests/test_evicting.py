@@ -1,12 +1,9 @@
 """Hugging Face's `generate` inside `evicting`, and prefixes in files: the engine's tokens, and nothing left behind."""
 
 import copy
-import pickle
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import families
 import pytest
 import torch
 from safetensors import safe_open
@@ -16,8 +13,6 @@ from transformers import StoppingCriteria, pipeline
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import kvrepro as kv
-from kvrepro.engine import decode
-from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.prefix import digest
 from kvrepro.engine.usable import usable
@@ -72,39 +67,6 @@ def test_greedy_tokens_are_the_engines(name, regime):
     assert len({tuple(tokens) for tokens in expected}) == 3
     with kv.evicting(network, condition):
         assert written(network, texts) == expected
-
-
-@pytest.mark.parametrize("name", ["Gemma 3", "Gemma 4"])
-def test_a_model_of_images_too_is_served_with_texts(name):
-    network, texts = families.build(name), [families.prompt(60), families.prompt(41, 6)]
-    expected = engine(network, texts, families.watching())
-    with kv.evicting(network, families.watching()):
-        assert written(network, texts) == expected
-        with pytest.raises(InputError, match="mm_encoder_outputs inside evicting"):
-            written(network, texts, mm_encoder_outputs={"image": torch.zeros(1, 4, 8)})
-
-
-def test_steps_that_a_gpu_captures_are_served_and_the_cache_let_go(monkeypatch):
-    network, texts, condition = architecture("llama"), prompts(70, 41), CONDITIONS["shared cap"]
-    expected = engine(network, texts, condition)
-    monkeypatch.setattr(decode, "can_capture", lambda call, rows: True)
-    options = {"max_new_tokens": NEW, "eos_token_id": None, "return_dict_in_generate": True}
-    with kv.evicting(network, condition):
-        out = network.generate(**padded(texts), **options)
-    assert out.sequences[:, 70:].tolist() == expected
-    layers = out.past_key_values.rows.cache.ragged.values()
-    assert all(isinstance(layer, RaggedLayer) for layer in layers)
-    assert int(out.past_key_values.kept.max()) < 40
-
-
-def test_four_bits_are_the_engines():
-    network, [text] = architecture("llama", 64), prompts(70)
-    for regime in ("prefill", "decode cap"):
-        condition = replace(CONDITIONS[regime], bits=4)
-        with kv.evicting(network, condition):
-            assert written(network, [text]) == engine(network, [text], condition)
-            with pytest.raises(InputError, match="2 prompts in 4 bits: give one at a time"):
-                written(network, [text, text])
 
 
 def test_a_question_that_spans_mark_is_read_through_what_is_left():
@@ -240,20 +202,6 @@ def test_what_is_compiled_is_passed_over(how):
         compiled(torch.tensor(texts))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])
-def test_a_copy_made_inside_the_block_is_a_model_of_its_own(copied):
-    network, texts = model("llama"), prompts(70)
-    with kv.evicting(network, CONDITIONS["decode cap"]):
-        twin = copied(network)
-        assert written(twin, texts) == written(model("llama"), texts) != written(network, texts)
-    with torch.no_grad():
-        twin.lm_head.weight.zero_()
-        twin.lm_head.weight[7] = 1.0
-    assert written(twin, texts) != written(network, texts) == written(model("llama"), texts)
-    with kv.evicting(twin, CONDITIONS["decode cap"]):
-        assert written(twin, texts) == engine(twin, texts, CONDITIONS["decode cap"])
-
-
 def lora(*targets: str, **more):
     """The tiny model in PEFT with a random adapter."""
     peft = pytest.importorskip("peft")
@@ -350,17 +298,6 @@ def test_what_cannot_be_served_is_refused_in_one_line_before_the_model_runs(mess
     assert "\n" not in str(error.value)
 
 
-def test_a_checkpoint_that_says_to_use_no_cache_is_served_where_the_call_says_otherwise():
-    network, texts = model("llama"), prompts(70)
-    network.generation_config.use_cache = False  # as fine-tuned checkpoints have it, from training
-    with kv.evicting(network, CONDITIONS["prefill"]):
-        with pytest.raises(
-            InputError, match="use_cache=False inside .*checkpoint's configuration: give the usual value"
-        ):
-            written(network, texts)
-        assert written(network, texts, use_cache=True) == engine(network, texts, CONDITIONS["prefill"])
-
-
 def test_other_refusals():
     network, [text] = architecture("llama"), prompts(70)
     static = StaticCache(config=network.config, max_cache_len=128)
@@ -379,15 +316,6 @@ def test_other_refusals():
             pytest.fail("the block was entered")
     with pytest.raises(InputError, match="spans 5: give a function"), kv.evicting(network, kv.Condition(), spans=5):
         pytest.fail("the block was entered")
-
-
-@pytest.mark.parametrize("given", [None, [3, 4], {"question": 3}, {"question": [1.5]}, {"question": "no"}])
-def test_spans_that_are_no_dict_of_positions_are_refused(given):
-    network, condition = architecture("llama"), kv.Condition("k_norm", 0.5, kv.Prefill(until="question"))
-    message = re.escape(f"spans gave {given!r}: give a dict of positions")
-    with kv.evicting(network, condition, spans=lambda ids: given), pytest.raises(InputError, match=message) as error:
-        written(network, prompts(40))
-    assert "\n" not in str(error.value)
 
 
 # ---- prefixes
@@ -424,14 +352,6 @@ def test_a_prefix_from_a_file_gives_the_tokens_of_the_regime(name, tmp_path):
             assert written(network, texts) == expected  # the same again, in one padded batch
 
 
-def test_a_prefix_in_four_bits(tmp_path):
-    network, texts = architecture("llama", 64), requests()[-1:]
-    condition = replace(OFFLINE["prefill"], bits=4)
-    prefix = kv.load_prefix(kv.compress(network, texts[0], condition).save(tmp_path / "p"), network)
-    with kv.evicting(network, prefix):
-        assert written(network, texts) == engine(network, texts, condition)
-
-
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 def test_the_states_of_recurrent_layers_go_into_the_file(name, tmp_path):
     network, texts = architecture(name), requests()
@@ -463,30 +383,6 @@ def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):
             written(same, [texts[0][:3] + [5 + texts[0][3] % 9] + texts[0][4:]])
         with pytest.raises(InputError, match="ends after 20 of the prefix's 50"):
             written(same, [texts[0][:20]])
-
-
-def test_a_prefix_and_what_follows_are_rotated_alike():
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
-    factors = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
-    network = families.build("Phi-3", rope_parameters=rope | factors, original_max_position_embeddings=64)
-    for end, length, served in ((50, 59, True), (65, 74, True), (50, 74, False)):
-        prefix = kv.compress(network, families.prompt(end), kv.Condition("tova", 0.3, kv.Offline()))
-        text = [prefix.ids + [7] * (length - end)]
-        with kv.evicting(network, prefix):
-            if served:
-                assert len(written(network, text, max_new_tokens=6)[0]) == 6  # the last of these is not read
-                continue
-            with pytest.raises(InputError, match="a prefix of 50 tokens, a text of 79, .* beyond 64: stay below"):
-                written(network, text, max_new_tokens=6)
-
-
-def test_a_prefix_goes_into_a_file_of_a_folder_that_is_there(tmp_path):
-    prefix = kv.compress(architecture("llama"), requests()[-1], OFFLINE["prefill"])
-    (tmp_path / "folder").mkdir()
-    for path, why in ((tmp_path / "folder", "that is a folder"), (tmp_path / "none" / "p", "no folder .*none")):
-        with pytest.raises(InputError, match=f"^{re.escape(str(path))}: {why}, name a file in a folder that is there$"):
-            prefix.save(path)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 @pytest.mark.parametrize(

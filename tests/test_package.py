@@ -92,10 +92,6 @@ def test_the_source_archive_holds_the_same_and_the_tests(archives):
     assert archives[0].stat().st_size < 13e6
 
 
-def test_the_other_models_are_those_of_a_clone():
-    assert set(models.embedded()) == {models.DEFAULT, *models.BESIDE}
-
-
 def test_an_installed_package_runs_studies_and_chapters_and_stores_in_the_working_folder(python):
     before = sorted(python.site.rglob("*.parquet"))
     done = python("-c", SCRIPT)

@@ -36,12 +36,6 @@ def too_long(code, most):
     return {f.name: size for f, size in sizes.items() if size > most and not re.search(r"\blong\b", heads[f].lower())}
 
 
-def test_long_functions_are_seen():
-    body = "    x = 1\n" * 3
-    assert too_long(f"def f():\n    'A sum.'\n{body}", 3) == {"f": 4}
-    assert too_long(f"def f():\n    'A sum, long since it counts.'\n{body}", 3) == {}
-
-
 @pytest.mark.parametrize(
     "file",
     [file for file in MODULES if not file.stem.endswith("_kernel")],  # a kernel is one function

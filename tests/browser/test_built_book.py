@@ -123,9 +123,3 @@ def test_search_finds_what_a_chapter_is_about(tab, address):
     tab.wait_for_selector("#search-results li a", timeout=20_000)
     assert tab.locator("#search-results li").count() > 3
     assert not tab.wrong
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_no_page_shows_an_objects_name_or_a_path_of_the_machine(page):
-    text = (BOOK / page).read_text(encoding="utf-8")
-    assert not re.findall(rf"PosixPath|&lt;\w+ object at|{re.escape(str(ROOT))}", text)

@@ -1,7 +1,4 @@
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
 from kvrepro_kernels.compaction import compact, compact_reference
 
-ROOT = Path(__file__).parents[2]
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
@@ -71,14 +67,6 @@ def test_kernel_equals_reference_and_writes_every_element_once(dim: int, dtype: 
         assert buffer[-64:].isnan().all()
 
 
-@pytest.mark.parametrize(("tokens", "kept"), [(1, 1), (63, 1), (111, 63), (1024, 111), (1024, 1024)])
-def test_odd_lengths(tokens: int, kept: int):
-    keys, values = cache(1, 2, tokens, 64)
-    rows = ragged_rows([[kept, max(1, kept // 2)]], tokens, dtype=torch.int32)
-    for out, expected in zip(compact(keys, values, rows), compact_reference(keys, values, rows), strict=True):
-        assert torch.equal(out, expected)
-
-
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_any_ragged_shape(data: st.DataObject):
@@ -92,40 +80,13 @@ def test_any_ragged_shape(data: st.DataObject):
         assert torch.equal(out.cpu(), transcription(x, rows))
 
 
-def test_keeping_everything_changes_nothing():
-    keys, values = cache(2, 2, 33, 64)
-    rows = torch.arange(33, device=DEVICE).expand(2, 2, 33)
-    out_keys, out_values = compact(keys, values, rows)
-    assert torch.equal(out_keys, keys)
-    assert torch.equal(out_values, values)
-
-
-def test_strided_caches_are_read_in_place():
-    keys, values = cache(2, 40, 3, 64)  # a [batch, tokens, kv_heads, dim] layout seen as [batch, kv_heads, tokens, dim]
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)[..., :, :]
-    values = torch.cat([values, values], dim=2)[:, :, 10:50]
-    rows = ragged_rows([[7, 40, 1], [2, 0, 31]], tokens=40)
-    for out, expected in zip(compact(keys, values, rows), compact_reference(keys, values, rows), strict=True):
-        assert torch.equal(out, expected)
-
-
-def test_nothing_kept_gives_empty_tensors():
-    keys, values = cache(1, 2, 5, 64)
-    out_keys, _ = compact(keys, values, torch.zeros(1, 2, 0, dtype=torch.int64, device=DEVICE))
-    assert out_keys.shape == (1, 2, 0, 64)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda k, v, r: (k, v[:, :, 1:], r), "must both be"),
-        (lambda k, v, r: (k, v.half(), r), "of one dtype"),
         (lambda k, v, r: (k, v, r[:, :1]), "rows must be"),
-        (lambda k, v, r: (k, v, r.float()), "rows must be"),
         (lambda k, v, r: (k, v, r + 9), "do not lie in -1 to 8"),
-        (lambda k, v, r: (k, v, r - 2), "do not lie in -1 to 8"),
         (lambda k, v, r: (k.mT.contiguous().mT, v, r), "innermost"),
-        (lambda k, v, r: (k, v, r, (k, v)), "out must be"),
     ],
 )
 def test_bad_input_is_one_line(change, message):
@@ -133,15 +94,3 @@ def test_bad_input_is_one_line(change, message):
     with pytest.raises(ValueError, match=message) as error:
         compact(*change(keys, values, ragged_rows([[3, 2]], tokens=9)))
     assert "\n" not in str(error.value)
-
-
-def test_cpu_tensors_are_refused_without_the_interpreter():
-    code = (
-        "import torch; from kvrepro_kernels.compaction import compact\n"
-        "x = torch.zeros(1, 1, 2, 64)\n"
-        "try: compact(x, x, torch.zeros(1, 1, 1, dtype=torch.int64))\n"
-        "except ValueError as error: print(error)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert "TRITON_INTERPRET=1" in done.stdout, done.stderr

@@ -20,8 +20,3 @@ def test_transformers_is_not_shadowed_at_the_repository_root():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "fine", done.stderr
-
-
-def test_no_package_is_named_kernels():
-    packages = [path for path in ("kernels/__init__.py", "tests/kernels/__init__.py") if (ROOT / path).exists()]
-    assert not packages

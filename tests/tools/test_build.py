@@ -32,13 +32,6 @@ def build(tmp_path, monkeypatch):
     return module
 
 
-def test_notebooks_are_those_of_the_contents_and_pages_come_last(build):
-    assert build.names() == ["one", "claims"]
-    assert build.parameters_of("one") == {"size"}
-    assert [group for group, _ in build.in_order([*build.names(), "leakage"], [])] == [["one"], ["leakage"], ["claims"]]
-    assert {at_once for _, at_once in build.in_order(["one"], [["device", "cuda"]])} == {1, 2}
-
-
 def test_a_notebook_is_executed_once_and_again_when_its_parameters_change(build, capsys):
     assert build.execute("one", [["other", "1"]])
     assert build.execute("one", [])
@@ -49,23 +42,8 @@ def test_a_notebook_is_executed_once_and_again_when_its_parameters_change(build,
     assert "unchanged" not in capsys.readouterr().out
 
 
-def test_a_page_depends_on_every_chapters_verdicts_and_a_chapter_on_its_own(build, tmp_path):
-    before = [build.stamp(name, []) for name in ("one", "claims")]
-    (tmp_path / "data" / "results" / "two").mkdir(parents=True)
-    (tmp_path / "data" / "results" / "two" / "claims.csv").write_text("a")
-    after = [build.stamp(name, []) for name in ("one", "claims")]
-    assert (before[0] == after[0], before[1] == after[1]) == (True, False)
-
-
 def test_a_failing_notebook_is_shown_with_its_error_and_tried_again(build, capsys):
     assert not build.execute("one", [["size", "7"]])
     assert "too large" in capsys.readouterr().err
     assert "AssertionError" in (build.EXECUTED / "one.ipynb").read_text()
     assert not (build.EXECUTED / "one.stamp").exists()
-
-
-def test_a_parameter_that_no_notebook_has_is_refused(build, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["build.py", "-p", "sise", "3"])
-    with pytest.raises(SystemExit, match="2"):
-        build.main()
-    assert "no notebook has a parameter sise" in capsys.readouterr().err

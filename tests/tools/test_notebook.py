@@ -44,23 +44,5 @@ def test_a_chapter_has_at_most_ten_parameters_in_one_tagged_cell_right_after_the
     assert len(re.findall(r"^\w+ = ", code(name)[place].source, re.M)) <= 10
 
 
-@pytest.mark.parametrize("name", CHAPTERS)
-def test_a_chapter_ends_with_three_exercises_solved_and_with_its_provenance(name):
-    solved = [cell for cell in code(name) if "exercise" in tags(cell)]
-    assert len(solved) == 3
-    assert all("hide-cell" in tags(cell) for cell in solved)
-    assert "provenance(" in NOTEBOOKS[name].cells[-1].source
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_short_and_its_figures_are_described(name):
-    cells = [cell for cell in code(name) if not {"parameters", "hide-cell"} & set(tags(cell))]
-    assert len(NOTEBOOKS[name].cells) <= 20
-    assert len(cells) <= 12
-    assert all(len(cell.source.splitlines()) <= 14 for cell in cells)
-    drawn = [cell for cell in cells if "sns." in cell.source]
-    assert all(len(cell.metadata["mystnb"]["image"]["alt"]) > 20 for cell in drawn)
-
-
 def test_the_contents_list_every_notebook():
     assert set(re.findall(r"book/executed/(\w+)", (ROOT / "_toc.yml").read_text())) == set(NOTEBOOKS)

@@ -16,11 +16,3 @@ def test_the_example_runs(capsys):
     assert kept[0] > 1000
     assert all(256 <= count < 256 + 8 for count in kept[1:3])
     assert 0.2 * kept[0] - 1 < kept[3] < 0.3 * kept[0]  # the question comes on top
-
-
-def test_each_package_names_its_modules():
-    folders = [*(ROOT / "kvrepro" / name for name in ("engine", "experiment", "chapters", "world"))]
-    for folder in [*folders, ROOT / "kernels" / "kvrepro_kernels"]:
-        named = re.findall(r"\w+", (folder / "__init__.py").read_text().split('"""')[1])
-        modules = {path.stem for path in folder.iterdir() if path.stem[:2] != "__" and path.suffix in ("", ".py")}
-        assert not {name for name in modules if "_kernel" not in name} - {*named}, folder

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro.errors import InputError
 from kvrepro.experiment import data
 from kvrepro.world import rows, world
 from kvrepro.world import words as w
@@ -93,18 +92,6 @@ def test_long_tasks_answer_in_eight_words_of_which_the_first_gives_nothing_away(
         assert len(alike) == 1 or words[0] in text(item, "question")[0].split()
         facts = [fact for fact in text(item, "evidence") if fact.split()[-1].strip(".") in item.answer]
         assert len(facts) >= 3
-
-
-def test_unknown_task_is_one_line_and_exit_code_2():
-    done = run("tinyworld:neddle")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert (
-        "unknown tinyworld task 'neddle', did you mean 'needle'?; there are: domains, long, single_fact" in done.stderr
-    )
-    with pytest.raises(InputError, match="unknown task 'neddle', did you mean 'needle'.; there are: single_fact"):
-        world.sample("neddle", 1)
 
 
 # ---- what the text says

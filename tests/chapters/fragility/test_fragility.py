@@ -17,23 +17,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrepro.chapters.fragility import figures, members, retention, study
-from kvrepro.chapters.fragility.retention import OURS, Mixture, Setting
-from kvrepro.chapters.fragility.settings import Settings
+from kvrepro.chapters.fragility import members, mixture, retention, study, timings
+from kvrepro.chapters.fragility.mixture import Mixture
+from kvrepro.chapters.fragility.settings import DEFENSIVE, POLICIES, Setting, Settings
 from kvrepro.engine import policy
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, figure, judge, longbench, models, stats
+from kvrepro.experiment import claims, data, judge, longbench, models, stats
 from kvrepro.experiment.run import run
+from kvrepro.experiment.verdict import Verdicts
 from kvrepro.item import Item
 from kvrepro.world import ruler, world
 
 IDS = torch.randint(3, 120, (60,), generator=torch.Generator(device="cpu").manual_seed(5), device="cpu").tolist()
 PROMPT = Prompt(IDS, {"question": list(range(50, 58))})
 ANSWER = [7, 9, 40, 3, 88]
-SHORT = replace(OURS, window=8, single=3)
+OURS = Setting()
+SHORT = Setting(window=8, single=3)
+BOOK = claims.load_claims("fragility")
+BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +77,7 @@ def transcription(p, v, w, rule: str, s, end: int) -> tuple[np.ndarray, np.ndarr
                 elif rule in ("mean", "mean with prior"):
                     per_token.append(np.mean([ranked[h][t, i] for h in group for t in past]))
                 else:
-                    over = steps if rule == "true risk" else past
-                    per_token.append(max(ranked[h][t, i] for h in group for t in over))
+                    per_token.append(max(ranked[h][t, i] for h in group for t in past))
             if rule in ("mean with prior", "defensive"):
                 prior = sum(per_token) / end
                 per_token = [max(x, prior) for x in per_token]
@@ -94,52 +97,47 @@ def transcription(p, v, w, rule: str, s, end: int) -> tuple[np.ndarray, np.ndarr
 def test_shares_equal_a_transcription_in_loops(eager, changed):
     model, p, v, w = eager
     s = replace(SHORT, **changed)
-    curves, summary = retention.retained(model, PROMPT, ANSWER, {"default": s})
+    curves, summary = retention.retained(model, PROMPT, ANSWER, {"default": s}, 1)
     for rule in retention.RULES:
         parts, tied = transcription(p, v, w, rule, s, 50 if s.until else 60)
-        of_layers = summary[(summary.rule == rule) & (summary.layer >= 0) & (summary["head"] == -1)]
-        assert of_layers.sort_values("layer").tied.to_numpy() == pytest.approx(tied)
+        of_layers = summary[summary.rule == rule].sort_values("layer")
+        assert of_layers.tied.to_numpy() == pytest.approx(tied)
         assert tied.any() == ("prior" not in changed and rule in ("mean with prior", "defensive"))
-        for layer, expected in [*enumerate(parts), (-1, parts.sum(0))]:
-            curve = curves[(curves.rule == rule) & (curves.layer == layer)].sort_values("step").retained
-            want = expected[:, 0] / expected[:, 1]
-            assert curve.to_numpy() == pytest.approx(want, abs=2e-5)
-            row = summary[(summary.rule == rule) & (summary.layer == layer) & (summary["head"] == -1)].iloc[0]
-            assert row.worst == pytest.approx(want.min(), abs=2e-5)
-            assert (row["at"], row.steps) == (want.argmin() + 1, 5)
-            assert row.below == pytest.approx((want < 0.5).mean())
+        want = parts[:, :, 0] / parts[:, :, 1]
+        assert of_layers.worst.to_numpy() == pytest.approx(want.min(1), abs=2e-5)
+        assert of_layers["mean"].to_numpy() == pytest.approx(want.mean(1), abs=2e-5)
+        assert of_layers.below.to_numpy() == pytest.approx((want < 0.5).mean(1))
+        assert set(of_layers.steps) == {5}
+        curve = curves[curves.rule == rule].sort_values("step").retained
+        assert curve.to_numpy() == pytest.approx(want[1], abs=2e-5)
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_every_architecture_gives_shares_between_0_and_1(name):
     curves, summary = retention.retained(tiny.architecture(name), PROMPT, ANSWER, {"default": SHORT})
     assert curves.retained.between(0, 1 + 1e-5).all()
-    assert set(curves.layer) == {-1, *range(summary.layer.max() + 1)}
+    assert summary[["worst", "mean", "below", "tied"]].apply(lambda shares: shares.between(0, 1 + 1e-5)).all(axis=None)
 
 
 def test_keeping_everything_retains_everything_and_later_tokens_count_where_asked(eager):
     settings = {"default": replace(SHORT, share=1.0), "half": SHORT, "later": replace(SHORT, later=True)}
     curves, summary = retention.retained(eager[0], PROMPT, ANSWER, settings)
-    assert curves[curves.setting == "default"].retained.to_numpy() == pytest.approx(1.0, abs=1e-5)
-    wide = curves.pivot_table(index=["rule", "layer", "step"], columns="setting", values="retained")
-    assert (wide.later > wide.half).all()
-    counted = summary[summary["head"] == -1].groupby("setting").counted
-    assert counted.min().later == pytest.approx(1.0, abs=1e-5)
-    assert counted.max().half < 1
+    assert curves.retained.to_numpy() == pytest.approx(1.0, abs=1e-5)
+    wide = summary[summary.layer == 0].pivot_table(index="rule", columns="setting", values="mean")
+    assert (wide.later > wide.half)[list(retention.RULES[1:])].all()
 
 
 def test_one_pass_of_many_settings_equals_a_pass_each(eager):
-    many = {name: replace(s, window=8, single=3) for name, s in retention.variants().items()}
-    more = {f"#{name}": s for name, s in many.items()}
-    _, together = retention.retained(eager[0], PROMPT, ANSWER, many | more, 1)
+    many = dict(list(retention.combinations(SHORT).items())[::9]) | {"default": SHORT}
+    _, together = retention.retained(eager[0], PROMPT, ANSWER, many, 1)
+    assert set(together[together.layer != 1].setting) == {"default"}
+    together = together[(together.layer == 1) & together.rule.isin(list(retention.RULES[1:]))].set_index("setting")
     for name, s in many.items():
-        _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"x": s})
-        columns = ["rule", "layer", "worst", "mean", "below", "tied"]
-        of_setting = together[(together.setting == name) & (together["head"] == -1)][columns].reset_index(drop=True)
-        pd.testing.assert_frame_equal(of_setting, alone[columns], check_exact=False, rtol=1e-4)
-        numbered = together[together.setting == f"#{name}"].set_index("rule").worst
-        expected = alone[alone.layer == 1].set_index("rule").worst[retention.AGGREGATIONS]
-        assert numbered[expected.index].to_numpy() == pytest.approx(expected.to_numpy(), rel=1e-4)
+        _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"default": s}, 1)
+        alone = alone[(alone.layer == 1) & alone.rule.isin(list(retention.RULES[1:]))]
+        columns = ["rule", "worst", "mean", "below", "tied"]
+        of_setting = together.loc[name, columns].reset_index(drop=True)
+        pd.testing.assert_frame_equal(of_setting, alone[columns].reset_index(drop=True), check_exact=False, rtol=1e-4)
 
 
 P = torch.rand(2, 3, 8, 40, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu").softmax(-1) ** 6
@@ -160,29 +158,22 @@ def test_algorithm_2_is_the_catalogues_defensive_kv():
 
     o = observation(batch=1, kv_heads=2, group=3, window=8, tokens=40, hidden=20)
     expected = window.defensive_kv(o)[0]
-    norms = retention.norms(o.values[0], o.output)  # noqa: PD011
-    s = replace(SHORT, **retention.ALGORITHM_2)
+    norm = retention.norm_of(o.values[0], o.output)  # noqa: PD011
+    s = replace(SHORT, pool="average", prior="attention")
     torch.testing.assert_close(
-        retention.score(pooled(o.attention[0], s.pool, s.kernel), norms["l1"], "defensive", s),
-        expected,
-        rtol=1e-4,
-        atol=1e-5,
+        retention.score(pooled(o.attention[0], s.pool, s.kernel), norm, "defensive", s), expected, rtol=1e-4, atol=1e-5
     )
 
 
-def test_norms_against_their_formulas():
+def test_the_norm_against_its_formula():
     values, output = torch.randn(2, 300, 4), torch.randn(6, 4, 5)
-    norms = retention.norms(values, output)
-    v = values[1, 299] @ output[4]
-    assert norms["l1"][1, 1, 299] == pytest.approx(float(v.abs().sum()), rel=1e-5)
-    assert norms["l2"][1, 1, 299] == pytest.approx(float(v.square().sum().sqrt()), rel=1e-5)
-    assert norms["value"][1, 1, 299] == pytest.approx(float(values[1, 299].norm()), rel=1e-5)
-    assert (norms["none"] == 1).all()
+    norm = retention.norm_of(values, output)
+    assert norm[1, 1, 299] == pytest.approx(float((values[1, 299] @ output[4]).abs().sum()), rel=1e-5)
 
 
-@given(st.sampled_from(["head", "layer"]), st.sampled_from(["newest", "oldest"]), st.booleans(), st.integers(3, 9))
-def test_budget_is_met_and_the_window_stays_where_it_must(budget, ties, forced, tenths):
-    s = replace(SHORT, budget=budget, ties=ties, forced=forced, share=tenths / 10)
+@given(st.sampled_from(["newest", "oldest"]), st.booleans(), st.integers(3, 9))
+def test_budget_is_met_and_the_window_stays_where_it_must(ties, forced, tenths):
+    s = replace(SHORT, ties=ties, forced=forced, share=tenths / 10)
     scores = torch.ones(6, 40)
     scores[:, 4] = 2.0
     other = torch.rand(6, 40)
@@ -192,7 +183,7 @@ def test_budget_is_met_and_the_window_stays_where_it_must(budget, ties, forced, 
     assert kept[:, 4].all()
     if forced:
         assert kept[:, -8:].all()
-    if budget == "head" and not forced:
+    if not forced:
         rest = [3, 2] if ties == "newest" else [38, 39]  # the last to be chosen
         assert not kept[:, rest].any()
 
@@ -207,7 +198,6 @@ def test_budget_is_met_and_the_window_stays_where_it_must(budget, ties, forced, 
         ({"single": 9}, "single 9 of 8 past queries"),
         ({"kernel": 4}, "kernel 4: "),
         ({"share": 0.0}, "share 0.0: "),
-        ({"layer": -1}, "layer -1: "),
     ],
 )
 def test_bad_settings_are_refused_before_the_pass(wrong, message):
@@ -216,13 +206,14 @@ def test_bad_settings_are_refused_before_the_pass(wrong, message):
 
 
 def test_a_chapters_settings_hold_what_is_open_about_retained_importance():
-    given = {"norm": "l2", "later": True, "head": 3, "tokens": 700}
+    given = {"norm": "none", "later": True, "tokens": 700}
     settings = Settings.of(given, results="r")
-    assert settings.base == Setting(norm="l2", later=True, head=3)
+    assert settings.base == Setting(norm="none", later=True)
     assert {f.name for f in fields(Setting)} < {f.name for f in fields(Settings)}
     for wrong, message in (
-        ({"norms": "l2"}, "unknown option 'norms', did you mean 'norm'"),
+        ({"norms": "none"}, "unknown option 'norms', did you mean 'norm'"),
         ({"norm": "l3"}, "norm 'l3'"),
+        ({"layer": -1}, "layer -1: "),
         ({"single": 33}, "single 33 of 32 past queries"),
         ({"long_tokens": 500}, "answers of 200 steps need prompts of 1000"),
         ({"protect_frac": 0.5}, "protect_frac 0.5"),
@@ -231,20 +222,14 @@ def test_a_chapters_settings_hold_what_is_open_about_retained_importance():
             Settings.of(wrong)
 
 
-def test_specifications_are_all_different_and_variants_depart_in_one_field():
-    specs = retention.specifications()
-    assert len(set(specs.values())) == len(specs) == 128
-    for base in (OURS, replace(OURS, norm="none", later=True)):
-        variants = retention.variants(base)
-        assert variants[retention.DEFAULT] == base
-        named = [(field, value, name) for field, names in retention.MEANS.items() for value, name in names.items()]
-        for field, value, name in named:
-            if getattr(base, field) == value:
-                assert name not in variants
-            else:
-                assert {k for k, v in vars(variants[name]).items() if v != getattr(base, k)} == {field}
-                assert getattr(variants[name], field) == value
-    assert retention.OPEN["norm"] == ("l1", "none")
+def test_combinations_are_all_different_and_named_for_what_they_change():
+    for base in (OURS, replace(OURS, norm="none", later=True), replace(OURS, until="evidence")):
+        settings = retention.combinations(base)
+        assert settings[retention.DEFAULT] == base
+        assert len(set(settings.values())) == len(settings) == 128 + (base.until == "evidence")
+        for name, s in settings.items():
+            changed = [retention.OPEN[f][v] for f, v in vars(s).items() if v != getattr(base, f)]
+            assert set(name.split(", ")) == set(changed or [retention.DEFAULT])
 
 
 def test_other_past_queries_stand_alone_as_the_single_one_does(eager):
@@ -255,17 +240,9 @@ def test_other_past_queries_stand_alone_as_the_single_one_does(eager):
     _, summary = retention.retained(eager[0], PROMPT, ANSWER, given | others, 1)
     summary = summary[summary.setting.str.startswith(retention.TOKEN)]
     assert set(summary.rule) == {"single"}
-    _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"x": replace(SHORT, single=6)})
-    expected = alone[(alone.rule == "single") & (alone.layer == 1) & (alone["head"] == -1)].worst.item()
+    _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"default": replace(SHORT, single=6)})
+    expected = alone[(alone.rule == "single") & (alone.layer == 1)].worst.item()
     assert summary.set_index("setting").worst["token 6"] == pytest.approx(expected)
-
-
-def test_one_head_is_that_heads_curve(eager):
-    _, every = retention.retained(eager[0], PROMPT, ANSWER, {"default": SHORT})
-    _, of_head = retention.retained(eager[0], PROMPT, ANSWER, {"default": replace(SHORT, head=4)})
-    columns = ["rule", "layer", "worst", "mean", "below"]
-    alone = of_head[(of_head["head"] == -1) & (of_head.layer >= 0)][columns].reset_index(drop=True)
-    pd.testing.assert_frame_equal(alone, every[every["head"] == 4][columns].reset_index(drop=True))
 
 
 def test_defensive_r_kv_is_r_kv_with_another_aggregation():
@@ -290,19 +267,25 @@ MIXTURES = st.builds(
 
 def test_closed_forms_meet_the_simulation():
     x = Mixture(eps=0.05, low=0.2, spike=0.5, risk=1.5)
-    table = retention.theory(x, [1, 4, 32, 128], draws=40_000, seed=3)
-    assert len(table) == 12
-    off = (table.value - table.exact).abs()
-    assert (off <= 2.2 * (table.high - table.value).fillna(0) + 1e-9).all()
+    observed = x.draw((40_000, 128), 3)
+    for m in (1, 4, 32, 128):
+        for seen, exact in (
+            (observed[:, :m].mean(1), mixture.bias_of_mean(x)),
+            (observed[:, :m].max(1), mixture.bias_of_max(x, m)),
+        ):
+            e = stats.interval(x.risk - seen)
+            assert abs(e.value - exact) <= 2.2 * (e.high - e.value)
 
 
 @given(MIXTURES, st.integers(2, 64))
 def test_theorems_1_and_2(x, m):
-    mean, largest, bound = retention.bias_of_mean(x), retention.bias_of_max(x, m), retention.bound_of_max(x, m)
+    mean, largest = mixture.bias_of_mean(x), mixture.bias_of_max(x, m)
+    stay = (1 - x.eps) ** m
+    bound = x.risk - stay * x.low / 2 - (1 - stay) * (x.spike + x.risk) / 2
     assert 0 < largest <= bound + 1e-12  # theorem 2's bound on the largest
     assert bound < mean  # and its conclusion
     assert mean > 0  # positive, not "a large negative value"
-    assert mean <= x.risk - x.mean_low
+    assert mean <= x.risk - x.low / 2
 
 
 ATOMS = st.lists(st.integers(0, 40), min_size=1, max_size=3)
@@ -327,22 +310,20 @@ def test_theorem_2_for_any_two_parts_in_whole_numbers(low, above, tenths, m):
 
 @given(MIXTURES)
 def test_limits(x):
-    assert retention.bias_of_max(x, 1) == pytest.approx(retention.bias_of_mean(x))
-    assert retention.bias_of_max(x, 100_000) < 0.02
+    assert mixture.bias_of_max(x, 1) == pytest.approx(mixture.bias_of_mean(x))
+    assert mixture.bias_of_max(x, 100_000) < 0.02
     tiny_eps = replace(x, eps=1e-9)
-    assert retention.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.mean_low, abs=1e-6)
+    assert mixture.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.low / 2, abs=1e-6)
 
 
 def test_survival_of_a_fragile_entry():
     x = Mixture(eps=0.02, low=0.1, spike=0.6, risk=1.0)
-    table = retention.survival(x, [1, 32], heads=300).set_index(["window", "rule"]).value
+    table = mixture.survival(x, [1, 32], heads=300).set_index(["window", "rule"]).value
     assert table[1, "mean"] == pytest.approx(table[1, "max"], abs=0.02)  # one query: both are that query
     assert table[32, "max"] == pytest.approx(1 - (1 - x.eps) ** 32, abs=0.02)  # whoever showed a spike
     assert table[32, "mean"] < table[32, "max"] - 0.1
-    [rare, *_] = retention.survival(x, [64], heads=20).itertuples()
+    [rare, *_] = mixture.survival(x, [64], heads=20).itertuples()
     assert rare.low == 0 < rare.value  # a share, so its interval ends at 0
-    [*_, never] = retention.theory(x, [400], draws=2000).itertuples()
-    assert never.value == never.low == 0 < never.high < 0.01
     with pytest.raises(InputError, match="0 < eps < 1"):
         Mixture(eps=0.0)
 
@@ -351,18 +332,18 @@ def test_survival_of_a_fragile_entry():
 
 
 def test_grid_has_what_the_claims_ask_for():
-    cells = {(c.policy, c.budget, c.reading, c.switches, c.prefix, c.bits) for c in study.grid([0.1, 0.2, 0.4])}
-    assert len(cells) == len(study.grid([0.1, 0.2, 0.4]))
-    assert all(c.regime == Prefill(until="question") for c in study.grid([0.1, 0.2, 0.4]))
+    grid = study.grid(Settings(shares=(0.1, 0.2, 0.4)))
+    cells = {(c.policy, c.budget, c.reading, c.switches, c.prefix, c.bits) for c in grid}
+    assert len(cells) == len(grid)
+    assert all(c.regime == Prefill(until="question") for c in grid)
     with pytest.raises(InputError, match="lru chooses|lru cannot run"):
-        study.grid([0.2], ["lru"])
-    guarded = {(c.policy, c.budget) for c in study.grid([0.1, 0.2, 0.4, 0.8]) if c.prefix}
-    assert guarded == {(policy, share) for policy in study.POLICIES for share in (0.1, 0.2, 0.4)}
+        study.grid(Settings(policies=("lru",)))
+    assert {(c.policy, c.budget) for c in grid if c.prefix} == {(policy, 0.2) for policy in POLICIES}
 
 
 def test_a_single_share_has_the_extra_conditions_and_an_own_policy_its_windows(monkeypatch):
     monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("snapkv"), title="Mine"))
-    grid = study.grid([0.3], ["mine", "defensive_kv"])
+    grid = study.grid(Settings(shares=(0.3,), policies=("mine", "defensive_kv")))
     assert {c.prefix for c in grid if c.policy == "mine"} == {0.0, 0.1}
     windows = {dict(c.switches)["window"] for c in grid if c.policy == "mine"}
     assert windows == set(study.WINDOWS)
@@ -373,65 +354,72 @@ def test_a_single_share_has_the_extra_conditions_and_an_own_policy_its_windows(m
 def test_everything_is_checked_before_anything_runs():
     loaded = models.load("small-gqa")
     items = "tinyworld:two_hop,needle"
-    choices = {"shares": [0.2], "policies": ["snapkv"], "reading": "both"}
-    settings = Settings(max_new_tokens=8)
-    answered, quality = study.declare(loaded, items, 4, settings, **choices)
+    choices = {"shares": (0.2,), "policies": ("snapkv",), "max_new_tokens": 8}
+    answered, quality = study.declare(loaded, items, 4, Settings(**choices))
     assert [(study_part.name, len(study_part.items)) for study_part in quality] == [("every", 4)]
     long = [item for item in answered.items if item.task in study.LONG]
     assert min(len(loaded.tokenizer.encode(item.answer)) for item in long) >= 200
     assert len(answered.items) == 4 * (2 + 5)
-    parts = study.parts_of(loaded, items, study.Size(4, 2, 2, 2, 2), settings, **choices)
-    assert [(name, len(part_items)) for name, part_items, _ in parts] == [("every", 2), ("middle", 2)]
-    for options, wrong, message in (
-        ({"layer": 99}, {}, "layer 99: small-gqa has 6, counted from 0"),
-        ({"until": "defense"}, {}, "no span 'defense'"),
-        ({"answer_tokens": 100}, {}, "answer_tokens 100 cuts answers of 200 steps"),
-        ({}, {"shares": [0.01]}, "budget 5 < "),
-        ({}, {"policies": ["snap"]}, "unknown policy 'snap'"),
+    parts = study.parts_of(loaded, items, study.Size(4, 2, 2, 2, 2), Settings(**choices))
+    assert [(part.name, len(part.items)) for part in parts] == [("every", 2), ("middle", 2)]
+    for wrong, message in (
+        ({"layer": 99}, "layer 99: small-gqa has 6, counted from 0"),
+        ({"until": "defense"}, "no span 'defense'"),
+        ({"answer_tokens": 100}, "answer_tokens 100 cuts answers of 200 steps"),
+        ({"policies": ("snap",)}, "unknown policy 'snap'"),
     ):
         with pytest.raises(InputError, match=message):
-            study.declare(loaded, items, 4, Settings(**options), **choices | wrong)
+            study.declare(loaded, items, 4, Settings(**choices | wrong))
 
 
 def test_claims_about_rivals_behind_guards_rest_on_all_items():
     """C10 compares these three, and twelve items miss their rare gains: the other items run them behind guards too."""
     loaded, size = models.load("small-gqa"), study.Size(4, 2, 2, 2, 2)
-    parts = study.parts_of(loaded, "tinyworld:two_hop,needle", size, Settings(), [0.2, 0.4], [*study.POLICIES], "both")
-    conditions = {name: part for name, _, part in parts}
+    parts = study.parts_of(loaded, "tinyworld:two_hop,needle", size, Settings(shares=(0.2, 0.4)))
+    conditions = {part.name: part.conditions for part in parts}
     guarded = [c for c in conditions["middle"] if c.prefix]
     assert {(c.policy, c.budget) for c in guarded} == {(name, 0.2) for name in study.GUARDED_RIVALS}
     assert set(guarded) <= set(conditions["every"])  # so that both parts give the same comparison
 
 
-def synthetic(readings=study.READINGS, items: int = 42) -> pd.DataFrame:
+def synthetic(items: int = 42) -> pd.DataFrame:
     """A grid's rows: the full cache right, critical_ada_kv losing 0.4, the defensive ones 0.1 and 0.05 (as_run 0.3)."""
     rows = []
     losses = {"defensive_kv": 0.1, "layer_defensive_kv": 0.05, "critical_ada_kv": 0.4}
-    for c in study.grid([0.1, 0.2, 0.4]):
-        if c.policy in study.DEFENSIVE and c.reading not in readings:
-            continue
+    for c in study.grid(Settings(shares=(0.1, 0.2, 0.4))):
         for i in range(items):
             loss = 0.0 if c.policy == "full" else losses.get(c.policy, 0.5)
-            loss = 0.3 if c.policy in study.DEFENSIVE and c.reading == "as_run" else loss
+            loss = 0.3 if c.policy in DEFENSIVE and c.reading == "as_run" else loss
             value = 0.9 - loss + 0.01 * (i % 3) * (c.policy != "full")
             rows.append(
-                {"item": f"i{i}", "task": "needle", "policy": c.policy, "share": c.budget, "reading": c.reading,
-                 "prefix": c.prefix, "bits": c.bits, "switches": json.dumps(dict(c.switches)), "token_f1": value,
-                 "prompt_tokens": 900}
+                {"name": "every", "item": f"i{i}", "task": "needle", "policy": c.policy, "share": c.budget,
+                 "reading": c.reading, "prefix": c.prefix, "bits": c.bits, "switches": json.dumps(dict(c.switches)),
+                 "token_f1": value, "prompt_tokens": 900}
             )  # fmt: skip
     return study.tidy(pd.DataFrame(rows))
+
+
+class Whole:
+    """A model without experts, as far as verdicts ask."""
+
+    name, model = "m", tiny.model("qwen2")
+
+
+def verdicts(rows: pd.DataFrame | None = None, loaded=Whole) -> pd.DataFrame:
+    """Verdicts on a grid's rows, or on nothing."""
+    return Verdicts("fragility", loaded, Settings()).of({} if rows is None else {"quality": rows})
 
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
     """A folder of timings, empty."""
-    monkeypatch.setattr(members, "GPU", tmp_path)
+    monkeypatch.setattr(timings, "GPU", tmp_path)
     return tmp_path
 
 
 @few_claims.only("C1", "C2", "C2b", "C2d", "C2f", "C4b")
 def test_verdicts_from_rows_of_known_size():
-    frame = members.evaluate(synthetic(items=96), None, model="m", profile="quick").set_index(["claim", "reading"])
+    frame = verdicts(synthetic(items=96)).set_index(["claim", "reading"])
     assert frame.loc[("C2", "as_described"), "verdict"] == "reproduced"
     assert frame.loc[("C2b", "as_described"), "verdict"] == "reproduced"  # 0.4 / 0.1
     assert frame.loc[("C2b", "as_described"), "ours"] == pytest.approx((0.4 - 0.01) / (0.1 - 0.01), rel=1e-6)
@@ -448,40 +436,35 @@ def test_scoring_times_are_compared_at_the_longest_context(gpu):
     rows = [
         {"kernel": "window_scores", "variant": name, "tokens": tokens, "p20_us": 0.9 * us, "p50_us": us, "p80_us": us}
         for name, tokens, us in [
-            (members.SCORING_MEAN, 100, 5.0), (members.SCORING_MAX, 100, 50.0),
-            (members.SCORING_MEAN, 400, 20.0), (members.SCORING_MAX, 400, 22.0), (members.SCORING_MAX, 900, 1.0),
+            (timings.SCORING_MEAN, 100, 5.0), (timings.SCORING_MAX, 100, 50.0),
+            (timings.SCORING_MEAN, 400, 20.0), (timings.SCORING_MAX, 400, 22.0), (timings.SCORING_MAX, 900, 1.0),
         ]
     ]  # fmt: skip
     pd.DataFrame(rows).to_csv(gpu / "kernels.csv")
-    [(label, value, low, high, _)] = members.scoring_ratio()
+    [(label, value, low, high, _)] = timings.scoring_ratio()
     assert (value, label) == (pytest.approx(1.1), "400 tokens")
     assert (low, high) == (pytest.approx(0.99), pytest.approx(1.1 / 0.9))
 
 
-def test_costs_are_ratios_of_what_was_timed(gpu, monkeypatch):
+def test_costs_are_ratios_of_what_was_timed(gpu):
     rows = [
-        ("prefill", "Ada-KV", 0.2, 100, 1, 2.0, 10.0), ("prefill", members.DEFENSIVE_PLAIN, 0.2, 100, 1, 3.0, 10.0),
-        ("prefill", members.KEPT, 1.0, 100, 1, 2.0, 20.0),
-        ("prefill", members.PLAIN, 1.0, 100, 1, 2.0, 40.0), ("decode", members.PLAIN, 1.0, 100, 1, 0.4, 40.0),
-        ("decode", members.PLAIN, 1.0, 100, 4, 0.5, 80.0), ("decode", members.KEPT, 1.0, 100, 1, 0.2, 40.0),
-        ("decode", members.KEPT, 1.0, 100, 2, 0.2, 80.0), ("decode", "20% kept", 0.2, 100, 1, 0.1, 30.0),
+        ("prefill", "Ada-KV", 0.2, 100, 1, 2.0, 10.0), ("prefill", timings.DEFENSIVE_PLAIN, 0.2, 100, 1, 3.0, 10.0),
+        ("prefill", claims.KEPT, 1.0, 100, 1, 2.0, 20.0),
+        ("prefill", claims.PLAIN, 1.0, 100, 1, 2.0, 40.0), ("decode", claims.PLAIN, 1.0, 100, 1, 0.4, 40.0),
+        ("decode", claims.PLAIN, 1.0, 100, 4, 0.5, 80.0), ("decode", claims.KEPT, 1.0, 100, 1, 0.2, 40.0),
+        ("decode", claims.KEPT, 1.0, 100, 2, 0.2, 80.0), ("decode", "20% kept", 0.2, 100, 1, 0.1, 30.0),
         ("decode", "20% kept", 0.2, 100, 16, 0.25, 80.0), ("decode", "20% kept", 0.2, 50, 1, 9.0, 1.0),
     ]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["part", "method", "share", "tokens", "batch", "seconds", "peak_gib"])
-    frame = frame.assign(model=members.TIMED_MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds, runs=3)
+    frame = frame.assign(model=timings.MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds, runs=3)
     frame.to_csv(gpu / "models.csv")
-    assert [m[1] for m in members.decode_ratio()] == pytest.approx([4, 2])
-    for compute, value in ((members.decode_ratio, 4), (members.throughput_ratio, 8)):
-        assert compute()[0][1:] == pytest.approx((value, 0.9 * value, value / 0.9, 3))
-        assert compute(slowest=True)[0][1:] == pytest.approx((value, 0.9 / 1.1 * value, 1.1 / 0.9 * value, 3))
-    assert [m[1] for m in members.throughput_ratio()] == pytest.approx([64 / 8, 64 / 10])
-    assert [m[1] for m in members.peak_ratio()] == pytest.approx([0.25, 0.5, 0.75, 0.75])
-    monkeypatch.undo()
-    costs = members.costs()
-    plain = pd.read_csv(members.GPU / "models.csv").query("part == 'prefill' and batch == 1 and tokens == 32768")
-    plain = plain[plain.model == members.TIMED_MODEL].drop_duplicates("method").set_index("method").seconds
-    [ratio] = costs.query("what == 'time to the first token' and method == 'Ada-KV' and tokens == 32768").value
-    assert ratio == pytest.approx(plain["Ada-KV"] / plain[members.PLAIN])
+    assert [m.value for m in timings.decode_ratio()] == pytest.approx([4, 2])
+    for batch, value in ((0, 4), (-1, 8)):
+        assert timings.decode_ratio(batch)[0][1:] == pytest.approx((value, 0.9 * value, value / 0.9, 3))
+        slowest = timings.decode_ratio(batch, slowest=True)[0]
+        assert slowest[1:] == pytest.approx((value, 0.9 / 1.1 * value, 1.1 / 0.9 * value, 3))
+    assert [m.value for m in timings.decode_ratio(-1)] == pytest.approx([64 / 8, 64 / 10])
+    assert [m.value for m in timings.peak_ratio()] == pytest.approx([0.25, 0.5, 0.75, 0.75])
 
 
 def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
@@ -492,12 +475,11 @@ def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
     ]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["method", "backend", "tokens", "seconds", "low", "high"])
     frame.assign(part="first", model="any", share=0.2, runs=[8, 7, 6, 1, 6, 6]).to_csv(gpu / "first_token.csv")
-    short, long = members.first_token_ratio()
+    short, long = timings.first_token_ratio()
     assert short == ("any, 100 tokens, authors' code", 1.5, pytest.approx(2.9 / 2.1), pytest.approx(3.3 / 1.9), 7)
     assert long[:2] == ("any, 400 tokens, authors' code", 1.25)
     assert np.isnan(long[2:4]).all()
-    [claim] = [entry for entry in claims.load_claims("fragility")["claims"] if entry["id"] == "C9"]
-    tested = members.members(claim, {}, None, None, "as_run")
+    tested = members.members(BY_ID["C9"], {}, {}, "as_run")
     assert [member.what.estimate().low for member in tested] == [
         pytest.approx(2.9 / 2.1),
         pytest.approx(np.nan, nan_ok=True),
@@ -507,16 +489,15 @@ def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
 def test_every_claim_has_a_row_whatever_was_run():
     rows = synthetic()
     rows = rows[rows.policy.isin(["full", "snapkv"])]
-    book = claims.load_claims("fragility")
-    frame = members.evaluate(rows, None, model="m", profile="quick")
-    assert frame.claim.tolist() == [claim["id"] for claim in book["claims"]]
+    frame = verdicts(rows)
+    assert frame.claim.tolist() == [*BY_ID]
     assert set(frame[frame.claim == "C2"].verdict) == {"not testable here"}
     assert "not run" in frame[frame.claim == "C2"].note.iloc[0]
 
 
 @few_claims.only("C2")
 def test_few_items_are_named_as_the_reason():
-    frame = members.evaluate(synthetic(items=5), None, model="m", profile="quick").set_index("claim")
+    frame = verdicts(synthetic(items=5)).set_index("claim")
     assert set(frame.loc["C2"].note) == {"5 items: an interval needs at least 6"}
 
 
@@ -526,48 +507,46 @@ def test_wins_count_a_task_once_and_a_tie_as_half():
     worse = (rows.policy == "defensive_kv") & (rows.task == "t0")
     even = (rows.policy == "defensive_kv") & (rows.task == "t1")
     rival = rows[(rows.policy == "critical_ada_kv") & (rows.share == 0.2) & (rows.change == "none")]
-    rows.loc[worse, "token_f1"] = 0.0
-    rows.loc[even, "token_f1"] = rows["item"].map(rival.set_index("item").token_f1)[even]
-    book = claims.load_claims("fragility")
-    [claim] = [c for c in book["claims"] if c["id"] == "C2g"]
-    first, second = members.members(claim, book["sets"], rows, None, "as_described")
+    rows.loc[worse, "score"] = 0.0
+    rows.loc[even, "score"] = rows["item"].map(rival.set_index("item").score)[even]
+    first, second = members.members(BY_ID["C2g"], BOOK["sets"], {"quality": rows}, "as_described")
     assert dict(first.what.data.a) == {"t0": 0.0, "t1": 0.5, "t2": 1.0}
     assert (second.what.data.a == 1).all()
 
 
 @few_claims.only("C12")
 def test_experts_are_known_by_the_configuration_and_asked_for_where_there_are_none():
-    assert study.has_experts(tiny.architecture("qwen3_moe"))
-    assert not study.has_experts(tiny.model("qwen2"))
-    given = {"model": "m", "profile": "quick"}
-    with_experts = members.evaluate(synthetic(), None, experts=True, **given).set_index(["claim", "reading"])
-    without = members.evaluate(synthetic(), None, **given).set_index(["claim", "reading"])
+    assert members.has_experts(tiny.architecture("qwen3_moe"))
+    assert not members.has_experts(tiny.model("qwen2"))
+
+    class Experts:
+        name, model = "m", tiny.architecture("qwen3_moe")
+
+    with_experts = verdicts(synthetic(), Experts).set_index(["claim", "reading"])
+    without = verdicts(synthetic()).set_index(["claim", "reading"])
     assert with_experts.loc[("C12", "as_described"), "verdict"] == "reproduced"
     assert "Qwen3-30B-A3B" in without.loc[("C12", "as_described"), "note"]
 
 
 @few_claims.only("C11", "C11b", "C11c")
 def test_theorems_are_judged_case_by_case(monkeypatch):
-    given = {"model": "m", "profile": "quick"}
-    verdicts = members.evaluate(None, None, **given).set_index("claim")
-    assert verdicts.verdict[["C11", "C11b", "C11c"]].tolist() == ["reproduced", "reproduced", "not reproduced"]
-    broken = retention.bias_of_mean(Mixture())
-    monkeypatch.setattr(retention, "bias_of_max", lambda x, m: broken)
-    assert members.evaluate(None, None, **given).set_index("claim").verdict["C11b"] == "not reproduced"
+    judged = verdicts().set_index("claim")
+    assert judged.verdict[["C11", "C11b", "C11c"]].tolist() == ["reproduced", "reproduced", "not reproduced"]
+    broken = mixture.bias_of_mean(Mixture())
+    monkeypatch.setattr(mixture, "bias_of_max", lambda x, m: broken)
+    assert verdicts().set_index("claim").verdict["C11b"] == "not reproduced"
 
 
 def test_the_largest_gain_is_larger_than_each_other():
     rows = synthetic()
     rows["task"] = [("niah_multikey_2", "frequent_words")[int(item[1:]) % 2] for item in rows["item"]]
-    better = rows.policy.isin(study.DEFENSIVE) & (rows.task == "niah_multikey_2")
-    book = claims.load_claims("fragility")
-    [claim] = [c for c in book["claims"] if c["id"] == "C4b"]
+    better = rows.policy.isin(DEFENSIVE) & (rows.task == "niah_multikey_2")
     shares = {}
     for name, more in (("alike", 0.0), ("larger", 0.2)):
-        changed = rows.assign(token_f1=rows.token_f1 + more * better)
-        judged = judge.judge(claim, members.members(claim, book["sets"], changed, None, "as_described"))
+        changed = {"quality": rows.assign(score=rows.score + more * better)}
+        judged = judge.judge(BY_ID["C4b"], members.members(BY_ID["C4b"], BOOK["sets"], changed, "as_described"))
         assert [case.label for case in judged] == [
-            f"{policy}, niah_multikey_2 over frequent_words" for policy in study.DEFENSIVE
+            f"{policy}, niah_multikey_2 over frequent_words" for policy in DEFENSIVE
         ]
         shares[name] = {case.state for case in judged}
     assert shares["larger"] == {"holds"}
@@ -581,12 +560,12 @@ def test_one_change_at_a_time_is_named_and_found_again():
     changed = rows[(rows.policy == "defensive_kv") & (rows.change == "4 bits")]
     cell = {"policy": "defensive_kv", "share": 0.4, "bits": 4}
     pd.testing.assert_series_equal(
-        study.scores(rows, cell, "as_run"), changed[changed.reading == "as_run"].set_index("item").token_f1
+        study.scores(rows, cell, "as_run"), changed[changed.reading == "as_run"].set_index("item").score
     )
     assert set(rows[rows.change == "defensive"].policy) == set(study.PLUG_IN)
     with pytest.raises(judge.NotTestable, match="not run: policy snapkv, share 0.2, guard 0.3"):
         study.scores(rows, {"policy": "snapkv", "share": 0.2, "guard": 0.3})
-    assert study.readings_of(rows) == list(study.READINGS)
+    assert set(rows.reading) == {"any", *policy.READINGS}
 
 
 def test_an_own_policy_is_judged_beside_the_papers(monkeypatch):
@@ -594,9 +573,7 @@ def test_an_own_policy_is_judged_beside_the_papers(monkeypatch):
     monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("snapkv"), title="Mine"))
     of_own = rows[(rows.policy == "defensive_kv") & (rows.reading == "as_described")]
     of_own = of_own.assign(policy="mine", reading="any")
-    given = {"model": "m", "profile": "quick"}
-    frame = members.evaluate(pd.concat([rows, of_own]), None, **given)
-    before = members.evaluate(rows, None, **given)
+    frame, before = verdicts(pd.concat([rows, of_own])), verdicts(rows)
     pd.testing.assert_frame_equal(frame[: len(before)], before)
     added = frame[len(before) :].set_index("claim")
     named = "C2 C2g C2h C3 C4 C4b C4c C4d C4e C4f C6 C6b C7 C10 C10b".split()
@@ -608,111 +585,51 @@ def test_an_own_policy_is_judged_beside_the_papers(monkeypatch):
     assert added.loc["C2 Mine", "ours"] == pytest.approx(0.3, abs=0.02)
     assert added.loc["C6 Mine", "ours"] == pytest.approx(0)
     monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("k_norm"), title="Mine"))
-    bare = members.evaluate(pd.concat([rows, of_own[of_own.change.isin(["none", "guards"])]]), None, **given)
+    bare = verdicts(pd.concat([rows, of_own[of_own.change.isin(["none", "guards"])]]))
     assert set(bare.claim[len(before) :]) == {f"{name} Mine" for name in named if not name.startswith(("C6", "C10b"))}
 
 
 def test_claims_file_names_what_exists():
-    book = claims.load_claims("fragility")
-    for claim in book["claims"]:
+    for claim in BOOK["claims"]:
         assert claims.paper_text(claim["paper"], claim.get("unit", "F1"))
         for form in (claim, {**claim, **claim.get("first", {})}):
-            contrasts = {*stats.CONTRASTS, *members.TIMED, *retention.theorems(), "lead", "spread", "wins"}
+            contrasts = {*stats.CONTRASTS, *timings.CONTRASTS, *mixture.theorems(), "lead", "spread", "wins"}
             assert form["contrast"] in contrasts
         for cell in claim.get("cells", {}).values():
             assert cell.get("rule", "mean") in retention.RULES
-    assert set(book["sets"]["six"]) == {*study.TABLE_1.values(), *study.DATASETS.values()}
-    assert set(study.DATASETS) == set(study.TABLE_1)
-    assert set(book["sets"]["long"]) == {*study.LONG, *longbench.GROUPS["long"]}
-    assert set(book["sets"]["ruler"]) <= {*world.ALL, *ruler.TASKS}
-    assert {claim["id"][:2] for claim in book["claims"]} >= {f"C{i}" for i in range(1, 10)}
+    assert set(BOOK["sets"]["six"]) == {*study.STAND_INS, *study.DATASETS}
+    assert set(BOOK["sets"]["long"]) == {*study.LONG, *longbench.GROUPS["long"]}
+    assert set(BOOK["sets"]["ruler"]) <= {*world.ALL, *ruler.TASKS}
+    assert {claim["id"][:2] for claim in BOOK["claims"]} >= {f"C{i}" for i in range(1, 10)}
 
 
-@pytest.fixture(scope="module")
-def chapter(eager):
-    """What the notebook hands to its figures: twelve copies of an answer, jittered, and the synthetic grid."""
-    many = retention.variants(SHORT)
-    more = retention.specifications(SHORT)
-    curves, summary = retention.retained(eager[0], PROMPT, ANSWER, many | more, 1)
-    frames = {"curves": [], "summary": []}
-    for i in range(12):
-        item = {"item": f"i{i}", "task": "list_all" if i % 2 else "summary"}
-        frames["curves"].append(curves.assign(**item))
-        frames["summary"].append(summary.assign(**item, worst=(summary.worst * (1 + 0.01 * i)).clip(upper=1)))
-    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
-    return study.Retained(**joined, layer=1), synthetic()
-
-
-def test_a_claims_members_are_the_tasks_or_the_layers(chapter):
-    r, rows = chapter
-    book = claims.load_claims("fragility")
-    by_id = {claim["id"]: claim for claim in book["claims"]}
-    asked = ("C1", "C1b", "C1m", "C1n", "C1p", "C1q", "C6b", "C7b")
-    tested = {i: members.members(by_id[i], book["sets"], rows, r, "as_run") for i in asked}
+def test_a_claims_members_are_the_tasks_or_the_layers(eager):
+    """Twelve copies of an answer, jittered."""
+    _, one = retention.retained(eager[0], PROMPT, ANSWER, retention.combinations(SHORT) | retention.singles(SHORT), 1)
+    copies = [
+        one.assign(
+            item=f"i{i}", task="list_all" if i % 2 else "summary", worst=(one.worst * (1 + 0.01 * i)).clip(upper=1)
+        )
+        for i in range(12)
+    ]
+    summary = pd.concat(copies, ignore_index=True).assign(long=True, headline=lambda t: t.layer == 1)
+    tables = {"retained": summary, "quality": synthetic()}
+    asked = ("C1", "C1b", "C1k", "C1m", "C1n", "C1p", "C1q", "C6b", "C7b")
+    tested = {i: members.members(BY_ID[i], BOOK["sets"], tables, "as_run") for i in asked}
     labels = {i: [member.label for member in of_claim] for i, of_claim in tested.items()}
-    assert labels["C1"] == ["list_all", "summary"]
+    assert labels["C1"] == ["summary", "list_all"]
     assert labels["C1b"] == ["layer 0", "layer 1", "layer 2"]
+    assert labels["C1k"][:2] == ["token 1, summary", "token 2, summary"]
+    assert labels["C1q"] == ["prior before the norm, summary", "prior before the norm, list_all"]
     assert labels["C6b"][0] == "defensive_kv, window 16"
     assert labels["C7b"] == ["10%", "20%"]
-    wide = r.summary.query("setting == 'default' and layer == 1 and head == -1 and task == 'summary'")
-    wide = wide.pivot_table(index="item", columns="rule", values="worst")
-    parts = study.by_part(r).set_index(["setting", "part"]).value
-    apart = {"C1": "both", "C1m": "largest", "C1n": "prior", "C1p": "prior alone"}
-    for claim, part in apart.items():
-        a, b = retention.CHANGES[part]
-        assert tested[claim][1].what.estimate().value == pytest.approx((wide[a] - wide[b]).mean())
-    of_default = parts[retention.DEFAULT]
-    assert of_default["both"] == pytest.approx(of_default["largest"] + of_default["prior"])
-    assert labels["C1q"] == ["prior before the norm, list_all", "prior before the norm, summary"]
-    both = np.mean([member.what.estimate().value for member in tested["C1q"]])
-    assert parts["prior before the norm", "both"] == pytest.approx(both)
-
-
-def test_the_chapters_own_figures_show_what_they_are_given(chapter):
-    r, rows = chapter
-    rules = ["single", "mean", "defensive"]
-    shown = r.curves[r.curves["item"].isin(["i0", "i1"]) & (r.curves.layer == 1) & r.curves.rule.isin(rules)]
-    lines = figures.curves(shown).axes
-    assert [axes.get_title("left") for axes in lines[:3]] == ["one past query", "mean", "defensive"]
-    assert len(lines) == 6
-    specs = retention.specifications(SHORT)
-    table = pd.DataFrame({"setting": list(specs), "value": np.linspace(-1, 1, 128)})
-    table = table.assign(low=table.value - 0.1, high=table.value + 0.1, largest=table.value / 2)
-    above, below = figures.specifications(table, specs).axes
-    whole, alone = (np.asarray(drawn.get_offsets())[:, 1] for drawn in above.collections[1:3])
-    assert len(whole) == 128
-    assert alone == pytest.approx(whole / 2)
-    assert len(below.get_yticklabels()) == 14
-    table = pd.concat([retention.theory(Mixture(), [1, 8], 500), retention.survival(Mixture(), [1, 8], heads=20)])
-    assert [axes.get_ylabel() for axes in figures.mixture(table, Mixture()).axes] == list(figures.PANELS.values())
-    shares = pd.DataFrame({"held": [20.0, 40.0] * 2, "value": [0.1, 0.2, 0.3, 0.4], "low": 0.0, "high": 0.5})
-    shares = shares.assign(policy=["snapkv"] * 2 + ["cake"] * 2, reading="any")
-    panels = figures.by_bytes(shares, "reading").axes
-    assert [axes.get_title("left") for axes in panels] == ["SnapKV", "CAKE"]
-    for axes in panels:  # the others' lines in grey, below the panel's own
-        grey = [line.get_ydata().tolist() for line in axes.lines if line.get_color() == "#BDBDBD"]
-        assert sorted(grey) == [[0.1, 0.2], [0.3, 0.4]]
-    drawing = figure.estimates(shares, "value", "held")
-    figures.grouped(drawing, pd.Series(["a", "a", "b", "b"]))
-    assert [line.get_ydata()[0] for line in drawing.axes[0].lines if line.get_color() == "#9A9A9A"] == [1.5]
-    assert figures.methods(rows[rows.policy == "defensive_kv"][:1]) == ["DefensiveKV,\nauthors' code"]
-
-
-def test_where_the_headline_may_have_been_measured(chapter):
-    r, _ = chapter
-    rows = study.headlines(r)
-    places = {"all layers together", "worst layer", "worst query head"}
-    assert set(rows["where"]) == {
-        "our default", *(f"our default, {place}" for place in places), *set(retention.variants()) - {retention.DEFAULT}
-    }  # fmt: skip
-    lowest = rows[rows.rule == "mean"].groupby("where").worst.mean()
-    assert lowest["our default, worst query head"] <= lowest["our default, worst layer"] <= lowest["our default"]
-    paper = study.printed()
-    assert paper["where"].nunique() == 3
-    table_1 = paper[paper["where"] == "paper, table 1"]
-    assert set(table_1.task) == set(study.TABLE_1.values())
-    named = study.printed(["gov_report", "other"])
-    assert set(named.task.dropna()) == set(table_1.task) - {"summary"} | {"gov_report"}
+    apart = {"C1": "defensive - mean", "C1m": "max - mean", "C1n": "defensive - max", "C1p": "mean with prior - mean"}
+    for setting, of_claims in (("default", apart), ("prior before the norm", {"C1q": "defensive - mean"})):
+        wide = summary[summary.headline & (summary.setting == setting) & (summary.task == "summary")]
+        wide = wide.pivot_table(index="item", columns="rule", values="worst")
+        for claim, difference in of_claims.items():
+            a, b = difference.split(" - ")
+            assert tested[claim][0].what.estimate().value == pytest.approx((wide[a] - wide[b]).mean())
 
 
 def test_long_answers_are_looked_at_where_items_may_have_them():
@@ -730,8 +647,6 @@ def test_long_answers_are_looked_at_where_items_may_have_them():
     assert Counter(item.task for item in own_items) == {"mine": 3, "notes": 2}
     brief = study._observed_elsewhere([*items("a", None), *items("b", None)], sizes, seed=0)
     assert len(brief) == 3
-    summary = pd.DataFrame({"task": ["trec", "qmsum", "gov_report"]})
-    assert study.Retained(pd.DataFrame(), summary, 0).long_tasks == ["qmsum", "gov_report"]
 
 
 @pytest.mark.parametrize(("kind", "layer"), [("llama", 1), ("mistral", 1), ("gemma3", 0)])
@@ -748,33 +663,29 @@ def test_items_that_the_study_cannot_take_are_left_out_and_the_first_is_named(tm
     items, alone = tmp_path / "own.jsonl", tmp_path / "alone.jsonl"
     items.write_text("".join(json.dumps(row) + "\n" for row in (rows[0] | {"spans": spans}, rows[1], brief)))
     alone.write_text(json.dumps(rows[1]) + "\n")
-    loaded, settings, why = models.load("tiny-gqa"), study.Settings(), "item bare: the prompt has no span 'question'"
-    choices = {"shares": [0.2], "policies": ["snapkv"], "reading": "as_run"}
-    answered, [every, *_] = study.declare(loaded, str(items), 3, settings, **choices)
+    loaded, why = models.load("tiny-gqa"), "item bare: the prompt has no span 'question'"
+    settings = Settings(shares=(0.2,), policies=("snapkv",), reading="as_run")
+    answered, [every, *_] = study.declare(loaded, str(items), 3, settings)
     assert [item.id for item in answered.items] == ["whole"]
     assert [item.id for item in every.items] == ["whole", "brief"]  # of which only the full cache is asked
     printed = capsys.readouterr().out
     assert f"fragility: 1 of 3 items left out, the first because: {why}" in printed
     assert "fragility: 1 of 2 items left out, the first because: item brief: 50% of" in printed
     with pytest.raises(InputError, match=f"^{why}: it has none"):
-        study.declare(loaded, str(alone), 1, settings, **choices)
+        study.declare(loaded, str(alone), 1, settings)
 
 
-def test_what_a_short_prompt_cannot_meet_is_left_out_and_the_rest_is_kept(capsys):
+def test_what_a_short_prompt_cannot_meet_is_a_row_without_an_answer(tmp_path):
     loaded = models.load("small-gqa")
     short, long = (data.load_items("tinyworld:needle", 1, tokens=tokens)[0] for tokens in (300, 900))
-    conditions = study.compared([0.1, 0.4], ["snapkv", "ada_kv"], "as_run")
-    answers = study.Answers("fragility", "every", [short, replace(long, id="long")], conditions, 4)
-    of_short, of_long = study.met(answers, loaded).conditions
-    assert [c.budget for c in of_short] == [None, 0.4, 0.4]
-    assert of_long == conditions
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"fragility/every: 2 of 8 answers are left out, the first {short.id}, snapkv 10%")
-    assert "< 32 protected tokens" in line
-    kept = replace(answers, items=[answers.items[1]])
-    assert study.met(kept, loaded) == kept
-    with pytest.raises(InputError, match=f"^item {short.id}: budget .* < 32 protected tokens"):
-        study.met(replace(answers, items=[short], conditions=study.compared([0.1], ["snapkv"], "as_run")), loaded)
+    settings = Settings(results=tmp_path, progress=False, shares=(0.1, 0.4), policies=("snapkv",))
+    conditions = study.compared(settings.shares, settings)
+    part = study.Answers("fragility", "every", [short, replace(long, id="long")], conditions, 2, gaps=True)
+    rows = study.answers([part], loaded, settings)
+    [missing] = rows[rows.error.notna()].itertuples()
+    assert (missing.item, missing.share) == (short.id, 0.1)
+    assert "< 32 protected tokens" in missing.error
+    assert rows.score.isna().sum() == 1
 
 
 def test_in_a_dry_run_an_items_own_answer_stands_for_the_models_as_far_as_that_may_go(tmp_path, monkeypatch):
@@ -782,7 +693,7 @@ def test_in_a_dry_run_an_items_own_answer_stands_for_the_models_as_far_as_that_m
     answered = study.observed(loaded, "tinyworld:two_hop", study.Size(1, 1, 1, 1, 1), settings)
     monkeypatch.setattr(study, "run", lambda requested, *given: seen.append(requested) or usual(requested, *given))
     usual, seen = run, []
-    study.retained_by(answered, loaded, settings)
+    study.retained(answered, loaded, settings)
     lengths = [(len(item.tokens), len(loaded.tokenizer.encode(item.item.answer))) for item in seen[1].items.values()]
     assert all(tokens == min(200, answer) for tokens, answer in lengths)
     assert max(answer for _, answer in lengths) > 200
@@ -797,28 +708,26 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     items = tmp_path / "own.jsonl"
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = models.load(str(checkpoint.save(tmp_path / "small", [row["context"] for row in rows])))
-    settings = Settings(results=tmp_path, progress=False, answer_tokens=4, max_new_tokens=4)
-    studies = study.declare(
-        loaded, str(items), 2, settings, shares=[0.4], policies=list(study.POLICIES), reading="as_described"
+    settings = Settings(
+        results=tmp_path, progress=False, answer_tokens=4, max_new_tokens=4, shares=(0.4,), reading="as_described"
     )
-    r, grid = study.results(*studies, loaded, settings)
-    assert r.summary["item"].nunique() == 2
-    assert r.long_tasks == ["harbour"]
-    assert r.layer == study.paper_layer(loaded.model)
+    answered, parts = study.declare(loaded, str(items), 2, settings)
+    tables, grid = study.retained(answered, loaded, settings), study.answers(parts, loaded, settings)
+    summary = tables["summary"]
+    assert summary["item"].nunique() == 2
+    assert summary.long.all()  # no task has long answers
+    assert set(summary[summary.headline].layer) == {study.paper_layer(loaded.model)}
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    again, _ = study.results(*studies, loaded, settings)
-    pd.testing.assert_frame_equal(again.summary, r.summary)
+    again = study.retained(answered, loaded, settings)["summary"]
+    pd.testing.assert_frame_equal(again, summary)
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
     printed = capsys.readouterr().out
     assert "duo_attention is left out" in printed
     assert "4 bits are left out" in printed
-    study.results(*studies, loaded, replace(settings, dry_run=True))
+    study.retained(answered, loaded, replace(settings, dry_run=True))
     assert "fragility/retained: 0 of 2 items" in capsys.readouterr().out
-    without = study.without_cache(studies[1], loaded, settings)
-    assert without.groupby("item").control.apply(set).tolist() == [{"first_word", "copy", "refusal", "no_passage"}] * 2
-    assert (without.score == without.token_f1).all()
     main = grid[grid.change == "none"]
-    assert set(main.policy) == {"full", *study.POLICIES, *study.PLUG_IN} - {"duo_attention"}
+    assert set(main.policy) == {"full", *POLICIES, *study.PLUG_IN} - {"duo_attention"}
     assert (grid[grid.change == "guards"].groupby("policy").size() == 2).all()
-    frame = members.evaluate(grid, r, model=loaded.name, profile="quick")
+    frame = Verdicts("fragility", loaded, settings).of({"retained": summary, "quality": grid})
     assert set(frame[frame.claim.str.match("C1[a-q]?$|C2")].verdict) == {"not testable here"}

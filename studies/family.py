@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
+from kvrepro.chapters.leakage import members as leakage
 from kvrepro.errors import InputError, ensure_known, error_line
 from kvrepro.experiment import claims, models
 from kvrepro.paths import write_table
@@ -59,7 +60,8 @@ def _of_protection(space: dict[str, Any]) -> pd.DataFrame:
 
 def _of_leakage(space: dict[str, Any]) -> pd.DataFrame:
     """The answers of each reading to the default variant with the defense first, where following was measured."""
-    parts = [s.answers.assign(reading=s.reading, asked=s.instructions) for s in space["studies"]]
+    studies = [leakage.Study.of(space["tables"], reading) for reading in space["settings"].readings]
+    parts = [s.answers.assign(asked=s.instructions) for s in studies]
     rows = pd.concat(parts, ignore_index=True)
     rows = rows[(rows.order == "normal") & (rows.variant == "default") & rows.followed.notna()]
     return rows[["system", "order", "variant", "policy", "ratio", "followed", "following", "reading", "asked"]]

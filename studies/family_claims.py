@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from kvrepro.chapters.leakage import members as leakage
-from kvrepro.chapters.leakage.study import Study
+from kvrepro.chapters.leakage.members import Study
 from kvrepro.chapters.protection import members as protection
 from kvrepro.experiment import claims, history, models
 from kvrepro.experiment.judge import Member, NotTestable, Sample
@@ -140,7 +140,7 @@ def _of_leakage(claim: Mapping, rows: Mapping[str, pd.DataFrame]) -> Members:
     studies = {name: Study("", frame, instructions=frame.asked.iloc[0]) for name, frame in rows.items() if len(frame)}
     if claim.get("mean") == "prompts":
         studies = {name: leakage.by_prompt(s) for name, s in studies.items()}
-    able = {name: s for name, s in studies.items() if s.follow.uncompressed().value >= FOLLOWS}
+    able = {name: s for name, s in studies.items() if s.follow.uncompressed() >= FOLLOWS}
     members: Members = []
     for a, b in pairs(able, claim["models"]):
         parts = leakage.CONTRASTS[claim["contrast"]](replace(able[a], other=able[b]))

@@ -17,7 +17,6 @@ TWO = ("defensive_kv", "dropkv")  # not in the paper
 LAMBDAS = (0.2, 0.4, 0.6, 0.8)  # between default (0) and fair (1)
 DEBIAS = tuple(f"debias {x:g}" for x in LAMBDAS)
 HELD = {"whitelist": "phrase", "opening": "core", "whole": "defense"}  # variant -> the span that always stays
-VARIANTS = ("default", *HELD, "fair", *DEBIAS, "ends")
 FAIR_DIFFERS = ("streaming_llm", "h2o", "snapkv", "tova")  # whose fair variant in the public code is not the paper's
 LIBRARY = ("snapkv", "tova")  # whose defaults in kvpress, which the paper takes, are the catalogue's "as_run"
 # kvpress' SnapKV, for the fair variant "as_described", where the catalogue would give that of SnapKV's paper
@@ -33,15 +32,13 @@ class Cell:
 
     variant: default; whitelist (the defense's prohibition stays), opening (its first sentence stays), whole (all of it
     stays); fair; debias <lambda>; ends (a tenth of the budget protected at either end). reading: decides SnapKV's
-    window (`on`) and the fair variant (`differs`). policy: of the catalogue, or the reader's own. spans: that share
-    fairly.
+    window (`on`) and the fair variant (`differs`). policy: of the catalogue, or the reader's own.
     """
 
     policy: str
     ratio: float
     variant: str = "default"
     reading: str = "as_described"
-    spans: tuple[str, ...] = PARTS
 
     @property
     def condition(self) -> Condition:
@@ -51,7 +48,7 @@ class Cell:
             return Condition("full", regime=before)
         name, _, number = self.variant.partition(" ")
         if name not in ("default", "fair", "debias", "ends", *HELD):
-            variants = ", ".join([*VARIANTS[:5], "debias <lambda>", "ends"])
+            variants = f"default, {', '.join(HELD)}, fair, debias <lambda>, ends"
             raise InputError(f"unknown variant {self.variant!r}: choose {variants}")
         shared = name in ("fair", "debias")
         reading = "as_described"
@@ -63,7 +60,7 @@ class Cell:
         if name in HELD:
             extra["whitelist"] = (HELD[name],)
         elif shared:
-            before = Offline(until="request", fair=float(number or 1), spans=self.spans)
+            before = Offline(until="request", fair=float(number or 1), spans=PARTS)
         elif name == "ends":
             extra |= {"prefix": 0.1, "suffix": 0.1}
         if self.policy == "snapkv" and reading == "as_described":
@@ -107,12 +104,12 @@ def differs(name: str, variant: str) -> bool:
 
 def cells(
     policies: Iterable[str], ratios: Iterable[float], variants: Iterable[str] = ("default",),
-    readings: Iterable[str] = READINGS[1:], *, spans: tuple[str, ...] = PARTS,
+    readings: Iterable[str] = READINGS[1:],
 ) -> list[Cell]:  # fmt: skip
     """The uncompressed cache, and all combinations that can run; those as run only if they differ from the paper's."""
     ratios = list(ratios)
     chosen = [
-        Cell(name, ratio, variant, reading, spans)
+        Cell(name, ratio, variant, reading)
         for name in policies
         for variant in variants
         if not (variant.startswith("debias") and policy.find(name).across)  # such budgets are known after all layers
@@ -120,4 +117,4 @@ def cells(
         for ratio in ratios
         if ratio and (reading == "as_described" or differs(name, variant))
     ]
-    return [Cell("full", 0.0, spans=spans), *chosen]
+    return [Cell("full", 0.0), *chosen]

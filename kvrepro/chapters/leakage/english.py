@@ -162,21 +162,16 @@ def _row(line: dict[str, Any], number: int) -> Row:
 
 
 def english(
-    source: str, n: int | None = None, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: bool = True,
-    wording: Wording = OURS,
-) -> list[Item]:  # fmt: skip
-    """n system prompts, or all there are, of IFEval (`source` "ifeval") or of a file (`read`), with a defense.
-
-    preamble: begin every directive with a general sentence, as in the public code. meta: as in `prompts.systems`, and
-    `wording`.
-    """
+    source: str, n: int | None = None, seed: int = 0, orders: Sequence[str] = ORDERS, wording: Wording = OURS
+) -> list[Item]:
+    """n system prompts, or all there are, of IFEval (`source` "ifeval") or of a file (`read`), with a defense. Every
+    directive begins with a general sentence, as in the public code. meta: as in `prompts.systems`, and `wording`."""
     path = data.fetch("ifeval/sys_ifeval.jsonl") if source == "ifeval" else data.find_file(source) or Path(source)
     rows, name = read(path), "ifeval" if source == "ifeval" else path.stem
     items = []
     for i in sorted(random.Random(seed).sample(range(len(rows)), min(n or len(rows), len(rows)))):
         row = rows[i]
-        directive: Parts = [(["directive", "preamble"], wording.preamble)] if preamble else []
-        directive.append((["directive", "rule"], row.directive))
+        directive: Parts = [(["directive", "preamble"], wording.preamble), (["directive", "rule"], row.directive)]
         refusal = row.refusal or ("" if row.defense else wording.refusal)
         meta = {
             "rules": "multi" if len(row.instructions) > 1 else "single", "ifeval": row.instructions,
@@ -186,8 +181,8 @@ def english(
         turns = {"follow": (row.request, ""), "leak": (wording.leak, refusal)}
         for order in orders:
             defense = row.defense or wording.defense.get(order, [])
-            name_parts = [name, *["paper"] * (wording.name == "paper"), *["bare"] * (not preamble), order, row.id]
-            items += requests("-".join(name_parts), i, order, defense, directive, turns, meta, source == "ifeval")
+            identity = "-".join([name, *["paper"] * (wording.name == "paper"), order, row.id])
+            items += requests(identity, i, order, defense, directive, turns, meta, source == "ifeval")
     return items
 
 

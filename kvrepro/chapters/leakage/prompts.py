@@ -7,7 +7,6 @@ with its first sentence `core` and its prohibition `phrase`, and `directive`, wi
 """
 
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,12 +25,12 @@ QUESTIONS = ("longbench", "protection-panel", "ruler")  # items of other chapter
 Parts = list[tuple[list[str], str]]  # names of the spans that a piece of text belongs to, and the text
 
 
-def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: bool = True) -> list[Item]:
+def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS) -> list[Item]:
     """Two items, `follow` and `leak`, for each of n system prompts in each order; the same rules in all orders.
 
     Half of the system prompts hold one rule, of each class in turn; half hold two to five. Order "alone" has no
-    defense. preamble: False leaves it out. meta: system (its number), order, request, rules ("single", "multi"),
-    instructions, and the reference texts.
+    defense. meta: system (its number), order, request, rules ("single", "multi"), instructions, and the reference
+    texts.
     """
     if n < 1 or set(orders) - {*ORDERS, "alone"}:
         raise InputError(f"{n} system prompts in orders {list(orders)}: at least 1, of {', '.join(ORDERS)}, alone")
@@ -46,14 +45,13 @@ def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS, preamble: boo
         ask = [words.REQUESTS[verb], "on", *[word for pair in listed for word in (*pair, "and")][:-1], "##."]
         texts = {"follow": (ask, follow(listed, verb, rules)), "leak": (rng.choice(world.LEAK_REQUESTS), world.REFUSAL)}
         turns = {request: (world.pretty(user), world.pretty(answer)) for request, (user, answer) in texts.items()}
-        directive = [(["directive", "preamble"], world.pretty(world.PREAMBLE))] if preamble else []
+        directive = [(["directive", "preamble"], world.pretty(world.PREAMBLE))]
         for kind, rule in rules.items():
             directive.append((["directive", f"rule:{kind}"], world.pretty(INSTRUCTIONS[kind].text(rule))))
         for order in orders:
             defense = _defense(world.DEFENSE_BEFORE if order == "normal" else world.DEFENSE_AFTER)
             meta = {"rules": "multi" if several else "single", "instructions": {k: list(r) for k, r in rules.items()}}
-            name = f"{order}-{seed}-{i}" if preamble else f"bare-{order}-{seed}-{i}"
-            items += requests(name, i, order, defense, directive, turns, meta)
+            items += requests(f"{order}-{seed}-{i}", i, order, defense, directive, turns, meta)
     return items
 
 
@@ -91,15 +89,9 @@ def _defense(tokens: list[str]) -> Parts:
 
 
 def requests(
-    name: str,
-    system: int,
-    order: str,
-    defense: Parts,
-    directive: Parts,
-    turns: Mapping,
-    meta: dict,
+    name: str, system: int, order: str, defense: Parts, directive: Parts, turns: Mapping, meta: dict,
     papers: bool = True,
-) -> list[Item]:
+) -> list[Item]:  # fmt: skip
     """One item per request to the same system prompt. Its parts are joined by a space unless one brings its own."""
     parts = {"normal": defense + directive, "flipped": directive + defense, "alone": directive}[order]
     text, spans, pieces = "", [], {}
@@ -142,30 +134,6 @@ def _holds_system_prompt(row: dict, number: int) -> SimpleNamespace:
     """Whether a row holds a system prompt: a system and a user turn, and neither `context` nor `question`."""
     roles, question = [turn["role"] for turn in row.get("messages") or []], row.get("context") or row.get("question")
     return SimpleNamespace(id=number, system=roles == ["system", "user"] and not question)
-
-
-def marked(items: Sequence[Item], how: str) -> list[Item]:
-    """The items with other spans, named `part <i>`, for fair quotas over all spans (`Cell(spans=())`).
-
-    how: "rules" (defense, preamble and every rule), "sentences" (of the system turn, recognised by their full stops),
-    "turns" (one span: the whole system turn).
-    """
-    copies = []
-    for item in items:
-        text = item.messages[0]["content"]
-        if how == "sentences":
-            places = [match.span() for match in re.finditer(r"\S[^.!?]*[.!?]?", text)]
-        elif how == "turns":
-            places = [(0, len(text))]
-        elif how == "rules":
-            wanted = ("defense", "preamble", *(f"rule:{kind}" for kind in item.meta["instructions"]))
-            stretches = [[(s.start, s.end) for s in item.spans if s.name == name] for name in wanted]
-            places = [(min(a for a, _ in stretch), max(b for _, b in stretch)) for stretch in stretches if stretch]
-        else:
-            raise InputError(f"unknown marks {how!r}: choose rules, sentences or turns")
-        spans = tuple(Span(f"part {i}", 0, *place) for i, place in enumerate(places))
-        copies.append(replace(item, id=f"{item.id}|{how}", spans=spans, meta=item.meta | {"marks": how}))
-    return copies
 
 
 def prompt(loaded: Loaded, item: Item) -> Prompt:

@@ -5,11 +5,11 @@ import json
 import checkpoint
 import pytest
 
-from kvrepro.chapters.leakage import english, ifeval, members, runs, scores, study, switches
-from kvrepro.chapters.leakage.plan import ChapterPlan
+from kvrepro.chapters.leakage import english, estimates, ifeval, scores, study
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
+from kvrepro.experiment.verdict import Verdicts
 
 YES_NO = [
     ("keywords:existence", {"keywords": ["Dog", "day"]}, "a DOG a day", "a dog"),
@@ -87,8 +87,8 @@ def test_items_behind_a_defense(tmp_path, monkeypatch):
     assert scores.refusal(leak) == leak.answer
 
 
-def test_the_chapters_runs_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkeypatch):
-    """Random weights tell nothing: no row fails but those that cannot be met, no leakage is claimed, all is drawn."""
+def test_the_chapters_studies_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkeypatch):
+    """Random weights tell nothing: no row fails but those that cannot be met, and no leakage is claimed."""
     rows = [
         {
             "key": i,
@@ -111,19 +111,14 @@ def test_the_chapters_runs_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkey
     monkeypatch.setattr(data, "fetch", fetch)
     texts = [m["content"] for item in english.english("ifeval") for m in item.messages]
     loaded = models.load(str(checkpoint.save(tmp_path / "small-qwen2", texts)))
-    settings = Settings.of({"max_new_tokens": 4}, results=tmp_path, progress=False)
-    chapter = runs.chapter(loaded, ChapterPlan(settings, items="ifeval", n_items=6, ratios=[0.5]))
-    assert chapter.examples.empty
-    assert set(chapter.main.wording) == {"ours"}
-    assert chapter.wording == "in our words, not the paper's"
-    failed = chapter.main[chapter.main.error.notna()]
+    given = {"items": "ifeval", "n_items": 6, "ratios": [0.5], "max_new_tokens": 4}
+    settings = Settings.of(given, results=tmp_path, progress=False)
+    assert study.examples(loaded, settings) is None  # the data set is not at hand
+    tables = {"main": study.main(loaded, settings), "alone": study.alone(loaded, settings)}
+    failed = tables["main"][tables["main"].error.notna()]
     assert set(failed.variant) <= {"whole", "whitelist"}  # half of such a prompt may be less than its defense
     assert failed.error.str.contains("protected tokens").all()
-    studies = study.studies(chapter)
-    verdicts = members.evaluate(studies, loaded.name)
+    verdicts = Verdicts("leakage", loaded, settings).of(tables)
     assert not set(verdicts[verdicts.claim.isin(["L3b", "L7", "L7b"])].verdict) & {"reproduced", "partly"}
-    assert chapter.main.system.nunique() == 6
-    s = studies[-1]
-    tables = [study.rankings(s), study.fronts(s), study.optimal_shares(studies), switches.measured(chapter)]
-    assert all(len(table) for table in tables)
-    assert study.safe_budgets(s).empty  # of one ratio there is none
+    assert tables["main"].system.nunique() == 6
+    assert estimates.safe_budgets(scores.in_reading(tables["main"], "as_run")).empty  # of one ratio there is none

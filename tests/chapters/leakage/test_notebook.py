@@ -1,11 +1,13 @@
-"""The notebook from top to bottom: two foreign checkpoints, one ratio, one prompt, and a policy of one's own."""
+"""The notebook by papermill: two foreign checkpoints, one share, one prompt, and a policy of one's own."""
 
 import checkpoint
-import notebook
 import pandas as pd
+import papermill
+import pytest
 
 from kvrepro.chapters.leakage import prompts
 from kvrepro.experiment import claims, store
+from kvrepro.paths import ROOT
 
 OWN = """
 from kvrepro.engine.policy import Policy
@@ -18,28 +20,44 @@ MINE = Policy("Earliest", "this test", earliest)
 """
 
 
-def test_the_notebook_runs_on_two_checkpoint_folders_with_a_policy_of_ones_own(tmp_path):
-    """Rows, curves and verdict rows of its own; a random model tells nothing, so no verdict claims anything. What the
-    second model says stands beside what the first one does."""
-    (tmp_path / "own_policy.py").write_text(OWN)
-    policy = f"{tmp_path / 'own_policy.py'}:MINE"
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The executed notebook, the folder of its results, and the name of the policy."""
+    folder = tmp_path_factory.mktemp("leakage")
+    (folder / "own_policy.py").write_text(OWN)
+    policy = f"{folder / 'own_policy.py'}:MINE"
     texts = [message["content"] for item in prompts.systems(4) for message in item.messages]
-    folders = [str(checkpoint.save(tmp_path / name, texts)) for name in ("small-qwen2", "another")]
-    given = {"model": folders[0], "results": str(tmp_path / "results")}
-    given |= {"n_items": 1, "policies": [policy], "ratios": [0.5]}
-    given |= {"options": {"max_new_tokens": 4, "progress": False, "compare": folders[1]}}
-    outputs = [data for _, shown in notebook.run("leakage", given) for data in shown]
-    assert sum("image/svg+xml" in data for data in outputs) >= 10
-    assert sum("Earliest" in data.get("text/markdown", "") for data in outputs) >= 3
-    verdicts = pd.read_csv(tmp_path / "results" / "leakage" / "claims.csv")
+    first, second = (str(checkpoint.save(folder / name, texts)) for name in ("small-qwen2", "another"))
+    given = {"model": first, "results": str(folder / "results"), "n_items": 1, "policies": [policy], "ratios": [0.5]}
+    given |= {"options": {"max_new_tokens": 4, "progress": False, "compare": second, "workers": 1}}
+    notebook = papermill.execute_notebook(
+        ROOT / "notebooks" / "leakage.ipynb", folder / "out.ipynb", given, cwd=ROOT, progress_bar=False
+    )
+    return notebook, folder / "results" / "leakage", policy
+
+
+def test_every_section_that_one_share_allows_has_its_figure(done):
+    notebook, *_ = done
+    drawn = [any("image/svg+xml" in o.get("data", {}) for o in cell.get("outputs", [])) for cell in notebook.cells]
+    described = ["mystnb" in cell.metadata for cell in notebook.cells]
+    assert sum(described) == 9
+    assert [i for i, (a, b) in enumerate(zip(drawn, described, strict=True)) if a != b] == [16]  # needs two shares
+
+
+def test_general_claims_are_asked_of_ones_own_policy_and_a_random_model_claims_nothing(done):
+    notebook, results, _ = done
+    [box] = [cell for cell in notebook.cells if "findings" in cell.metadata.get("tags", [])]
+    assert box.outputs[0].data["text/markdown"].startswith("**On this model**")
+    verdicts = pd.read_csv(results / "claims.csv")
     assert verdicts.columns.tolist() == claims.COLUMNS
     assert {"L3b Earliest", "L7 Earliest"} <= set(verdicts.claim)
     assert not {"L9 Earliest", "L5 Earliest"} & set(verdicts.claim)  # these name their policies
     assert set(verdicts[verdicts.claim == "L3b Earliest"].verdict) == {"not testable here"}
-    [second] = (tmp_path / "results" / "leakage").glob("claims-*another.csv")
-    assert pd.read_csv(second).claim.tolist() == verdicts.claim.tolist()
-    assert set(pd.read_csv(second).model).isdisjoint(verdicts.model)
-    rows = store.read(tmp_path / "results" / "leakage" / "answers")
+
+
+def test_both_checkpoints_answer_with_every_cure(done):
+    _, results, policy = done
+    rows = store.read(results / "answers")
     rows = rows[rows.item.str.startswith("normal-") & (rows.policy == policy) & rows.error.isna()]
     assert rows.groupby("model").size().min() >= 2 * 3  # default, fair and both ends, two requests each
     assert rows.model.nunique() == 2

@@ -40,14 +40,6 @@ def test_both_orders_hold_the_same_rules_and_the_requests_the_same_system_turn()
     assert prompts.systems(3) == items[:12]
 
 
-def test_without_the_preamble_nothing_else_changes():
-    [item, *_], [bare, *_] = prompts.systems(1), prompts.systems(1, preamble=False)
-    gone = bare.messages[0]["content"]
-    assert item.messages[0]["content"] == gone.replace("them. ", f"them. {world.pretty(world.PREAMBLE)} ", 1)
-    assert "preamble" not in bare.meta["references"]
-    assert item.id != bare.id
-
-
 def test_the_phrase_is_the_prohibition_and_stands_at_the_same_place_in_every_prompt(loaded):
     """So that the public code's fixed positions and the paper's matched tokens are one, with the defense first."""
     items = prompts.systems(6, orders=("normal",))
@@ -76,19 +68,6 @@ def test_spans_are_the_texts_that_they_name():
         assert references["defense"].startswith(text_of(item, "core")[0])
         for kind, rule in item.meta.get("instructions", {}).items():
             assert text_of(item, f"rule:{kind}") == [world.pretty(INSTRUCTIONS[kind].text(tuple(rule)))]
-
-
-@pytest.mark.parametrize(("how", "spans"), [("rules", 6), ("sentences", 8), ("turns", 1)])
-def test_marks_cover_the_system_turn_in_order(how, spans):
-    """Four rules behind a defense of two sentences and a preamble of two."""
-    item = next(i for i in prompts.systems(6) if len(i.meta["instructions"]) == 4)
-    [marked] = prompts.marked([item], how)
-    places = [(span.start, span.end) for span in marked.spans]
-    assert len(places) == spans
-    assert places == sorted(places)
-    assert all(b <= c for (_, b), (c, _) in zip(places, places[1:], strict=False))
-    system = item.messages[0]["content"]
-    assert " ".join(system[a:b].strip() for a, b in places) == system
 
 
 def test_the_request_begins_where_the_system_turn_ends(loaded):
@@ -131,8 +110,6 @@ def test_examples_ask_for_the_mark_of_a_word_that_they_do_not_show():
             assert f" {item.answer}." in item.messages[0]["content"]
 
 
-def test_no_system_prompt_and_unknown_marks_are_refused():
+def test_no_system_prompt_is_refused():
     with pytest.raises(InputError, match="orders of|at least 1"):
         prompts.systems(0)
-    with pytest.raises(InputError, match="unknown marks 'words'"):
-        prompts.marked(prompts.systems(1), "words")

@@ -1,10 +1,9 @@
-"""Plans: sizes, and what is refused before anything is computed."""
+"""Settings: sizes of studies, and what is refused before anything is computed."""
 
 import json
 
 import pytest
 
-from kvrepro.chapters.leakage.plan import ChapterPlan
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.policy import Policy, own
@@ -12,32 +11,32 @@ from kvrepro.errors import InputError
 
 
 def test_sizes():
-    assert ChapterPlan(n_items=3).sizes.singles == 3
-    assert ChapterPlan(Settings(profile="full"), ratios=(0.5,)).sizes.varied == (0.5,)
-    assert [ChapterPlan(Settings(profile=name)).sizes.tokens for name in ("quick", "full")] == [128, 1280]
-    assert ChapterPlan(Settings(profile="full", max_new_tokens=7)).sizes.tokens == 7
+    assert Settings(n_items=3).sizes.singles == 3
+    assert Settings(profile="full", ratios=(0.5,)).sizes.varied == (0.5,)
+    assert [Settings(profile=name).sizes.tokens for name in ("quick", "full")] == [128, 1280]
+    assert Settings(profile="full", max_new_tokens=7).sizes.tokens == 7
 
 
 def test_the_papers_policies_and_ones_own_take_part_in_every_study():
     own("leakage_test", Policy("Own", "this test", CATALOGUE["k_norm"].score))
-    assert ChapterPlan(policies=("h2o", "dropkv", "leakage_test")).main == ["h2o", "leakage_test"]
-    assert ChapterPlan(policies=("dropkv",)).main == ["dropkv"]
+    assert Settings(policies=("h2o", "dropkv", "leakage_test")).main == ["h2o", "leakage_test"]
+    assert Settings(policies=("dropkv",)).main == ["dropkv"]
 
 
 def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, capsys):
     for name in ("longbench", "longbench:trec", "protection-panel"):
-        assert ChapterPlan(items=name).items == "ifeval"
+        assert Settings(items=name).items == "ifeval"
         assert f"leakage: items 'ifeval', which suit this chapter, in the place of {name!r}" in capsys.readouterr().out
     prompts_file, questions_file = tmp_path / "own.jsonl", tmp_path / "asked.jsonl"
     prompts_file.write_text(
         '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}'
     )
     questions_file.write_text('{"context": "a system", "question": "b", "answer": "c"}')
-    assert ChapterPlan(items=str(prompts_file)).items == str(prompts_file)
+    assert Settings(items=str(prompts_file)).items == str(prompts_file)
     taken = f"leakage: the system turns of {prompts_file} are taken as the directives to keep secret"
     assert capsys.readouterr().out.strip() == taken
-    assert ChapterPlan(items=str(questions_file)).items == "ifeval"
-    assert ChapterPlan(items="tinyworld:needle").items == "tinyworld"
+    assert Settings(items=str(questions_file)).items == "ifeval"
+    assert Settings(items="tinyworld:needle").items == "tinyworld"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, cap
 )
 def test_what_is_wrong_is_refused_in_one_line(wrong, message):
     with pytest.raises(InputError, match=message) as raised:
-        ChapterPlan(**wrong)
+        Settings(**wrong)
     assert "\n" not in str(raised.value)
 
 
@@ -74,7 +73,7 @@ def test_a_file_is_of_system_prompts_only_if_every_row_holds_one(tmp_path, capsy
 
     def taken(*rows):
         file.write_text("".join(json.dumps(line) + "\n" for line in rows))
-        return ChapterPlan(items=str(file)).items
+        return Settings(items=str(file)).items
 
     assert taken(row, row) == str(file)
     assert message not in capsys.readouterr().out
@@ -86,4 +85,4 @@ def test_a_file_is_of_system_prompts_only_if_every_row_holds_one(tmp_path, capsy
         assert message in capsys.readouterr().out
     file.write_bytes(json.dumps(row).encode() + b'\n{"answer": "caf\xe9"}\n')
     with pytest.raises(InputError, match="own.jsonl, line 2: byte 0xe9 is not UTF-8"):
-        ChapterPlan(items=str(file))
+        Settings(items=str(file))

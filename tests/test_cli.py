@@ -68,22 +68,6 @@ def test_policies_are_listed_and_shown(call, tmp_path, monkeypatch):
     assert call("policies", "snapvk")[0] == 2
 
 
-def test_printed_items_are_a_file_of_items(call, tmp_path):
-    _, out, _ = call("items")
-    assert "longbench" in out
-    assert "needle_multikey" in out
-    assert max(map(len, out.splitlines()[:-1])) < 120
-    assert "`tokens`" not in out
-    _, out, _ = call("items", "tinyworld:needle,two_hop", "-n", "4", "--seed", "3", "--tokens", "300")
-    (tmp_path / "mine.jsonl").write_text(out)
-    assert [json.loads(line)["task"] for line in out.splitlines()] == ["needle"] * 2 + ["two_hop"] * 2
-    again = data.load_items(str(tmp_path / "mine.jsonl"))
-    assert [item.messages for item in again] == [
-        item.messages for item in data.load_items("tinyworld:needle,two_hop", 4, 3, 300)
-    ]
-    assert call("items", "tinyworld:needel")[2].startswith("unknown tinyworld task 'needel'")
-
-
 def test_a_run_is_the_study_that_it_names(call, tmp_path):
     (tmp_path / "items.jsonl").write_text(
         "\n".join(json.dumps(vars(item) | {"spans": [vars(span) for span in item.spans]})

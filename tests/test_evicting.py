@@ -183,25 +183,6 @@ def test_threads_take_turns_and_leave_the_model_as_it_was():
     assert network.config._attn_implementation == attention
 
 
-@pytest.mark.parametrize("how", ["outside", "in place"])
-def test_what_is_compiled_is_passed_over(how):
-    network, texts, condition = model("llama"), prompts(70), CONDITIONS["decode cap"]
-    expected = engine(network, texts, condition)
-
-    def backend(graph, inputs):
-        raise RuntimeError("compiled")
-
-    compiled = torch.compile(network, backend=backend)
-    if how == "in place":
-        network.compile(backend=backend)
-        compiled = network
-    with kv.evicting(compiled, condition) as same:
-        assert written(compiled, texts) == written(same, texts) == expected
-    assert "generate" not in vars(network)
-    with pytest.raises(Exception, match="compiled"):
-        compiled(torch.tensor(texts))
-
-
 def lora(*targets: str, **more):
     """The tiny model in PEFT with a random adapter."""
     peft = pytest.importorskip("peft")

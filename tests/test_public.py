@@ -38,12 +38,3 @@ def test_there_is_one_version_number():
     about = (ROOT / "book" / "about.md").read_text()
     assert citation["title"] in about
     assert f"version = {{{kv.__version__}}}" in about
-
-
-def test_every_package_is_installed():
-    packages = [
-        path.parent for top in ("kvrepro", "kernels/kvrepro_kernels") for path in (ROOT / top).rglob("__init__.py")
-    ]
-    names = {".".join(folder.relative_to(ROOT).parts).removeprefix("kernels.") for folder in packages}
-    shipped = {"kvrepro.shipped.data", "kvrepro.shipped.notebooks"}  # folders of files
-    assert names | shipped == set(PROJECT["tool"]["setuptools"]["packages"])

@@ -206,41 +206,6 @@ def test_the_pyramid_with_the_window_on_top_is_the_originals_first_half_mirrored
     assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= 6
 
 
-def counts_of_layers(protected, budget, layers, seen, **given) -> list[list[int]]:
-    """The pyramid's count of each row, layer after layer; the first slot of every head is dead."""
-    scores = torch.zeros(protected.shape)
-    scores[..., 0] = -torch.inf
-    counts_by_layer = []
-    for l in range(layers):
-        o = observation(len(scores), scores.shape[1], 1, 1, scores.shape[2], layer=l, layers=layers, seen=seen)
-        counts = allocate.pyramid(scores, protected, torch.tensor(budget), o, **given)
-        assert (counts == counts[:, :1]).all()
-        assert counts.shape == scores.shape[:2]
-        counts_by_layer.append(counts[:, 0].tolist())
-    return counts_by_layer
-
-
-def test_the_pyramid_rests_on_what_is_protected():
-    """The fullest head decides, dead slots do not count; where more than the budget is protected, layers are alike."""
-    protected = torch.zeros(2, 2, 161).bool()
-    protected[0, 1, :31] = True  # a dead one and 30
-    protected[1, 0, 1:] = True  # 160
-    seen = torch.tensor([1000, 1000])
-    assert counts_of_layers(protected, [100, 100], 3, seen) == [[170, 100], [100, 100], [30, 100]]
-    assert counts_of_layers(protected, [100, 100], 2, seen) == [[170, 100], [30, 100]]
-    assert counts_of_layers(protected, [100, 100], 1, seen) == [[100, 100]]
-    on_top = {"recent": 8, "inside": False}  # 22 beside the window, of 92
-    assert counts_of_layers(protected, [100, 100], 3, seen, **on_top) == [[170, 100], [100, 100], [30, 100]]
-    none = torch.zeros(1, 2, 4).bool()
-    assert counts_of_layers(none, [100], 2, seen[:1], **on_top) == [[2 * 92 - 4 + 8], [4 + 8]]
-    assert counts_of_layers(none, [100], 5, seen[:1]) == [[195], [148], [100], [52], [5]]
-    assert counts_of_layers(none, [300], 3, 4 * seen[:1]) == [[585], [300], [15]]
-    assert counts_of_layers(none, [110], 2, seen[:1]) == [[214], [6]]  # 214.5: halves to the even number
-    assert counts_of_layers(none, [100], 2, torch.tensor([150])) == [[150], [50]]  # all its tokens, and the rest
-    assert counts_of_layers(protected, [200, 200], 2, seen, recent=8) == [[370, 240], [30, 160]]
-    assert counts_of_layers(none, [100], 5, seen[:1], beta=4) == [[175], [138], [100], [62], [25]]
-
-
 def test_too_many_protected_tokens_are_refused():
     scores, protected = torch.zeros(1, 2, 10), torch.ones(1, 2, 10).bool()
     protected[0, 0, 0] = False
@@ -256,18 +221,6 @@ def test_too_many_protected_tokens_are_refused():
         assert allocate.adaptive(scores, protected, torch.tensor([4]), floor=floor).tolist() == [[6, 1]]
     assert allocate.adaptive(scores, protected, torch.tensor([4]), blend=True).tolist() == [[6, 1]]
     assert [c.tolist() for c in allocate.joint_layers([scores], [protected], torch.tensor([4]))[1]] == [[[6, 1]]]
-
-
-def test_a_floor_is_a_share_of_the_budget_and_a_fifth_by_itself():
-    """A head whose scores are all low gets its floor, even if the product is slightly too small in floating point: 0.29
-    * 100."""
-    scores = torch.stack([torch.zeros(200), torch.full((200,), 9.0)])[None]
-    none = torch.zeros_like(scores).bool()
-    for floor, least in ((0.29, 29), (0.0, 0), (0.55, 55), (1.0, 100)):
-        assert allocate.adaptive(scores, none, torch.tensor([100]), floor).tolist() == [[least, 200 - least]]
-    assert allocate.adaptive(scores, none, torch.tensor([100])).tolist() == [[20, 180]]
-    assert allocate.adaptive(scores, none, torch.tensor([100]), blend=True).tolist() == [[20, 180]]
-    assert allocate.joint(scores, none, torch.tensor([100])).tolist() == [[0, 200]]
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 30)), min_size=1, max_size=8), st.integers(0, 100))

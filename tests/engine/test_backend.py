@@ -145,17 +145,6 @@ def test_a_context_that_is_repeated():
     agree([condition(name, Prefill()) for name in ("kv_zip", "kv_zip_plus", "snapkv")], 41, 50, new=3)
 
 
-def test_each_condition_by_whom_it_is_given_to():
-    conditions = [Condition(), condition("snapkv", Prefill()), condition("r_kv", Prefill())]
-    settings = dict(max_new_tokens=2, stop_ids=())
-    backends = dict(zip(conditions, ("torch", "triton", "torch"), strict=True))
-    mixed = engine.generate(model(), tiny_prompts(40, 44), conditions, backend=backends, **settings)
-    plain = engine.generate(model(), tiny_prompts(40, 44), conditions, **settings)
-    for row, alone in zip(mixed, plain, strict=True):
-        assert [g.backend for g in row] == ["torch", "triton", "torch"]
-        assert [g.tokens for g in row] == [g.tokens for g in alone]
-
-
 @pytest.mark.parametrize("broken", ["", "window_scores", "rotary"])
 def test_a_kernel_that_does_not_run_leaves_every_condition_to_plain_pytorch(broken, monkeypatch):
     def fails(*_, **__):

@@ -18,7 +18,6 @@ from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, joined_
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.quantise import Packed
-from kvrepro.engine.regime import Prefill
 
 DIM, HEADS = 4, 2
 
@@ -183,78 +182,13 @@ def test_a_copy_of_rows_shares_no_memory():
     assert torch.equal(layer.keys, keys.flatten(0, 2))
 
 
-@pytest.mark.parametrize("window", [1, 3, 5])
-def test_remembered_queries_are_the_last_of_each_row_whatever_the_padding(window):
-    layer = RaggedLayer.of(
-        *tensors([0, 1], torch.arange(2).expand(2, 2)), torch.arange(2).expand(2, HEADS, 2),
-        torch.ones(2, HEADS, 2).bool(), {},
-    )  # fmt: skip
-    seen = [[], []]
-    first = 0
-    for pads in ((0, 0), (0, 3), (1, 0), (2, 3)):
-        rows = [[-1] * p + list(range(first, first + 4 - p)) for p in pads]
-        first += 4
-        positions = torch.tensor(rows)
-        queries = positions[:, None, :, None].float().expand(2, 6, 4, DIM)
-        layer.remember(queries, positions, window)
-        for row in range(2):
-            seen[row] += [p for p in rows[row] if p >= 0]
-            got = layer.query_positions[row]
-            assert got[got >= 0].tolist() == seen[row][-window:]
-            assert layer.queries[row, 5, :, 2].tolist() == got.tolist()
-    assert layer.queries.untyped_storage().nbytes() == 2 * 6 * window * DIM * 4
-
-
-# ---- one operation at a time
-
-
-def ragged(names: list[int], keep: list[list[list[int]]], sums: dict | None = None) -> tuple[RaggedLayer, Lists]:
-    """A layer whose heads hold the positions `keep[row][head]`, and the same as lists."""
-    n = 1 + max((p for row in keep for head in row for p in head), default=0)
-    positions = torch.arange(n).expand(len(names), n)
-    mask = torch.tensor([[[p in head for p in range(n)] for head in row] for row in keep])
-    sums = sums or {}
-    lists = Lists(list(names))
-    lists.tokens = [[[(p, False, dict.fromkeys(sums, 0.0)) for p in head] for head in row] for row in keep]
-    zeros = {name: torch.zeros(mask.shape) for name in sums}
-    return RaggedLayer.of(*tensors(names, positions), positions[:, None].expand(mask.shape), mask, zeros), lists
-
-
-def appended(layer: RaggedLayer, lists: Lists, rows: list[list[int]]) -> None:
-    positions = torch.tensor(rows)
-    layer.append(*tensors(lists.names, positions), positions)
-    for tokens, row in zip(lists.tokens, rows, strict=True):
-        for head in tokens:
-            head += [(p, False, dict.fromkeys(layer.sums, 0.0)) for p in row if p >= 0]
-
-
-def test_the_tail_grows_by_a_spare_slot_for_256_tokens_of_a_head():
-    layer, lists = ragged([0], [[list(range(768)), list(range(767))]], {"mass": 0})
-    assert layer.bytes == 2 * 1535 * DIM * 4
-    for at, room in ((768, 3), (769, 3), (770, 3), (771, 6)):  # 1 + 1535 // 512, and then 4 + 2
-        appended(layer, lists, [[at]])
-        assert layer.tail_keys.shape == layer.tail_values.shape == (1, HEADS, room, DIM)
-        assert layer.bytes == 2 * (1535 + HEADS * room) * DIM * 4
-        new = at - 767
-        assert layer.overhead_bytes == 1535 * 4 + 3 * 8 + new * 8
-        assert layer.state_bytes == 1535 * 4 + HEADS * new * 4
-        assert layer.newest()[0].shape == (1, HEADS, new, DIM)
-    assert layer.tail_sums["mass"].dtype == torch.float32
-    assert_equal(layer, lists)
-    layer.evict(torch.rand(1, HEADS, 772) < 0.5, layer.shown().index, masked=True)
-    assert layer.overhead_bytes == 1543 * 4 + 3 * 8 + 1543
-    layer.remember(torch.zeros(1, 6, 4, DIM), torch.arange(4)[None], 3)
-    assert layer.state_bytes == 1543 * 4 + 6 * 3 * DIM * 4 + 3 * 8
-    assert layer.positions.dtype == torch.int32
-
-
 WIDE = 64
 
 
-def wide(rows: int = 1, n: int = 10) -> RaggedLayer:
+def wide() -> RaggedLayer:
     g = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(rows, HEADS, n, WIDE, generator=g), torch.randn(rows, HEADS, n, WIDE, generator=g)
-    where = torch.arange(n).expand(rows, HEADS, n)
+    keys, values = torch.randn(1, HEADS, 10, WIDE, generator=g), torch.randn(1, HEADS, 10, WIDE, generator=g)
+    where = torch.arange(10).expand(1, HEADS, 10)
     return RaggedLayer.of(keys, values, where, where >= 0, {})
 
 
@@ -334,16 +268,6 @@ def test_bytes_held_are_within_two_percent_of_the_theoretical_count(policy, regi
     assert full.bytes_full == ours.bytes_full == 2 * 2 * (299 + new) * 2 * 64 * number
     assert full.bytes_full <= full.bytes_held <= 1.02 * full.bytes_full
     assert ours.bytes_held < 0.6 * full.bytes_held
-
-
-def test_rows_of_one_batch_share_its_bytes_by_what_they_hold():
-    model = tiny_model("llama", num_hidden_layers=2)
-    conditions = [Condition("streaming_llm", c, Prefill()) for c in (40, 60)]
-    [answers], caches = ends(model, tiny_prompts(100), conditions, max_new_tokens=5)
-    assert len(caches) == 1
-    total = sum(layer.bytes + layer.overhead_bytes + layer.state_bytes for layer in caches[0][0].ragged.values())
-    assert sum(a.bytes_held for a in answers) == pytest.approx(total, abs=1)
-    assert answers[0].bytes_held / answers[1].bytes_held == pytest.approx(44 / 64, rel=1e-3)
 
 
 # ---- what Hugging Face is handed

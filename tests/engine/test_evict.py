@@ -10,7 +10,6 @@ from kvrepro.engine.evict import (
     Prompts,
     across,
     allocated,
-    guards,
     score_and_protect,
     select_tokens,
     selected,
@@ -137,17 +136,6 @@ def test_a_policys_functions_get_what_they_name():
     assert torch.equal(stays, select_tokens(rows, o))
     first = o.alive.int().argmax(-1)
     assert stays.gather(2, first[..., None]).all()  # refined scores reverse the order
-
-
-NEWEST = Policy("Newest", "me", lambda o: o.positions.float())
-
-
-def test_guards_and_whitelist_are_protected_before_any_score():
-    o = observation(tokens=20, kv_heads=2)
-    rows = job(NEWEST, {}, 10, 10, prefix=0.4, suffix=0.4, whitelist=("a",))
-    assert guards(rows, o)[0, 0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
-    rows = job(NEWEST, {}, 10, 10, prefix=0.1, whitelist=("a",))
-    assert select_tokens(rows, o)[1, 1].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 14, 15, 16, 17, 18, 19]
 
 
 def test_scores_that_a_policy_does_not_ask_for_are_named():

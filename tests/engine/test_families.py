@@ -5,7 +5,6 @@ import families
 import pytest
 import torch
 import transformers
-from checkpoint import save
 
 from kvrepro.engine import attention, facts
 from kvrepro.engine import generate as engine
@@ -71,14 +70,6 @@ def test_families_are_refused_without_a_checkpoint_too():
             engine.generate(model, [families.prompt(20)], [Condition()], **FEW)
 
 
-def test_weights_in_few_bits_are_refused():
-    model = families.build("Llama")
-    module = model.model.layers[1].self_attn.o_proj
-    module.weight = torch.nn.Parameter(module.weight.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(InputError, match="cannot evict from a llama model: its weights are quantised"):
-        engine.generate(model, [families.prompt(20)], [Condition()], **FEW)
-
-
 @pytest.mark.parametrize(
     ("prompts", "condition", "refused"),
     [
@@ -108,19 +99,6 @@ def test_a_rotation_that_changes_with_length_is_never_mixed(prompts, condition, 
 
 
 # ---- a checkpoint that nobody has tried
-
-
-def test_a_model_that_computes_something_else_in_the_engine_is_refused(tmp_path, monkeypatch):
-    save(tmp_path / "two-layer")
-    scaled = attention.scaled
-    monkeypatch.setattr(attention, "attend_prompt", lambda *given: torch.zeros_like(given[0]).transpose(1, 2))
-    monkeypatch.setattr("kvrepro.engine.prefill.attend_prompt", attention.attend_prompt)
-    with pytest.raises(InputError, match=r"gives other logits in an engine \(.*% differ\); take a family"):
-        models.load(str(tmp_path / "two-layer"))
-    monkeypatch.undo()
-    monkeypatch.setattr(attention, "scaled", lambda products, how: scaled(products, 2 * how))
-    with pytest.raises(InputError, match=r"gives other logits in an engine that reads in parts \("):
-        models.load(str(tmp_path / "two-layer"))
 
 
 def test_recurrent_states_that_start_anew_are_noticed(tmp_path, monkeypatch):

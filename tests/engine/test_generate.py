@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -412,44 +411,6 @@ def test_random_draws_anew_for_every_prompt_and_seed_and_never_for_the_batch():
     assert kept(prompts, seed=2**31 + 1) == kept(prompts, seed=1)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "tova", "ada_kv", "cake"])
-def test_fair_quotas_whatever_the_padding(policy):
-    model, texts = architecture("llama"), []
-    for ids in tiny_prompts(200, 90):
-        spans = {"a": list(range(len(ids) // 3)), "b": list(range(len(ids) // 3, len(ids)))}
-        texts.append(Prompt(ids, spans))
-    windowed = CATALOGUE[policy].parameters.get("window", 1) != 1  # of 24, half exceeds the smaller span's share
-    conditions = [
-        Condition(policy, 30, Prefill(fair=1.0, spans=("a", "b")), reading=reading, switches=switches)
-        for reading in ("as_run", "as_described")
-        for switches in ([(("window", size),) for size in (8, 24)] if windowed else [()])
-    ]
-    together = engine.generate(model, texts, conditions, **FEW, prompt_rows=2)
-    alone = [engine.generate(model, [text], conditions, **FEW, kept_sets=True)[0] for text in texts]
-    for text, row, single in zip(texts, together, alone, strict=True):
-        for c, a, b in zip(conditions, row, single, strict=True):
-            assert (a.tokens, a.kept_positions_hash) == (b.tokens, b.kept_positions_hash), c.label
-            third = len(text.ids) // 3
-            for layer in b.kept_sets:
-                for head in layer:
-                    share = head.sum() * third / len(text.ids)
-                    assert abs(head[:third].sum() - share) <= 1, c.label
-
-
-def test_a_scorer_that_says_minus_infinity_still_fills_the_budget(monkeypatch):
-    def score(o):
-        return torch.where(o.positions % 2 == 0, -torch.inf, 1.0)
-
-    monkeypatch.setitem(CATALOGUE, "mine", Policy("Mine", "tests", score))
-    model, prompts = architecture("llama"), tiny_prompts(60, 44)
-    c = Condition("mine", 40, Prefill())
-    given = [c, replace(c, execution="masked"), other(c, regime="decode cap")]
-    for rows in (1, 2):
-        for row in engine.generate(model, prompts, given, **FEW, prompt_rows=rows):
-            assert len({g.kept_positions_hash for g in row[:2]}) == 1
-            assert all(len(g.kept_positions) == 40 for g in row)
-
-
 # ---- conditions of single prompts, prefixes of several
 
 
@@ -484,25 +445,6 @@ def test_prefixes_are_read_together_and_each_once(rows, monkeypatch):
         [(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in alone
     ]
     assert sum(batch for batch, width in lengths if width > 40) == 3  # whatever their spans
-
-
-@pytest.mark.parametrize("regime", ["prefill", "offline"])
-def test_rows_for_which_there_is_no_room_come_from_further_passes(regime, monkeypatch):
-    model, prompts = architecture("llama"), tiny_prompts(40, 52)
-    conditions = [Condition(), *(cut(regime, policy, budget=b) for policy in ("watched", "k_norm") for b in (20, 30))]
-
-    def tokens_and_hashes():
-        generations = engine.generate(model, prompts, conditions, **FEW)
-        return [[(g.tokens, g.kept_positions_hash) for g in row] for row in generations]
-
-    shared, read = [], engine.read
-    monkeypatch.setattr(engine, "read", lambda *given: shared.append(given[2]) or read(*given))
-    expected, usual = tokens_and_hashes(), len(shared)
-    shared.clear()
-    monkeypatch.setattr(engine, "room_of", lambda device: 1.0)
-    assert tokens_and_hashes() == expected
-    assert len(shared) == len(prompts) * len(conditions) > usual
-    assert all(len(columns) == 1 for columns in shared)
 
 
 @pytest.mark.parametrize(
@@ -561,17 +503,3 @@ def test_a_batch_without_memory_costs_its_rows_alone_and_gives_it_back(where, mo
             engine.generate(architecture("llama"), prompts, conditions, **given)
     finally:
         gc.enable()
-
-
-def test_threads_that_share_a_model_take_turns():
-    shared, c = architecture("llama"), Condition("tova", 20, Prefill())
-
-    def answer(prompt: list[int]):
-        return engine.generate(shared, [prompt], [c], **FEW)
-
-    given = tiny_prompts(*range(40, 64))
-    alone = [answer(prompt) for prompt in given]
-    with ThreadPoolExecutor(4) as pool:
-        by_thread = list(pool.map(answer, given))
-    assert [[a.tokens for a in row] for [row] in by_thread] == [[a.tokens for a in row] for [row] in alone]
-    assert shared.config._attn_implementation != "kvrepro"

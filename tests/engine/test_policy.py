@@ -187,46 +187,27 @@ def test_a_notebooks_own_policy_has_a_name_beside_the_catalogue(monkeypatch):
         own("snapkv", policy)
 
 
-@pytest.mark.parametrize("title", ["", " ", "two\nlines", "x" * 61, "<b>bold</b>", "a $x_1$", "a|b", "[a](b)", None])
-def test_a_title_is_what_a_page_can_show(title, monkeypatch):
-    monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
-    with pytest.raises(InputError, match="policy 'mine': title .*(printed signs|takes for markup)"):
-        own("mine", Policy(title, "me", lambda o: o.positions.float()))
-    assert own("mine", Policy("Größe × 2, α = 0.5 (日本)", "me", lambda o: o.positions.float())) == "mine"
+WRONG = [  # fields of a reader's policy -> what is said of it
+    *[({"title": title}, "title .*printed signs") for title in ("", "two\nlines", "x" * 61, None)],
+    *[({"title": title}, "title .*takes for markup") for title in ("<b>bold</b>", "a $x_1$", "a|b", "[a](b)")],
+    ({"parameters": None}, "parameters None for policy 'mine': should be a valid dict"),
+    ({"needs": "mass"}, "needs 'mass' for policy 'mine': should be a valid tuple"),
+    ({"needs": ("mas",)}, "unknown sum in the needs of policy 'mine' 'mas', did you mean 'mass'"),
+    ({"refuses": {"prefil": "no"}}, "unknown regime that policy 'mine' refuses: 'prefil', did you mean 'prefill'"),
+    ({"ties": ()}, "policy 'mine': ties are for 'shared cap', which also asks for parameters .*'tie_break'"),
+    ({"score": 3}, "its score cannot be called with o .*3 is not a callable object"),
+    ({"score": lambda: 1}, "its score cannot be called with o .*too many positional arguments"),
+    ({"score": lambda o, alpha: 1}, "its score .*missing a required argument: 'alpha'.* stands in `parameters`"),
+    ({"score": torch.zeros_like}, "its score cannot be called with o .*no signature"),
+    ({"allocate": lambda scores: 1}, "its allocate cannot be called with scores, protected, budget"),
+    ({"refine": lambda o, scores, counts, *, share: 1}, "its refine cannot be .*'share'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"parameters": None}, "parameters None for policy 'mine': should be a valid dict"),
-        ({"needs": "mass"}, "needs 'mass' for policy 'mine': should be a valid tuple"),
-        ({"needs": ("mas",)}, "unknown sum in the needs of policy 'mine' 'mas', did you mean 'mass'"),
-        ({"refuses": {"prefil": "no"}}, "unknown regime that policy 'mine' refuses: 'prefil', did you mean 'prefill'"),
-        ({"ties": ()}, "policy 'mine': ties are for 'shared cap', which also asks for parameters .*'tie_break'"),
-    ],
-)
-def test_fields_that_the_engine_cannot_use_are_refused_where_a_policy_is_named(wrong, message, monkeypatch):
-    monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
-    with pytest.raises(InputError, match=message):
-        own("mine", Policy("Mine", "me", lambda o: o.positions, **wrong))
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ({"score": 3}, "its score cannot be called with o .*3 is not a callable object"),
-        ({"score": None}, "its score cannot be called with o"),
-        ({"score": lambda: 1}, "its score cannot be called with o .*too many positional arguments"),
-        ({"score": lambda o, alpha: 1}, "its score .*missing a required argument: 'alpha'.* stands in `parameters`"),
-        ({"score": torch.zeros_like}, "its score cannot be called with o .*no signature"),
-        ({"allocate": lambda scores: 1}, "its allocate cannot be called with scores, protected, budget"),
-        ({"refine": lambda o, scores, counts, *, share: 1}, "its refine cannot be .*'share'"),
-    ],
-)  # fmt: skip
-def test_a_function_that_cannot_be_called_is_refused_before_anything_is_computed(function, message, monkeypatch):
-    monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
-    works = Policy("Mine", "me", lambda o, budget, beta=2: 1, shield=lambda o, *rest, guarded, **more: 1)
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_a_readers_policy_that_the_engine_cannot_use_is_refused_before_anything_is_computed(wrong, message):
+    title = "Größe × 2, α = 0.5 (日本)"
+    works = Policy(title, "me", lambda o, budget, beta=2: 1, shield=lambda o, *rest, guarded, **more: 1)
     check(Condition(own("mine", works), 10, Prefill()), 100)
-    own("mine", replace(works, **function))
-    with pytest.raises(InputError, match=f"policy 'mine': {message}"):
-        check(Condition("mine", 10, Prefill()))
+    with pytest.raises(InputError, match=message):
+        check(Condition(own("mine", replace(works, **wrong)), 10, Prefill()))

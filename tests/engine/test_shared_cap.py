@@ -127,11 +127,6 @@ def test_seventeen_policy_calls_per_128_tokens_and_none_for_a_short_per_head_ans
     assert (described.policy_calls, described.evicted) == (1, 70 - 32)
 
 
-def test_the_first_token_comes_from_the_full_cache():
-    [row] = answer(tiny_model(), tiny_prompts(70), [Condition(), *EVERY], max_new_tokens=1)
-    assert len({g.tokens[0] for g in row}) == 1
-
-
 def test_layers_with_unequal_kv_heads_are_refused_and_other_regimes_take_them():
     more = {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
     model, [prompt] = build("Gemma 4, text", **more), tiny_prompts(60)

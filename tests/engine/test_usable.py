@@ -1,7 +1,5 @@
 """A model is usable or refused in one line, whoever made it and in whatever mode it is."""
 
-import gc
-
 import families
 import pytest
 import torch
@@ -10,7 +8,6 @@ from optimum.quanto import freeze, qint8, quantize
 from tiny import model, prompts
 
 import kvrepro as kv
-from kvrepro.engine import usable
 from kvrepro.errors import InputError
 
 H2O = kv.Condition("h2o", 20, kv.Prefill())
@@ -54,21 +51,6 @@ def test_a_family_that_computes_something_else_is_refused_each_time():
     network = transformers.AutoModelForCausalLM.from_config(transformers.DiffLlamaConfig(**SHAPE)).eval()
     for _ in range(2):
         refused(network, r"^cannot evict from a diffllama model: it gives other logits in an engine.* \(.*% differ\)")
-
-
-def test_a_model_is_compared_once_and_let_go_afterwards():
-    network, texts, passes = model("llama"), prompts(60), []
-    network.register_forward_hook(lambda *_: passes.append(1))
-    counts = []
-    for _ in range(3):
-        passes.clear()
-        kv.generate(network, texts, [kv.Condition()], max_new_tokens=1, stop_ids=())
-        counts.append(len(passes))
-    assert counts == [4 + 1, 1, 1]  # its own logits, the engine's as a whole and in two parts
-    known = len(usable._agreed)
-    del network
-    gc.collect()
-    assert len(usable._agreed) < known
 
 
 @pytest.mark.parametrize("kind", ["Bart", "T5"])

@@ -7,7 +7,6 @@ import synthetic
 from kvrepro.chapters.protection import members
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims
-from kvrepro.paths import DATA
 
 BOOK = claims.load_claims("protection")
 BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
@@ -62,15 +61,6 @@ def test_what_a_claim_presumes_is_another_of_its_file(tmp_path):
     for circle, last in ((("X1", "X2", "X0"), "X2"), (("X0",), "X0")):
         with pytest.raises(InputError, match=f"{last} presumes X0, which goes round in a circle"):
             written(*circle)
-
-
-def test_a_claim_knows_with_how_many_items_its_rule_can_decide_nothing():
-    rates = pd.read_csv(DATA / "error_rates.csv").set_index(["chapter", "claim", "reading"])
-    rows = rates.loc["protection"]
-    assert BY_ID["P4"]["tried"] == {}
-    for claim, of_claim in (("P10", BY_ID["P10"]), ("P1, as first written", BY_ID["P1"]["first"])):
-        assert not rows.can_hold[claim, "as_run"]
-        assert of_claim["tried"]["as_run"]["n"] == rows.n[claim, "as_run"]
 
 
 def test_another_model_leaves_the_verdicts_of_the_first(tmp_path):

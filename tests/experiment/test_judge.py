@@ -145,29 +145,6 @@ def test_true_false_and_at_the_threshold(mean, verdict):
     assert table({"at_most": 0.5}, [Member("all", Sample(scores(1 - mean, 60)))]).verdict == verdict
 
 
-def test_inconclusive_says_how_many_items_would_decide_and_they_do():
-    row = table({"at_least": 0.5}, [Member("all", Sample(scores(0.52, 20), bounds=None))])
-    assert row.verdict == "inconclusive"
-    drawn = np.random.default_rng(1).normal(0.52, 0.1, (200, int(row.needed)))
-    again = [Sample(pd.DataFrame({"a": values}), bounds=None).estimate() for values in drawn]
-    assert 0.7 < np.mean([e.low >= 0.5 for e in again]) < 0.9  # four times of five
-    assert math.isinf(table({"at_least": 0.5}, [Member("all", Sample(scores(0.5, 20)))]).needed)
-    skewed = pd.DataFrame({"a": [0.9, 0.7, 0.5, 0.9, 0.2, 0.7]})
-    row = table({"above": 0.0}, [Member("all", Sample(skewed, bounds=None))])
-    assert (row.verdict, row.needed) == ("inconclusive", 7)  # six items left it open, though normal ones would not have
-
-
-def test_a_ratio_to_nothing_is_not_testable_and_leaves_the_verdict_to_the_others():
-    """No number of such items would decide it."""
-    nothing = Sample(pd.DataFrame({"a": [0.0] * 9, "full": [0.0] * 9}), "share_of_ceiling")
-    something = Sample(pd.DataFrame({"a": [0.9] * 9, "full": [1.0] * 9}), "share_of_ceiling")
-    alone = table({"at_least": 0.5}, [Member("all", nothing)])
-    assert (alone.verdict, alone.note) == ("not testable here", "9 items give no value, as a ratio to nothing has none")
-    both = table({"at_least": 0.5}, [Member("quest", nothing), Member("h2o", something)])
-    assert (both.verdict, both.decided_by, both.ours) == ("reproduced", "h2o", pytest.approx(0.9))
-    assert both.members == "1 holds, 1 not testable (quest: 9 items give no value, as a ratio to nothing has none)"
-
-
 def test_members_that_cannot_be_tested_are_named_and_the_rest_decide():
     row = table({"at_least": 0.1}, [Member("one", Sample(scores(0.6, 40))), NotTestable("quest was not run")])
     assert row.verdict == "reproduced"
@@ -306,15 +283,6 @@ def test_an_open_member_says_what_it_needs_and_what_speaks_against_it(rule, valu
     assert j.needed == pytest.approx(needed(gap), abs=1)
     assert j.against == pytest.approx(against)
     assert (j.ours.value, j.ours.level) == (value, 0.95)
-
-
-def test_a_member_that_has_no_interval_speaks_by_its_value():
-    [j] = judged({"at_least": 0.5}, Measured(0.4, 0.1, 0.6, n=5))
-    assert (j.state, j.against, math.isnan(j.needed)) == ("open", (pytest.approx(0.1),) * 2, True)  # no items to add
-    [j] = judged({"at_least": 0.5}, Drawn(math.nan, np.zeros(9), 9))
-    assert (j.state, math.isnan(j.needed)) == ("open", True)
-    [j] = judged({"at_least": 0.5}, Band(0.9, 0.2))
-    assert (j.state, math.isnan(j.needed), j.refuted) == ("holds", True, False)
 
 
 def test_what_fails_among_many_is_asked_again_more_strictly():

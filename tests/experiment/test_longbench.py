@@ -6,7 +6,6 @@ import zipfile
 import checkpoint
 import pytest
 
-from kvrepro.errors import InputError
 from kvrepro.experiment import data, longbench, measure
 
 TOKENIZER = checkpoint.tokenizer()
@@ -103,11 +102,3 @@ def test_the_middle_of_a_long_context_goes(archive, name, limit):
     assert left.strip() == "".join(halves).strip()
     assert kept % 2 == 0
     assert data.tokens_cut(item, TOKENIZER, 10**6) == 0
-
-
-def test_a_limit_without_room_for_the_context_is_refused(archive):
-    [item, *_] = data.load_items("longbench:qasper")
-    with pytest.raises(
-        InputError, match=r"qasper-000: limit 60 leaves no room for its context beside \d+ other tokens: raise"
-    ):
-        data.build_prompt(item, TOKENIZER, 60)

@@ -5,13 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import checkpoint
-import pandas as pd
 import pytest
 
-from kvrepro.chapters.protection import study
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.regime import SharedCap
-from kvrepro.experiment import data, measure, models, stats, store
+from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.run import Answers, Settings, run
 
 CAP, ENDS = SharedCap(), {"prefix": 0.1, "suffix": 0.1}
@@ -48,32 +46,6 @@ def source(request, tmp_path_factory):
 def loaded(source, tmp_path_factory):
     texts = [item.context for item in data.load_items(str(source))]
     return models.load(str(checkpoint.save(tmp_path_factory.mktemp("hub") / "small-qwen2", texts, vocabulary=2000)))
-
-
-def test_rows_come_out(source, loaded, tmp_path):
-    items = data.load_items(str(source), 2, seed=1)
-    conditions = [Condition(), Condition("lru", 128, CAP)]
-    conditions += [Condition(name, 128, CAP, **ENDS) for name in ("lru", "h2o_simple")]
-    limit = study.paper_limit(loaded, items, 12)
-    settings = Settings(results=tmp_path, progress=False)
-    frame = run(Answers("protection", "real", items, conditions, 12, limit), loaded, settings)
-    assert frame["error"].isna().all()
-    assert len(frame) == 8
-    assert frame["prompt_tokens"].between(1024, 2036).all()
-    full, reduced = frame[frame["policy"] == "full"], frame[frame["policy"] != "full"]
-    assert (full["evicted"] == 0).all()
-    assert (reduced["evicted"] > 800).all()
-    assert (reduced["kept_mean"] <= 128 + 7).all()
-    assert (reduced["bytes_held"] < 0.2 * reduced["bytes_full"]).all()
-    assert frame.groupby(["item", "reading", "policy", "prefix"])["kept_hash"].nunique().eq(1).all()
-    assert frame["n_generated"].between(1, 12).all()
-    stored = store.read(tmp_path / "protection" / "real")
-    assert set(stored["key"]) == set(frame["key"])
-    pair = {
-        "a": frame[frame["prefix"] > 0].query("policy == 'lru'")["token_f1"].to_numpy(),
-        "b": frame[frame["capacity"] == 128].query("policy == 'lru' and prefix == 0")["token_f1"].to_numpy(),
-    }
-    assert -1 <= stats.contrast(pd.DataFrame(pair), "difference").value <= 1
 
 
 def test_items_that_say_how_long_their_answers_are_and_how_they_are_scored(source, loaded, tmp_path):

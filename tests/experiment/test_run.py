@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import tempfile
 import time
 from dataclasses import replace
@@ -306,18 +305,6 @@ def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_
     assert re.search(r"up to 120 new tokens; about .* \(less where answers end early\), ", printed)
     assert not list((tmp_path / "doors").rglob("*.parquet"))
     assert [(n, len(c)) for n, c in fake.calls] == [(1, 3)]
-
-
-def test_jobs_are_the_same_whatever_is_missing(loaded, fake, tmp_path):
-    """A row is computed with the same neighbours after an interrupt as before."""
-    go(loaded, tmp_path, batch_rows=1)
-    first = list(fake.calls)
-    fake.calls.clear()
-    shutil.rmtree(tmp_path / "doors")
-    go(loaded, tmp_path, items=ITEMS[:1], batch_rows=1)
-    fake.calls.clear()
-    go(loaded, tmp_path, batch_rows=1)
-    assert fake.calls == first[1:]
 
 
 def test_what_was_stored_before_an_interrupt_stays(loaded, fake, tmp_path, monkeypatch):

@@ -557,23 +557,6 @@ def test_contrasts_refuse_a_row_with_two_partners():
         stats.contrasts(rows, rows, "policy", "f1")
 
 
-def test_what_is_told_of_a_row():
-    rows = frame(
-        who=["a", "b", "b", "c"], n=[1, 1, 2, 1], value=[1.5, 2, 3, NAN], low=[1, NAN, 2.5, 1], high=[2, NAN, 4, 2]
-    )
-    assert stats.as_text(rows, "ms", who="a") == "1.500 [1.000, 2.000] ms"
-    assert stats.as_text(rows, "s", digits=1, who="b", n=1) == "2.0 s"
-    assert stats.as_text(rows, "%", who="b", n=1) == "200.0%"
-    assert stats.as_text(rows, digits=0, who="b", n=2) == "3 [2, 4]"
-    assert stats.as_text(rows, who="d") == stats.as_text(rows, who="c") == stats.NO_VALUE == "(no value)"
-    with pytest.raises(InputError, match=r"^2 rows with {'who': 'b'}: name more columns$"):
-        stats.as_text(rows, who="b")
-    assert (stats.number(0.284), stats.number(NAN)) == ("0.28", "(no value)")
-    assert (stats.percent(0.284), stats.percent(NAN)) == ("28%", "(no value)")
-    assert stats.percents([0.121, NAN, 0.07, 0.1]) == "7% to 12%"
-    assert (stats.percents([0.101, 0.099]), stats.percents([NAN])) == ("10%", "(no value)")
-
-
 def test_equivalence_at_its_borders():
     assert stats.tost([0.5, 0.5], [0.0, 0.0], 0.5) == 1.0  # a difference of the margin itself is no equivalence
     assert stats.tost([0.5, 0.5], [0.0, 0.0], 0.51) == 0.0

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,14 +43,6 @@ def test_a_row_that_failed_is_tried_again_and_gives_way_to_one_that_did_not(tmp_
     assert table.missing(["key-a"]) == []
     assert table.frame(["key-a"]).error.isna().all()
     assert store.read(tmp_path / "c" / "n").error.isna().tolist() == [True]
-
-
-def test_of_two_versions_of_the_code_the_last_stored_row_is_read(tmp_path):
-    table = Store(tmp_path, "c", "n", "m")
-    table.add([row("a", key="old", token_f1=0.1, engine_hash="1")])
-    time.sleep(0.01)
-    table.add([row("a", key="new", token_f1=0.2, engine_hash="2")])
-    assert store.read(tmp_path / "c" / "n").token_f1.tolist() == [0.2]
 
 
 def test_every_flipped_byte_is_seen(tmp_path):

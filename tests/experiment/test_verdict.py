@@ -75,10 +75,3 @@ def test_a_box_shows_findings_only_where_they_hold(monkeypatch, text, presumes, 
     assert facts["presumes"] == presumes
     assert judged.says(pd.DataFrame(), "A title", P2="partly") == ""
     assert judged.says(pd.DataFrame(), "A title", P2="not testable here") == "A title"
-
-
-def test_where_a_claim_cannot_be_tested_the_table_says_why():
-    table = verdict.shown(TABLE).data
-    assert table.ours.tolist() == ["0.2 F1 [0.1, 0.3]"] * 2 + ["not run"]
-    assert table.verdict.tolist() == ["partly reproduced", "not reproduced", "not testable here"]
-    assert "reading" not in verdict.shown(TABLE[TABLE.reading == "any"]).data

@@ -84,21 +84,6 @@ def test_any_paged_move(data: st.DataObject):
         assert torch.equal(moved[1], moved_reference(values, table, wanted))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no order between programs")
-def test_in_place_moves_do_not_race():
-    """Long walks in which nearly every row overwrites another one's source, again and again."""
-    keys, values, table = pool(4, 2048, 16, dim=64)
-    for seed in range(5):
-        kept = kept_slots([32000, 30000, 20000, 3], 32768, seed)
-        wanted = table.gather(1, (kept.clamp(min=0) // 16)).long() * 16 + kept.clamp(min=0) % 16
-        slots = torch.arange(kept.shape[1], device=DEVICE)
-        target = table[:, slots // 16].long() * 16 + slots % 16
-        expected = keys.clone().flatten(0, 1)
-        expected[target[kept >= 0]] = keys.flatten(0, 1)[wanted[kept >= 0]]
-        repack(keys, values, table, kept)
-        assert torch.equal(keys.flatten(0, 1), expected)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -121,14 +121,6 @@ def test_groups_and_windows(group, window):
         check(query, keys, values, ("value", "variance", "sum"))
 
 
-@pytest.mark.parametrize("tokens", [1, 63, 111, 1024])
-def test_odd_lengths(tokens):
-    inputs = problem(window=1, tokens=tokens)
-    check(*inputs, ("anchor", "sum", "mean"))
-    if tokens > 1:  # a single key has p = 1 and a = v: 0 times 1e12
-        check(*inputs, ("perturbation", "sum", "mean"))
-
-
 @settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_any_shape(data: st.DataObject):
@@ -171,23 +163,6 @@ def test_pooled_attention_is_the_formula():
         scores = window_scores(query, keys, values, lse, outputs, indicator="attention", aggregate="max",
                              reduction="sum", pool=3, pool_by=pool_by)  # fmt: skip
         torch.testing.assert_close(scores[0, 0], expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("window", [6, 33])
-def test_queries_that_are_not_there_count_in_no_mean_or_variance(window):
-    inputs, present = problem(batch=2, window=window, tokens=50), torch.tensor([window, 3], device=DEVICE)
-    for rule in (("attention", "mean", "mean"), ("attention", "variance", "none"), ("value", "max", "max")):
-        check(*inputs, rule, present=present)
-
-
-def test_p_rounded_as_dropkvs_code_does():
-    rule, inputs = ("perturbation", "sum", "mean"), problem(window=4, tokens=60)
-    rounded, plain = (check(*inputs, rule, round_p=r, tolerance=2e-2) for r in (True, False))
-    assert ((rounded - plain).abs() > 1e-3 * plain.abs()).any()
-    query, keys, values = problem(group=1, window=1, tokens=2)
-    outputs, lse = query.clone(), (query @ keys.mT).amax(-1) / 8 + 1e-3  # p = 0.999, which bfloat16 calls 1
-    scores = [window_scores(query, keys, values, lse, outputs, round_p=r, eps=1e-3).amax() for r in (True, False)]
-    assert scores[0] > 2 * scores[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

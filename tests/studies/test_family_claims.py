@@ -5,7 +5,6 @@ import itertools
 import few_claims
 import numpy as np
 import pandas as pd
-import pytest
 import synthetic
 
 from kvrepro.experiment import claims
@@ -81,11 +80,3 @@ def test_every_claim_of_the_family_can_hold_and_can_fail():
         flat = verdict_of_claim(family_claims.verdicts(few, leakage(lambda name: 0.2)))
     assert {flat[name] for name in ("L2b", "M1", "M4", "M5")} == {"not reproduced"}
     assert flat["M6"] == "inconclusive"  # ninety items alike leave room for a hundredth
-
-
-def test_a_pair_is_compared_on_the_items_of_both():
-    frame = pd.DataFrame({"a": [0.9, 0.8, 0.7], "b": [0.5, 0.5, 0.5]}, index=["x", "y", "z"])
-    other = pd.DataFrame({"a": [0.4, 0.6], "b": [0.5, 0.5]}, index=["z", "y"])
-    sample = family_claims.paired(family_claims.Sample(frame, "difference"), family_claims.Sample(other, "difference"))
-    assert list(sample.data.index) == ["y", "z"]
-    assert sample.estimate().value == pytest.approx(np.mean([0.3 - 0.1, 0.2 - -0.1]))

@@ -58,13 +58,3 @@ def test_new_data_stand_where_they_shall_and_within_their_bounds(what, target):
     if bounded:
         assert all(sample.data.to_numpy().min() >= 0 and sample.data.to_numpy().max() <= 1 for sample in drawn)
         assert all(sample.data.shape == what.data.shape for sample in drawn)
-
-
-def test_times_as_many_items_are_drawn():
-    clustered = Sample(LONG.set_axis(["a"], axis=1), "mean", CLUSTERS, bounds=None)
-    whats = clustered, Unpaired(F1.a, F1.b[:20]), Drawn(0.3, RNG.normal(0.3, 0.1, 500), 12)
-    for what in whats:
-        drawn = [known_truth.source(what, times).drawn(0.3, np.random.default_rng(0), {}) for times in (1, 4)]
-        usual, fourfold = (sample.estimate() for sample in drawn)
-        assert fourfold.n == 4 * usual.n
-        assert fourfold.error == pytest.approx(usual.error / 2, rel=0.4)

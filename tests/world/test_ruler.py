@@ -220,22 +220,6 @@ def test_sentences_are_the_first_words_again_and_again(listed, n):
 # ---- seeds, sources, bad input
 
 
-def test_short_prompts_do_with_less_and_what_is_too_long_is_left_out(fetch, capsys):
-    at, forms = TOKENIZERS["words"], {}
-    for tokens in (280, 450, 700, 4096):
-        drawn = ruler.sample("vt,cwe,fwe", 3, 0, tokens, at, fetch)
-        forms[tokens] = {item.task: item.meta["form"] for item in drawn}
-        for item in drawn:
-            assert item.meta["prompt_tokens"] + item.meta["max_new_tokens"] <= tokens
-            assert set(solve(item.task, *parts(item))) == set(item.meta["answers"])
-            assert ("\nAnswer: " in content(item)) == (item.task != "fwe" and item.meta["form"] != "no example")
-    assert "cwe" not in forms[280]
-    assert forms[450] == {"vt": "no example", "cwe": "no example", "fwe": ""}
-    assert forms[700] == {"vt": "", "cwe": "fewer repetitions", "fwe": ""}
-    assert forms[4096] == dict.fromkeys(("vt", "cwe", "fwe"), "")
-    assert re.match(r"ruler: 1 of 3 items take \d+ tokens and more > 280, they are left out\n", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -109,15 +109,6 @@ def test_the_world_s_prompts_have_the_length_asked_for_in_the_model_s_own_tokens
     ]
 
 
-@pytest.mark.parametrize(
-    ("pools", "message"),
-    [((1500,), "keys before a query's window < pool of 1500"), ((0.01,), r"a pool of \d+ of \d+ keys < 20 to draw")],
-)
-def test_pools_that_no_query_can_fill_are_refused_before_the_run(foreign, pools, message):
-    with pytest.raises(InputError, match=message):
-        runs.questions(foreign, quality.RETRIEVAL, 2, Settings(pools=pools))
-
-
 # ---- verdicts
 
 

@@ -109,15 +109,6 @@ def test_one_query_of_dropkv_ranks_as_the_exact_cost():
     assert torch.equal(RULES["dropkv"](t.last(1)).argsort(), exact.argsort())
 
 
-def test_rounding_to_bfloat16_lets_a_peak_jump():
-    rows = torch.full((1, 10), 1e-4, dtype=torch.float64)
-    rows[0, 3] = 1 - 9e-4
-    t = Triple(0, 0, 9, rows, torch.randn(10, 2).double(), torch.zeros(10, 2).double(), torch.ones(10).double())
-    assert triples.dropkv(t)[3] < 1e7
-    square = triples._square_distance(t.window_a, t.v)
-    assert triples._eviction_cost(t.window_p, square, bf16=True)[3] > 1e3 * triples.dropkv(t)[3]
-
-
 def test_strata_pick_what_they_are_named_for():
     t = random_triple(tokens=60)
     candidates = bound.pool(t.p, 0.9, window=3)

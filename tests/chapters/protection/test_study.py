@@ -1,7 +1,6 @@
 """Studies beside the main run, on a small random checkpoint."""
 
 import copy
-import json
 from dataclasses import replace
 
 import checkpoint
@@ -54,21 +53,6 @@ def test_context_cuts_passages_to_each_length_and_leaves_out_what_does_not_fit(l
         InputError, match=r"^lengths \[4000\]: with 2 new tokens none fits 1024 positions, give shorter"
     ):
         study.questions(loaded, str(items), 1, replace(settings, lengths=[4000]))  # before anything is computed
-
-
-def test_items_shorter_than_the_guards_are_left_out_of_every_study(loaded, tmp_path, capsys):
-    rows = [
-        {"id": name, "context": context, "question": "Which?", "answer": "red"}
-        for name, context in (("short", "Red."), ("long", PASSAGE))
-    ]
-    items = tmp_path / "doors.jsonl"
-    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = Settings(tmp_path, progress=False, max_new_tokens=2, protect_frac=0.4)
-    conditions = study.grid.main([400], ["lru"], 0.4, "as_run")
-    questions = study.questions(loaded, str(items), 2, settings, conditions)
-    assert [item.id for item in questions] == ["long"]
-    assert "protection: 1 of 2 items left out, the first because: item short: prompt of" in capsys.readouterr().out
-    assert len(study.questions(loaded, str(items), 2, settings)) == 2  # the full cache takes any
 
 
 def test_attention_by_region_sums_to_one_and_matches_eager(loaded):

@@ -49,16 +49,6 @@ def test_a_comparison_by_hand(tests):
     assert row.tost == stats.tost(f1["h2o_simple"], f1["lru"], 0.02, bounds=(0, 1))
 
 
-def test_seeds_of_an_item_are_told_in_one_way_only():
-    """By the comparison of the same runs, and in the table of where text and artifact differ."""
-    every_seed, every_item = comparisons.of_seeds(ROWS)
-    compared = comparisons.compare(ROWS[ROWS.temperature > 0]).query("family == 'protection'").iloc[0]
-    assert every_item.triple == pytest.approx((compared.value, compared.low, compared.high), abs=5e-4)
-    assert every_seed.n > every_item.n
-    assert every_seed.high - every_seed.low < every_item.high - every_item.low
-    assert (round(every_item.low, 3), round(every_item.high, 3)) == (0.150, 0.227)  # as book/audit.md says
-
-
 def test_no_run_is_compared_with_another_model_or_temperature():
     pairs = comparisons.pairs(ROWS)
     conditions = {name: artifact.condition(name) for name in SCORES["name"].unique()}

@@ -49,12 +49,3 @@ def test_what_is_called_not_public_has_no_file_of_its_condition():
         if cell.policy != "FullCache":
             same &= SCORES.capacity == float(cell.capacity)
         assert not same.any(), cell
-
-
-def test_seeds_of_an_item_count_once_and_the_first_latency_is_left_out(beside):
-    hot = beside[beside.metric == "token_f1[t0.7]"]
-    assert set(hot.n) == {162}
-    probe = SCORES[SCORES["name"] == "jit-latency-probe/probe-lru"]
-    latency = beside[(beside.table == "A") & (beside.policy == "LRU") & beside.metric.str.contains("step_mean")]
-    assert latency["token F1"].item() == probe.step_ms_mean[1:].median()
-    assert probe.step_ms_mean.max() > 10 * latency["token F1"].item()

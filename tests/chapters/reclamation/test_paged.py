@@ -108,14 +108,6 @@ def test_a_full_cache_decodes_as_the_model_without_one(changes):
     torch.testing.assert_close(ours, model(torch.tensor([ids])).logits[:, -1], rtol=0, atol=1e-4)
 
 
-def test_blocks_that_all_sliding_layers_have_passed_are_free():
-    model, [ids] = tiny.model("mistral", sliding_window=12), tiny.prompts(60)
-    rows = sequence(model)
-    logits(model, rows, ids)
-    assert rows.ledger.held == 2  # of eight: the next query sees positions 49 to 59
-    assert np.flatnonzero(rows.survivors().any((0, 1, 2))).tolist() == list(range(49, 60))
-
-
 def test_a_configuration_without_kv_heads_has_as_many_as_heads():
     shape = {"vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
     model, [ids] = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval(), tiny.prompts(30)

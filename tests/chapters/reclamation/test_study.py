@@ -66,21 +66,6 @@ def test_reclaim_obeys_its_arithmetic(data):
     )
 
 
-def test_arising_and_occupancy_tell_the_same(loaded):
-    ids = tiny.prompts(150)[0]
-    rows = r.arising(loaded, ids, (0.2,), ("window",))
-    blocks = r.occupancy(loaded, ids, 0.2, ("window",))
-    assert rows.granularity.tolist() == list(r.GRANULARITIES)
-    for row in rows.itertuples():
-        blocks_of_row = blocks[blocks.granularity == row.granularity]
-        assert (len(blocks_of_row), blocks_of_row.living.sum(), (blocks_of_row.living == 0).sum()) == (
-            row.blocks,
-            row.living,
-            row.freed_plain,
-        )
-    assert rows.living.is_monotonic_increasing  # more heads, more survivors in the union
-
-
 @pytest.mark.parametrize("together", [1, 3])
 def test_generation_is_identical_under_every_layout_and_the_control_is_not(loaded, monkeypatch, together):
     monkeypatch.setitem(r.TOGETHER, "cpu", together)
@@ -107,18 +92,6 @@ def test_generation_is_identical_under_every_layout_and_the_control_is_not(loade
     assert dict(zip(who.policy[8:], who.granularity[8:], strict=True)) == {
         "SnapKV": "uniform", "Ada-KV": "per head", "Layer-DefensiveKV": "joint"
     }  # fmt: skip
-
-
-def test_rounds_hold_what_arithmetic_says():
-    for layout in ("repack", "fill"):
-        rows = r.rounds(32, layout, budget=256, tokens=128)
-        due = rows[rows.token % 32 == 0]
-        assert (due.blocks_held == 16).all()
-        assert rows.blocks_held.max() == 18
-        assert (due.freed >= 2).all()
-        assert rows.freed.sum() == 2 * 4
-        assert rows.copies.sum() == due.copies.sum()
-    assert due.copies.max() <= 32  # hole filling moves no more than the round's tokens
 
 
 SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences": [1, 4], "timed_cadences": [1, 4],

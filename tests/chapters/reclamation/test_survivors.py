@@ -36,14 +36,6 @@ def test_a_granularity_is_who_chooses_for_itself(policy, granularity):
     assert alike == {0: one_set, 1: one_set or granularity == "per layer"}
 
 
-def test_policies_keep_what_their_names_say():
-    assert np.flatnonzero(keep("sinks_recency", "one set")[1, 1]).tolist() == [0, 1, 2, 3, *range(164, 200)]
-    assert keep("cumulative", "per head")[..., 180:].all()  # half of the budget
-    assert keep("window", "joint")[..., 180:].all()
-    assert keep("window", "per head", 100)[..., 200 - s.WINDOW :].all()
-    assert keep("redundancy", "per layer")[..., 192:].all()
-
-
 def test_an_evicted_token_is_never_kept_again():
     for granularity in s.JOINT:
         conditions = [s.condition("cumulative", granularity, 40, regime) for regime in (Prefill(), DecodeCap(4))]

@@ -1,6 +1,5 @@
 """What heads keep, on closed forms, and against a plain softmax."""
 
-import pandas as pd
 import pytest
 import torch
 
@@ -39,14 +38,3 @@ def test_layers_hold_the_attention_of_the_models_own_last_query():
     for number, (key, value, p) in layers.items():
         assert key.shape == value.shape == (2, len(ids), 64)
         torch.testing.assert_close(p.flatten(0, 1), attentions[number][0, :, -1], atol=1e-4, rtol=1e-3)
-
-
-def test_agreement_is_the_rank_correlation_of_each_item_that_has_one():
-    rows = pd.DataFrame(
-        {"model": "m", "item": item, "evidence_heads": e, "score": score}
-        for item, scores in (("up", (0.1, 0.2, 0.9)), ("down", (0.9, 0.5, 0.1)), ("flat", (1.0, 1.0, 1.0)))
-        for e, score in zip((0.1, 0.2, 0.3), scores, strict=True)
-    )
-    correlations = kept.agreement(rows).set_index("item").value
-    assert correlations.to_dict() == pytest.approx({"up": 1.0, "down": -1.0})
-    assert kept.agreement(rows.assign(evidence_heads=float("nan"))).empty

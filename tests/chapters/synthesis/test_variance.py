@@ -8,7 +8,6 @@ import pytest
 from statsmodels.regression.mixed_linear_model import MixedLM
 
 from kvrepro.chapters.synthesis import variance
-from kvrepro.errors import InputError
 
 LEVELS = {"a": "pqr", "b": "xy", "c": "klmn"}
 A, B = {"p": -0.3, "q": 0.0, "r": 0.3}, {"x": -0.1, "y": 0.1}
@@ -56,19 +55,6 @@ def test_an_interaction_is_found_and_is_no_main_effect():
     assert all(shares.low["a x b"] > 0.02 for shares in tables)
 
 
-def test_a_fraction_of_the_cells_tells_the_same_as_all_of_them():
-    """Three quarters of a table's conditions, drawn: overlapping columns are told apart, without bias over draws."""
-    every, half = [], []
-    for seed in range(30):
-        rows = table(6, both=0.2, seed=seed)
-        cells = rows[list(LEVELS)].drop_duplicates().sample(18, random_state=seed)
-        every.append(parts(rows, 2)[0].value)
-        half.append(parts(rows.merge(cells), 2)[0].value)
-    whole, part = (pd.concat(values, axis=1).mean(axis=1) for values in (every, half))
-    for term in ("a", "b", "c", "a x b", "a x c", "b x c"):
-        assert part[term] == pytest.approx(whole[term], abs=0.04), term
-
-
 def test_what_a_term_does_in_each_task_for_itself_is_told_apart():
     shares = parts(table(16, of_task=1.0))[0]
     total = 0.06 * 2 + 0.01 + 0.0225 + 0.04
@@ -113,11 +99,3 @@ def test_a_factor_that_a_condition_does_not_have_says_nothing_of_it():
     effects = variance.effects(conditions, scores).set_index(["factor", "level"]).value
     assert effects["b", "y"] == pytest.approx(0.1, abs=0.01)
     assert effects["a", "r"] == pytest.approx(0.3, abs=0.02)
-
-
-def test_rows_that_share_item_and_condition_are_refused_and_gaps_cost_their_condition():
-    rows = table(3)
-    with pytest.raises(InputError, match="3 rows share"):
-        variance.wide(pd.concat([rows, rows[:3]]), list(LEVELS), "score")
-    conditions, _ = variance.wide(rows.drop(index=0), list(LEVELS), "score")
-    assert len(conditions) == 3 * 2 * 4 - 1

@@ -153,13 +153,3 @@ def test_page_mask_reads_the_best_pages(budget):
             bounds = page_bounds(q[b, h].double(), o.keys[b, h // 2].double(), pages)
             best = sorted(pages, key=lambda n: (bounds[n], n), reverse=True)[: max(3, budget // 8)]
             assert mask[b, h].nonzero()[:, 0].tolist() == sorted(j for n in best for j in pages[n])
-
-
-def test_page_mask_does_not_see_padding():
-    o = observation(batch=1, tokens=40, seed=9)
-    q = o.queries[:, :, -1]
-    padded = torch.nn.functional.pad(o.keys, (0, 0, 5, 0), value=9.0)
-    alive = torch.nn.functional.pad(o.alive, (5, 0))
-    assert torch.equal(
-        cumulative.page_mask(q, padded, alive, 8, 24)[..., 5:], cumulative.page_mask(q, o.keys, o.alive, 8, 24)
-    )

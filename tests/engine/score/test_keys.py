@@ -8,7 +8,6 @@ import torch
 from observations import observation, other_rubbish
 
 from kvrepro.engine.score import keys, learned
-from kvrepro.engine.select import select
 from kvrepro.errors import InputError
 from studies import calibrate
 
@@ -86,15 +85,6 @@ def test_key_diff_in_blocks_leaves_the_same_survivors(block, anchor):
         assert {slots.index(j) for j in best} == survivors_of_blocks(k, count, block, anchor)
 
 
-def test_protected_tokens_survive_all_blocks_and_shape_the_anchor():
-    o = observation(dead=5, gaps=3, tokens=30, seed=5)
-    counts, protected = torch.full((2, 2), 10), o.alive & (o.alive.cumsum(-1) <= 4)
-    scores, _ = keys.key_diff_blocks(o, keys.key_diff(o), counts, protected, block=3)
-    kept = select(scores.masked_fill(~o.alive, -torch.inf), protected, counts)
-    assert (scores[kept] > -1.01).all()  # a token that left in an earlier block does not return
-    assert (kept & protected).sum() == protected.sum()
-
-
 def r_kv_direct(o, mix, kernel, threshold, alone):
     """The whole n x n computation of one row and head, float64."""
     expected = torch.zeros(o.keys.shape[:3], dtype=torch.float64)
@@ -135,19 +125,6 @@ def test_r_kv_transcription(mix, threshold, alone):
     expected = r_kv_direct(o, mix, 7, threshold, alone)
     close(keys.r_kv(o, mix, 7, threshold, alone), expected, o.alive)
     assert torch.equal(keys.r_kv(other_rubbish(o), mix)[o.alive], keys.r_kv(o, mix)[o.alive])
-
-
-def test_likeness_in_blocks_is_the_whole_and_spares_the_newest_duplicate():
-    o = observation(dead=6, tokens=40, seed=8)
-    whole = keys.likeness(o, block=1000)
-    for block in (1, 7, 64):
-        torch.testing.assert_close(keys.likeness(o, block=block), whole, rtol=1e-5, atol=1e-5)
-    k = torch.nn.functional.normalize(torch.randn(1, 1, 9, 64, generator=torch.Generator().manual_seed(1)), dim=-1)
-    k[:, :, 2] = k[:, :, 5] = k[:, :, 7]  # three copies: only the last two are ever "last neighbour"
-    three = replace(observation(batch=1, kv_heads=1, group=1, tokens=9), keys=k)
-    s = keys.likeness(three)[0, 0]
-    assert s[2] > s[5]
-    assert s[5] > s[7]
 
 
 @pytest.fixture

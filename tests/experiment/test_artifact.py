@@ -16,13 +16,6 @@ from kvrepro.experiment.store import COLUMNS
     [
         ("n481/qwen25-3b/q25-c256-lru-noprot.jsonl", "lru", 256, 0.0, "Qwen/Qwen2.5-3B-Instruct"),
         ("n481/qwen25-3b/q25-c256-lru-prot15.jsonl", "lru", 256, 0.15, "Qwen/Qwen2.5-3B-Instruct"),
-        (
-            "n481/phi35/phi35-c256-adakv_faithful-prot.jsonl",
-            "ada_kv_faithful",
-            256,
-            0.1,
-            "microsoft/Phi-3.5-mini-instruct",
-        ),
         ("confound-fix/q25-c128-lru-protected.jsonl", "lru", 128, 0.1, "Qwen/Qwen2.5-3B-Instruct"),
         ("credit-v2/q25-c512-oc.jsonl", "online_credit", 512, 0.1, "Qwen/Qwen2.5-3B-Instruct"),
         ("longctx/q3b-longctx-c1024-noprot.jsonl", "lru", 1024, 0.0, "Qwen/Qwen2.5-3B-Instruct"),

@@ -4,8 +4,6 @@ import http.server
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import asdict
 
@@ -16,17 +14,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from kvrepro.chapters.dropkv_bound import settings as dropkv
-from kvrepro.chapters.fragility import study as fragility
-from kvrepro.chapters.protection import grid
-from kvrepro.chapters.synthesis import study as synthesis
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, measure, models
+from kvrepro.experiment import data, measure
 from kvrepro.experiment.data import Item, Span
 from kvrepro.paths import ROOT
-from studies import trial
 
 TOKENIZER = checkpoint.tokenizer()
 
@@ -107,25 +100,18 @@ ROW = {"messages": [{"role": "user", "content": "Q"}], "answer": "A"}
     "line",
     [
         "{",
-        "[]",
-        '{"context": "C", "answer": "A"}',
         '{"context": "C", "question": "Q"}',
         '{"context": 5, "question": "Q", "answer": "A"}',
-        '{"context": "", "question": " ", "answer": "A"}',
         '{"context": "C", "question": "Q", "answer": 5}',
         json.dumps(ROW | {"messages": "Q"}),
-        json.dumps(ROW | {"messages": [{"role": "user"}]}),
         json.dumps(ROW | {"messages": [{"role": "user", "content": None}]}),
         json.dumps(ROW | {"spans": [{"name": "a", "message": 4, "start": 0, "end": 1}]}),
         json.dumps(ROW | {"max_new_tokens": 0}),
-        json.dumps(ROW | {"max_new_tokens": "many"}),
         json.dumps(ROW | {"metric": "bleu"}),
-        json.dumps(ROW | {"metric": "classification"}),
         json.dumps(ROW | {"id": "bad-000"}),
         json.dumps(ROW | {"answer": ["tea", " "]}),
         json.dumps(ROW | {"meta": {"answers": ["A", ""]}}),
         json.dumps(ROW | {"answer": '["tea", "black tea"]'}),
-        json.dumps(ROW | {"answer": " ['tea'] "}),
         json.dumps(ROW | {"papers": "yes"}),
     ],
 )
@@ -183,40 +169,11 @@ def test_what_a_row_means_otherwise_is_refused_in_words(tmp_path, change, words)
     assert "\n" not in str(error.value)
 
 
-def test_spans_are_of_messages(tmp_path):
-    row = {"context": "C", "question": "Q", "answer": "A"}
-    with pytest.raises(InputError, match="line 1: spans beside context"):
-        data.load_items(jsonl(tmp_path / "bad.jsonl", row | spans({})))
-
-
-@pytest.mark.parametrize("row", [{"context": "C", "question": "Q", "answer": "A"}, ROW])
-def test_a_form_is_of_a_passage_and_its_messages(tmp_path, row):
-    with pytest.raises(InputError, match="line 1: form says how context and question became messages"):
-        data.load_items(jsonl(tmp_path / "bad.jsonl", row | {"form": "qasper"}))
-
-
 @pytest.mark.parametrize("line", ['"answer": "A", "answer": "B"', '"answer": "A", "meta": {"answer": 1, "answer": 2}'])
 def test_a_key_that_stands_twice_is_a_bad_row(tmp_path, line):
     (tmp_path / "bad.jsonl").write_text(f'{{"context": "C", "question": "Q", {line}}}\n')
     with pytest.raises(InputError, match="line 1: key 'answer' stands twice"):
         data.load_items(str(tmp_path / "bad.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("metric", "answers"),
-    [
-        ("count", ["3"]),
-        ("retrieval", ["Paragraph 12"]),
-        ("classification", ["tea"]),
-        ("ruler_all", ["4", "7"]),
-        ("ruler_part", ["4", "7"]),
-    ],
-)
-def test_answers_of_a_metric_s_form_are_taken_and_score(tmp_path, metric, answers):
-    row = ROW | {"answer": ", ".join(answers) if metric == "ruler_all" else answers[0], "metric": metric}
-    row |= {"all_classes": ["tea", "coffee"], "meta": {"answers": answers}}
-    [item] = data.load_items(jsonl(tmp_path / "own.jsonl", row))
-    assert measure.official(", ".join(answers), answers, item.meta)["official"] == 1
 
 
 @pytest.mark.parametrize("form", ["", "qasper"])
@@ -236,14 +193,6 @@ def test_a_number_that_nobody_asked_for_takes_what_there_is(tmp_path, capsys):
     assert capsys.readouterr().out == f"{path_of_one} has one item, which is taken\n"
     with pytest.raises(InputError, match=r"n_items is 8 but .*two.jsonl has 2 items"):
         data.load_fitting(path, 8, TOKENIZER, 500)
-
-
-def test_a_profile_s_size_is_no_number_that_was_asked_for():
-    usual = [grid.size("quick"), synthesis.size("full"), fragility.SIZES["quick"]]
-    numbers = [usual[0].items, usual[0].context, usual[1].items, *usual[2][:2], dropkv.Settings().prompts(None)]
-    assert {type(number) for number in numbers} == {data.AtMost}
-    chosen = [grid.size("quick", 8).items, synthesis.size("full", 8).items, dropkv.Settings().prompts(8)]
-    assert {type(number) for number in chosen} == {int}
 
 
 def test_all_bad_lines_are_numbered_with_the_first_reason(tmp_path):
@@ -301,30 +250,6 @@ def test_text_that_is_not_utf8_is_one_line(tmp_path):
         data.load_items(str(tmp_path / "bad.jsonl"))
 
 
-def test_numbers_as_ids_and_tasks_become_text(tmp_path):
-    items = data.load_items(jsonl(tmp_path / "n.jsonl", ROW | {"id": 3, "task": 7}, ROW | {"id": 0, "task": 0}))
-    assert [(item.id, item.task) for item in items] == [("3", "7"), ("0", "0")]
-
-
-@pytest.mark.parametrize(
-    ("names", "tasks"), [("", "TASKS"), (":domains", "DOMAINS"), (":long", "LONG"), (":needle,two_hop", None)]
-)
-def test_tinyworld_items_are_balanced_over_the_tasks_named(monkeypatch, names, tasks):
-    from kvrepro.world import world
-
-    counts = {}
-
-    def sample(task, n, seed, tokens):
-        counts[task] = (n, seed, tokens)
-        return [Item(f"{task}-{i}", task, (), "") for i in range(n)]
-
-    monkeypatch.setattr(world, "sample", sample, raising=False)
-    wanted = list(getattr(world, tasks)) if tasks else ["needle", "two_hop"]
-    items = data.load_items(f"tinyworld{names}", 2 * len(wanted) + 1, seed=7, tokens=600)
-    assert counts == {task: (2 + (i == 0), 7, 600) for i, task in enumerate(wanted)}
-    assert len(items) == 2 * len(wanted) + 1
-
-
 # ---- items that fit
 
 
@@ -358,14 +283,6 @@ def test_messages_that_do_not_fit_are_left_out_and_passages_are_not(tmp_path, ca
     assert not capsys.readouterr().out
     with pytest.raises(InputError, match=r"^item long-000 has \d+ prompt tokens > limit 200: raise"):
         data.load_fitting(jsonl(tmp_path / "long.jsonl", turn(400)), None, TOKENIZER, 200)
-
-
-def test_a_chapter_says_which_items_it_takes_instead(capsys):
-    instead = {"longbench": "longbench:qa"}
-    assert data.suited("mine", "longbench:trec", instead) == "longbench:trec"
-    assert not capsys.readouterr().out
-    assert data.suited("mine", "longbench", instead) == "longbench:qa"
-    assert capsys.readouterr().out.count("\n") == 1
 
 
 # ---- prompts
@@ -405,22 +322,6 @@ def test_a_template_without_a_system_turn_has_its_text_in_the_users(words, limit
     assert capsys.readouterr().out.count("takes no turn of the system: its text opens the user's\n") == 1
 
 
-def test_messages_without_a_system_turn_have_its_text_in_the_first_of_the_user():
-    tokenizer = copy.deepcopy(TOKENIZER)
-    refuses = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
-    tokenizer.chat_template = refuses + TOKENIZER.chat_template
-    turns = [("system", "Be brief."), ("user", "Red?"), ("assistant", "No."), ("user", "The blue?")]
-    messages = tuple({"role": role, "content": text} for role, text in turns)
-    spans = [Span("rule", 0, 3, 8), Span("first", 1, 0, 3), Span("said", 2, 0, 2), Span("question", 3, 4, 8)]
-    prompt = data.build_prompt(Item("x", "t", messages, "", tuple(spans)), tokenizer, 500)
-    merged = [{"role": "user", "content": "Be brief.\n\nRed?"}, *messages[2:]]
-    assert (
-        prompt.ids == tokenizer.apply_chat_template(merged, add_generation_prompt=True, return_dict=True)["input_ids"]
-    )
-    decoded = {name: tokenizer.decode([prompt.ids[at] for at in where]).strip() for name, where in prompt.spans.items()}
-    assert decoded == {"rule": "brief", "first": "Red", "said": "No", "question": "blue"}
-
-
 @pytest.mark.parametrize("limit", [200, 333, 1920])
 def test_a_long_passage_keeps_its_last_tokens_within_the_limit(limit):
     """The protocol's arithmetic, written out: budget, last tokens, decode, template, cut at the limit."""
@@ -437,17 +338,6 @@ def test_a_long_passage_keeps_its_last_tokens_within_the_limit(limit):
     assert limit - 3 <= len(prompt.ids) <= limit
     assert "w2999" in TOKENIZER.decode(prompt.ids)
     assert "w0 " not in TOKENIZER.decode(prompt.ids)
-
-
-def test_spans_point_at_their_tokens():
-    item = passage(3000)
-    prompt = data.build_prompt(item, TOKENIZER, 300)
-    text = {name: TOKENIZER.decode([prompt.ids[p] for p in positions]) for name, positions in prompt.spans.items()}
-    assert text["system"] == data.SYSTEM
-    assert text["question"].strip() == f"Question: {item.question}"
-    assert text["passage"].startswith("Passage: ")
-    assert text["passage"].rstrip().endswith("w2999")
-    assert not set(prompt.spans["passage"]) & set(prompt.spans["system"])
 
 
 @given(st.text(alphabet="abé ,“.\n", min_size=1, max_size=40), st.data())
@@ -469,57 +359,26 @@ def test_spans_of_equal_name_merge():
     assert "".join(TOKENIZER.decode([prompt.ids[p]]) for p in prompt.spans["s"]).replace(" ", "") == "onetwo"
 
 
-def test_templates_may_trim_a_message():
-    fast = checkpoint.tokenizer()
-    fast.chat_template = fast.chat_template.replace("message['content']", "message['content'] | trim")
-    item = Item("x", "t", ({"role": "user", "content": "  red door "},), "", (Span("s", 0, 2, 5),))
-    prompt = data.build_prompt(item, fast, 500)
-    assert fast.decode([prompt.ids[p] for p in prompt.spans["s"]]) == "red"
-
-
-def no_template(fast):
-    fast.chat_template = None
-
-
-def no_system(fast):
-    fast.chat_template = "{{ raise_exception('system role\\n not supported') }}"
-
-
-def fails(fast):
-    fast.chat_template = "{{ 1 + messages[0].content }}"
-
-
-def rewrites(fast):
-    fast.chat_template = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+SYSTEM_REFUSED = "{{ raise_exception('system role\\n not supported') }}"
+UPPER = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("template", "words"),
     [
-        (no_template, "^item x: .*has no chat template"),
-        (no_system, "^item x: .*refuses the messages .system role.*: give it roles"),
-        (fails, "^item x: .*refuses the messages .unsupported operand.*: give it roles"),
-        (rewrites, "^item x: .*rewrites or moves a user message"),
+        (None, "^item x: .*has no chat template"),
+        (SYSTEM_REFUSED, "^item x: .*refuses the messages .system role.*: give it roles"),
+        ("{{ 1 + messages[0].content }}", "^item x: .*refuses the messages .unsupported operand.*: give it roles"),
+        (UPPER, "^item x: .*rewrites or moves a user message"),
     ],
 )
-def test_templates_that_cannot_serve(damage, words):
+def test_templates_that_cannot_serve(template, words):
     fast = checkpoint.tokenizer()
-    damage(fast)
+    fast.chat_template = template
     item = Item("x", "t", ({"role": "user", "content": "red"},), "", (Span("s", 0, 0, 3),))
     with pytest.raises(InputError, match=words) as error:
         data.build_prompt(item, fast, 500)
     assert "\n" not in str(error.value)
-
-
-def test_a_template_that_refuses_a_system_turn_alone_serves_both():
-    """As Qwen3.5's."""
-    fast = checkpoint.tokenizer()
-    alone = "{% if messages | map(attribute='role') | list == ['system'] %}{{ raise_exception('no user') }}{% endif %}"
-    fast.chat_template = alone + fast.chat_template
-    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Red?"})
-    prompt = data.build_prompt(Item("x", "t", messages, ""), fast, 500)
-    assert fast.decode(prompt.ids).endswith("Red?<|im_end|>\n<|im_start|>assistant\n")
-    assert prompt.turns == {"system": 0}
 
 
 def words_only(markup: str = "<|user|>"):
@@ -548,19 +407,6 @@ def test_unknown_words_of_the_text_are_nobodys_fault(content):
     prompt = data.build_prompt(item_of(content), words_only(), 500)
     assert prompt.ids[0] == 3
     assert prompt.ids.count(0) == sum(word not in ("red", "door") for word in content.split())
-
-
-def test_a_template_may_write_the_unknown_token_itself():
-    assert data.build_prompt(item_of("red door"), words_only("<|unk|>"), 500).ids == [0, 1, 2, 4]
-
-
-def test_the_embedded_models_own_template_passes_and_chatml_does_not():
-    embedded = AutoTokenizer.from_pretrained(ROOT / "data" / "models" / models.DEFAULT)
-    for item in data.load_items("tinyworld", 12, tokens=300):
-        assert data.build_prompt(item, embedded, 4000).ids
-    embedded.chat_template = trial.TEMPLATE
-    with pytest.raises(InputError, match="its tokenizer does not know"):
-        data.build_prompt(item, embedded, 4000)
 
 
 @pytest.mark.parametrize(
@@ -671,26 +517,3 @@ def test_no_network_and_unknown_names_are_one_line(public, monkeypatch):
     monkeypatch.setattr(data, "sources", lambda: manifest | {"more": manifest["letters"]})
     with pytest.raises(InputError, match="names 2 files of"):
         data.fetch("a.txt")
-
-
-def test_the_manifest_is_complete():
-    for name, source in data.sources().items():
-        assert set(source) == {"title", "url", "commit", "licence", "citation", "files"}, name
-        assert "{path}" in source["url"]
-        assert source["commit"] in source["url"]
-        for path, entry in source["files"].items():
-            assert len(entry["sha256"]) == 64, path
-            assert entry["bytes"] > 0
-
-
-def test_the_command_prints_one_line_for_bad_input():
-    command = [sys.executable, "-m", "kvrepro.experiment.data", "fetch", "nothing.txt"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "'nothing.txt' is not in data/sources.yml: see python -m kvrepro.experiment.data list\n"
-    for more, says in (["fetch"], "Missing argument 'name'."), (["nosuch"], "No such command 'nosuch'."):
-        done = subprocess.run([*command[:-2], *more], capture_output=True, text=True)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert done.stderr.startswith(says)
-    listed = subprocess.run([*command[:-2], "list"], capture_output=True, text=True)
-    assert "artifact/data/longbench-balanced.jsonl  3803432" in listed.stdout

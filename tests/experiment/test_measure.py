@@ -3,7 +3,6 @@ import json
 import os
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,25 +31,11 @@ def test_the_two_f1_variants_differ_in_articles_and_in_empty_texts():
     assert measure.token_f1_longbench("theatre", "atre") == 0.0  # articles are words, not letters
 
 
-def test_exact_match_ignores_case_punctuation_and_spaces():
-    assert measure.exact_match("New-York ", "new york") == 1.0
-    assert measure.exact_match("new york city", "new york") == 0.0
-
-
 @given(inflected, inflected)
 def test_rouge_l_is_the_packages_own_with_its_stemmer(prediction, answer):
     expected = RougeScorer(["rougeL"], use_stemmer=True).score(answer, prediction)["rougeL"]
     assert measure.rouge_l(prediction, answer) == expected.fmeasure
     assert measure.rouge_l_recall(prediction, answer) == expected.recall
-
-
-def test_rouge_l_closed_forms():
-    # longest common subsequence "cat the mat" = 3 of 4 and of 5 words
-    assert measure.rouge_l("cat on the mat", "big cat near the mat") == pytest.approx(
-        2 * (3 / 4) * (3 / 5) / (3 / 4 + 3 / 5)
-    )
-    assert measure.rouge_l_recall("cat on the mat", "big cat near the mat") == pytest.approx(3 / 5)
-    assert measure.rouge_l("running", "runs") == 1.0  # stemmed
 
 
 def test_repetition_closed_forms():
@@ -75,15 +60,6 @@ def test_a_right_answer_counts_in_any_script(prediction, answer):
         assert same(prediction, "другое") == 0.0
 
 
-def test_characters_of_scripts_without_spaces_are_words():
-    scores = measure.all_measures("答案是北京市", "北京市")  # all three of the answer's are among six
-    assert scores["token_f1"] == scores["rouge_l"] == pytest.approx(2 * (3 / 6) / (3 / 6 + 1))
-    assert (scores["exact_match"], scores["first_right"]) == (0.0, 0.0)
-    assert measure.all_measures("北方", "北京市")["first_right"] == 1.0
-    assert measure.all_measures("红" * 8, "红")["repetition_4gram"] == pytest.approx(4 / 5)
-    assert measure.rouge_l("красная дверь", "дверь") == pytest.approx(2 * 0.5 / 1.5)
-
-
 def test_the_papers_measures_stay_what_they_were():
     """Other punctuation than ASCII's belongs to a word, and ROUGE sees ASCII letters alone."""
     papers = measure.all_measures("“tea” дверь", "tea дверь", papers=True)
@@ -97,12 +73,6 @@ def test_on_ascii_text_the_papers_measures_and_ours_are_the_same(prediction, fir
     ours, papers = (measure.all_measures(prediction, [first, second], flag) for flag in (False, True))
     assert ours == pytest.approx(papers, rel=0, abs=0, nan_ok=True)
     assert measure.rouge_l_recall(prediction, first) == measure.rouge_l_recall(prediction, first, papers=True)
-
-
-def test_several_references_count_the_best():
-    references = ["no", "the red door"]
-    assert measure.token_f1("red door", references) == measure.token_f1("red door", "the red door")
-    assert measure.exact_match("No.", references) == 1.0
 
 
 @given(words, words)
@@ -138,12 +108,6 @@ def test_evidence_is_covered_by_what_any_head_holds_and_by_what_is_not_compresse
     assert measure.evidence_at([0, 10], tokens=11) == 0.5
     assert measure.evidence_at([10], tokens=11) == 1.0
     assert measure.evidence_at([], 11) != measure.evidence_at([], 11)
-
-
-def test_all_measures_has_the_column_names():
-    scores = measure.all_measures("a cat", "the cat")
-    wanted = "token_f1 token_f1_longbench exact_match rouge_l first_right rest_f1 repetition_4gram"
-    assert list(scores) == wanted.split()
 
 
 # ---- the official metrics of LongBench
@@ -248,12 +212,6 @@ def test_official_scores_worked_by_hand(metric, prediction, answer, expected):
 def test_classes_share_the_point(prediction, answer, expected):
     classes = ["Date", "City", "Other City", "Big Other City"]
     assert score("classification", prediction, answer, classes=classes) == expected
-
-
-def test_rows_are_judged_by_the_official_score_where_they_have_one():
-    rows = pd.DataFrame({"token_f1": [0.1, 0.2], "official": [None, 0.9]}).astype(float)
-    assert measure.scores(rows).tolist() == [0.1, 0.9]
-    assert measure.scores(rows[["token_f1"]]).tolist() == [0.1, 0.2]
 
 
 def test_only_the_first_line_counts_where_the_benchmark_says_so():

@@ -6,17 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from observations import observation
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import EvictionJob, Prompts, across, judge_pending, select_tokens
-from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score import window
 from kvrepro.engine.select import select
 
-NAMES = ("snapkv", "pyramid_kv", "ada_kv", "cake", "critical_kv", "critical_ada_kv", "andpro", "dropkv",
-         "defensive_kv", "layer_defensive_kv")  # fmt: skip
 OBSERVED = [
     dict(group=1, window=3, tokens=12),
     dict(group=2, window=4, tokens=17, dead=6, gaps=3),
@@ -223,19 +216,6 @@ def test_dropkv(shape, pool):
     check(o, window.dropkv(o, pool=pool), lambda heads: [score(head) for head in heads], rtol=1e-3)  # 1 - p in float32
 
 
-def test_dropkv_cost_of_a_token_is_the_change_of_the_output_without_it():
-    """Lemma 1: one query, one head; the output is computed again without the token."""
-    o = observation(1, 1, 1, window=1, tokens=8, dim=4)
-    got = window.dropkv(o, eps=0.0, pool="none")
-    head = Head(o, 0, 0)
-    for j in range(8):
-        rest = [i for i in range(8) if i != j]
-        left = sum(head.p[0][0][i] for i in rest)
-        without = [sum(head.p[0][0][i] / left * head.v[i][d] for i in rest) for d in range(4)]
-        want = sum((x - y) ** 2 for x, y in zip(without, head.a[0][0], strict=True))
-        assert got[0, 0, j].item() == pytest.approx(want, rel=1e-3)
-
-
 def test_rounding_p_makes_a_near_certain_token_and_its_neighbours_survive():
     """p = 0.9985 becomes 1 in bfloat16, the factor 1e12; average pooling smears it over 11 places."""
     o = observation(1, 1, 1, window=1, tokens=40, dim=4)
@@ -358,83 +338,6 @@ def test_critical_exempts_the_floor_of_heads_with_small_counts():
 # ---- every row of the catalogue
 
 
-def run(name, reading, layers, budget, **switches):
-    """What a policy keeps of `layers` observations."""
-    policy = CATALOGUE[name]
-    parameters = policy.reading(reading, tuple({"window": layers[0].queries.shape[2], **switches}.items()))
-    budgets, seen = budget.tolist(), int(layers[0].seen[0])
-    conditions = [Condition(name, b, Prefill(), reading=reading) for b in budgets]
-    prompts = Prompts(torch.arange(seen).expand(len(budgets), -1), [{}] * len(budgets))
-    job = EvictionJob(conditions, policy, parameters, budgets, prompts)
-    if policy.across is None:
-        return [select_tokens(job, o) for o in layers]
-    for n, o in enumerate(layers):
-        job.pending[n] = o
-        judge_pending(job, [n], o)
-    return list(across(job).values())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_batch_is_its_rows(name):
-    layers = [observation(tokens=30, gaps=5, layer=l, seed=l) for l in range(3)]
-    together = run(name, "as_run", layers, torch.tensor([11, 14]))
-    for b, budget in enumerate((11, 14)):
-        row = [
-            replace(o, **{f: getattr(o, f)[b : b + 1]
-                          for f in ("keys", "values", "positions", "queries", "query_positions", "seen")})
-            for o in layers
-        ]  # fmt: skip
-        alone = run(name, "as_run", row, torch.tensor([budget]))
-        assert all(torch.equal(x[b], y[0]) for x, y in zip(together, alone, strict=True))
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            self.size = max(self.size, x.untyped_storage().nbytes() // 4 if isinstance(x, torch.Tensor) else 0)
-        return out
-
-
-@pytest.mark.parametrize("reading", ["as_run", "as_described"])
-@pytest.mark.parametrize("name", NAMES)
-def test_no_tensor_grows_faster_than_the_tokens(name, reading):
-    sizes = []
-    for tokens in (512, 1024):
-        layers = [observation(1, 1, 1, tokens=tokens, layer=l, seed=l) for l in range(2)]
-        with Largest() as largest:
-            run(name, reading, layers, torch.tensor([100]))
-        sizes.append(largest.size)
-    assert sizes[1] <= 2 * sizes[0]
-    assert sizes[1] < 1024 * 64
-
-
-def test_defensive_keeps_what_a_single_query_of_a_single_head_wants():
-    """A token that one of 8 queries of one of 2 heads looks at outlives tokens with a larger mean."""
-    o = observation(1, 1, 2, window=8, tokens=30)
-    p = torch.zeros_like(o.attention)
-    p[..., 5:10] = 0.1
-    p[0, 0, 1, 3] = 0
-    p[0, 0, 1, 3, 15] = 0.9
-    scores = {a: window.windowed(o, p, a) for a in ("mean", "defensive")}
-    assert scores["mean"][0, 0, 15] < scores["mean"][0, 0, 7]
-    assert scores["defensive"][0, 0, 15] > scores["defensive"][0, 0, 7]
-    floor = scores["defensive"][0, 0, 20]  # gets no attention: the prior
-    assert floor.item() == pytest.approx((5 * 0.1 + 0.9) / 22)
-
-
-def test_layer_defensive_as_run_may_lose_the_window_of_a_layer_with_small_scores():
-    layers = [observation(1, tokens=40, layer=l, seed=l) for l in range(2)]
-    layers[1] = replace(layers[1], output=layers[1].output, queries=0 * layers[1].queries)  # uniform: small maxima
-    quiet = run("layer_defensive_kv", "as_run", layers, torch.tensor([6]))[1]
-    assert quiet[..., -4:].sum() < 8
-    assert run("layer_defensive_kv", "as_run", layers, torch.tensor([6]), recent="window")[1][..., -4:].all()
-
-
 def test_rows_with_fewer_queries_than_the_window_are_averaged_over_theirs():
     full = observation(1, tokens=20, window=4)
     short = full.last(3)
@@ -460,21 +363,3 @@ def test_span_local_queries_vote_in_their_own_span_only():
         both, alone = score(o, pool="none"), score(first, pool="none")
         torch.testing.assert_close(both[..., :8], alone[..., :8], rtol=1e-4, atol=1e-5)
     assert (window.snapkv(o)[..., [8, 9, 18, 19]] == 0).all()
-
-
-def test_indicators_are_zero_where_a_query_may_not_look():
-    o = observation(1, window=4, tokens=12, dead=3)
-    for indicator in (window.attention, window.attention_norm, window.perturbation, window.anchor):
-        x = indicator(o)
-        assert x.shape == o.attention.shape
-        assert (x[(~o.visible)[:, :, None].expand_as(x)] == 0).all()
-    torch.testing.assert_close(
-        window.attention_norm(o).sum(3), o.attention.sum(3) * o.projected_norm, rtol=1e-4, atol=1e-5
-    )
-
-
-def test_pooling_by_hand():
-    score = torch.tensor([0.0, 3.0, 0.0, 0.0, 6.0])
-    assert window.pooled(score, "max", 3).tolist() == [3, 3, 3, 6, 6]
-    assert window.pooled(score, "average", 3).tolist() == [1, 1, 1, 2, 2]
-    assert window.pooled(score, "none", 3) is score

@@ -95,23 +95,3 @@ def test_what_cake_and_critical_kv_add(kind):
     ours = replace(o, backend="triton")
     torch.testing.assert_close(window.cake_preference(ours), window.cake_preference(o), rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(ours.mean_projected_norm, o.projected_norm.mean(2), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("pool", "rescale"), [("average", True), ("average", False), ("max", False)])
-@pytest.mark.parametrize("over", ["past", "all"])
-def test_defensive_on_any_pool(over, pool, rescale):
-    o = seen_by("ragged")
-    table = dict(aggregate="defensive", pool=pool, kernel=7, over=over, rescale=rescale)
-    ours, truth = (window.windowed(x, window.attention, **table) for x in (replace(o, backend="triton"), o))
-    torch.testing.assert_close(ranked(o, ours), ranked(o, truth), atol=2e-5, rtol=1e-4)
-
-
-def test_reductions_that_no_catalogue_row_asks_for():
-    o = seen_by("ragged")
-    for table in (
-        dict(aggregate="max", group="union", pool="average"), dict(aggregate="mean_var", group="max", pool="max"),
-        dict(aggregate="sum", group="max", pool="max", pool_at="kv_head"), dict(aggregate="max", group="sum"),
-        dict(aggregate="sum", pool="average", pool_at="query"),
-    ):  # fmt: skip
-        ours, truth = (window.windowed(x, window.attention, **table) for x in (replace(o, backend="triton"), o))
-        torch.testing.assert_close(ranked(o, ours), ranked(o, truth), atol=2e-5, rtol=1e-4)

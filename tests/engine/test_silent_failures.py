@@ -1,5 +1,6 @@
 """Failures that other libraries do not report to their users; here they are provoked, and refused or impossible."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial, wraps
 
@@ -162,54 +163,35 @@ def overwrite(*shown):
             value.fill_(1)
 
 
+def careless(function):
+    """The function, which then overwrites what it was shown."""
+
+    @wraps(function)
+    def writes(*shown, **named):
+        returned = deepcopy(function(*shown, **named))
+        overwrite(*shown, *named.values())
+        return returned
+
+    return writes
+
+
 def norm(o):
     return o.keys.float().norm(dim=-1)
 
 
-@wraps(CATALOGUE["k_norm"].score)
-def named_like_ours(o):
-    norms = norm(o)
-    overwrite(o)
-    return norms
-
-
-def scores_and_writes(o):
-    return named_like_ours(o)
-
-
-def allocates_and_writes(scores, protected, budget, o):
-    counts = allocate.uniform(scores, protected, budget).clone()
-    overwrite(scores, protected, budget, o)
-    return counts
-
-
-def shields_and_writes(o, scores, budget, guarded):
-    overwrite(o, scores, budget, guarded)
-    return torch.zeros_like(guarded)
-
-
-def refines_and_writes(o, scores, counts, protected):
-    refined = scores.clone()
-    overwrite(o, scores, counts, protected)
-    return refined, torch.zeros_like(protected)
-
-
-def across_and_writes(scores, protected, budget, summaries, observations):
-    returned = [s.clone() for s in scores]
-    counts = [allocate.uniform(scores[0], protected[0], budget).clone()] * len(scores)
-    overwrite(scores, protected, budget, summaries, observations)
-    return returned, counts
+def alike(scores, protected, budget, summaries, observations):
+    return scores, [allocate.uniform(scores[0], protected[0], budget)] * len(scores)
 
 
 CARELESS = {
-    "score": Policy("Writes", "a reader", scores_and_writes),
-    "score, wrapped": Policy("Writes", "a reader", named_like_ours),
-    "score, partial": Policy("Writes", "a reader", partial(scores_and_writes)),
-    "allocate": Policy("Writes", "a reader", CATALOGUE["k_norm"].score, allocate=allocates_and_writes),
-    "shield": Policy("Writes", "a reader", norm, shield=shields_and_writes),
-    "refine": Policy("Writes", "a reader", norm, refine=refines_and_writes),
-    "across": Policy("Writes", "a reader", norm, across=across_and_writes),
-    "summary": Policy("Writes", "a reader", norm, across=across_and_writes, summary=lambda o: overwrite(o)),
+    "score": {"score": careless(norm)},
+    "a score of ours, wrapped": {"score": careless(CATALOGUE["k_norm"].score)},
+    "a partial score": {"score": partial(careless(norm))},
+    "allocate": {"allocate": careless(allocate.uniform)},
+    "shield": {"shield": careless(lambda o, scores, budget, guarded: torch.zeros_like(guarded))},
+    "refine": {"refine": careless(lambda o, scores, counts, protected: (scores, torch.zeros_like(protected)))},
+    "across": {"across": careless(alike)},
+    "summary": {"across": alike, "summary": careless(lambda o: None)},
 }
 
 
@@ -224,7 +206,8 @@ def undisturbed(regime):
 @pytest.mark.parametrize("part", CARELESS)
 @pytest.mark.parametrize("regime", [Prefill(), DecodeCap(4)], ids=lambda r: r.name)
 def test_what_a_readers_function_writes_in_place_reaches_no_other_condition(regime, part, monkeypatch):
-    monkeypatch.setitem(CATALOGUE, "writes", CARELESS[part])
+    writes = Policy("Writes", "a reader", **{"score": norm, **CARELESS[part]})
+    monkeypatch.setitem(CATALOGUE, "writes", writes)
     others, expected = undisturbed(regime)
     for at in (0, 1, 3):
         mixed = [*others[:at], Condition("writes", 24, regime), *others[at:]]

@@ -79,6 +79,8 @@ def _of_quality(claim: Mapping, sets: Mapping, rows: pd.DataFrame, reading: str)
     rows, over = rows if claim.get("needles") else rows[rows.part != NEEDLES], claim.get("over", {})
     full = rows[rows.policy == "full"]
     judge.answers_enough(full.score, full.get("error"))
+    if claim["contrast"] == "lead":
+        return _leads(claim, sets, rows, reading)
     tasks = [(task, [task]) for task in over.get("task", [])] or [("", sets.get(over.get("pooled", ""), []))]
     tested: list[Member | NotTestable] = []
     for varied, (task, group) in itertools.product(_cells(claim, sets), tasks):
@@ -111,21 +113,18 @@ def _task_wins(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
 
 def _leads(claim: Mapping, sets: Mapping, rows: pd.DataFrame, reading: str) -> list[Member | NotTestable]:
     """Gain of a over b on one task minus that on each other task of the set; unpaired, since the items differ."""
+    task = rows.drop_duplicates("item").set_index("item").task
     tested: list[Member | NotTestable] = []
-    for policy in (cell["policy"] for cell in _cells(claim, sets)):
-        gains = {}
-        for task in sets[claim["others"]]:
-            of_task = {**claim, "contrast": "difference", "over": {"policy": [policy], "task": [task]}}
-            [member] = _of_quality(of_task, sets, rows, reading)
-            if isinstance(member, Member) and isinstance(member.what, Sample):
-                gains[task] = member.what.data.a - member.what.data.b
-        leading = [task for task in claim["tasks"] if task in gains]
-        others = [task for task in gains if task not in leading]
+    for cell in _cells(claim, sets):
+        frame = _answered(claim, cell, rows, reading)
+        gains = dict(list((frame.a - frame.b).dropna().groupby(task)))
+        leading = [name for name in claim["tasks"] if name in gains]
+        others = [name for name in sets[claim["others"]] if name in gains and name not in leading]
         if not leading or not others:
             raise NotTestable(f"items of {' or '.join(claim['tasks'])} and of another task are needed")
         tested += [
-            Member(f"{_title(policy)}, {task} over {other}", Unpaired(gains[task], gains[other]))
-            for task, other in itertools.product(leading, others)
+            Member(f"{_title(cell['policy'])}, {name} over {other}", Unpaired(gains[name], gains[other]))
+            for name, other in itertools.product(leading, others)
         ]
     return tested
 
@@ -146,7 +145,7 @@ def members(
         raise NotTestable("not run")
     if study == "retained":
         return list(_of_retained(claim, sets, tables[study]))
-    return (_leads if contrast == "lead" else _of_quality)(claim, sets, tables[study], reading)
+    return _of_quality(claim, sets, tables[study], reading)
 
 
 def _of_own(book: Mapping, rows: pd.DataFrame) -> list[dict[str, Any]]:

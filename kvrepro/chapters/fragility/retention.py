@@ -118,8 +118,8 @@ class _Watch:
         self.settings, self.layer = settings, layer
         self.steps = range(len(prompt.ids) - 1, len(prompt.ids) + answer - 1)
         self.ends = {name: end_of(prompt, s) for name, s in settings.items()}
-        self.past = {name: range(end - settings[name].window, end) for name, end in self.ends.items()}
-        self.queries = sorted({*self.steps, *itertools.chain(*self.past.values())})
+        past = itertools.chain(*(range(end - settings[name].window, end) for name, end in self.ends.items()))
+        self.queries = sorted({*self.steps, *past})
         self.facts = ModelFacts.of(model)
         self.curves: list[pd.DataFrame] = []
         self.summary: list[pd.DataFrame] = []
@@ -142,10 +142,9 @@ class _Watch:
         """p: attention of `queries` to all tokens."""
         row = {position: i for i, position in enumerate(self.queries)}
         now = p[:, :, [row[t] for t in self.steps]]
-        looked = [name for name in self.settings if layer == self.layer or name == DEFAULT]
-        for name in looked:
+        for name in self.settings if layer == self.layer else [DEFAULT]:
             s, end = self.settings[name], self.ends[name]
-            past = pooled(p[:, :, [row[t] for t in self.past[name]]][..., :end], s.pool, s.kernel)
+            past = pooled(p[:, :, [row[t] for t in range(end - s.window, end)], :end], s.pool, s.kernel)
             norm = l1 if s.norm == "l1" else torch.ones_like(l1)
             rules = RULES[:1] if name.startswith(TOKEN) else RULES if name == DEFAULT else RULES[1:]
             shares, tied = _shares(past, now, norm, rules, s)

@@ -45,7 +45,7 @@ class Settings(run.Settings, Setting):
     """Settings of the chapter; those about retained importance are the fields of `Setting`."""
 
     shares: tuple[ProperShare, ...] = (0.1, 0.2, 0.4, 0.6, 0.8)  #: of the context that is kept
-    policies: tuple[str, ...] = POLICIES
+    policies: tuple[str, ...] = POLICIES  #: beside the full cache
     reading: Literal["both", "as_run", "as_described"] = "both"  #: of the defensive methods
     layer: Count | None = None  #: the headline's, from 0 among those that may evict; None: at the depth of figure 1
     tokens: Size = 560  #: of a prompt of the embedded model's world, or of RULER

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from collections import Counter
 from dataclasses import fields, replace
 from fractions import Fraction
 
@@ -636,17 +635,13 @@ def test_long_answers_are_looked_at_where_items_may_have_them():
     def items(task, new):
         return [Item(f"{task}-{i}", task, (), "a", meta={"max_new_tokens": new} if new else {}) for i in range(9)]
 
-    sizes = study.Size(0, 0, 0, long=3, short=2)
-    pool = [*items("gov_report", 512), *items("qmsum", 512), *items("trec", 64), *items("qasper", 128)]
-    chosen = study._observed_elsewhere(pool, sizes, seed=0)
-    assert Counter(item.task for item in chosen) == {"gov_report": 3, "qmsum": 3, "trec": 2}
-    settings = {item.task: len(study._settings_for(item, Setting())) for item in chosen}
-    assert settings["gov_report"] == settings["qmsum"] > 1
-    assert settings["trec"] == 1
-    own_items = study._observed_elsewhere([*items("mine", 300), *items("notes", 8)], sizes, seed=0)
-    assert Counter(item.task for item in own_items) == {"mine": 3, "notes": 2}
-    brief = study._observed_elsewhere([*items("a", None), *items("b", None)], sizes, seed=0)
-    assert len(brief) == 3
+    pool = [*items("gov_report", 512), *items("trec", 64), *items("mine", 300), *items("notes", None)]
+    few = study.first_of_each(pool, 2)
+    assert [item.id for item in few[:3]] == ["gov_report-0", "gov_report-1", "trec-0"]
+    assert len(few) == 8
+    settings = {item.task: len(study._settings_for(item, Setting())) for item in few}
+    assert settings.pop("trec") == 1  # of table 1's datasets, with short answers
+    assert set(settings.values()) == {128 + 4 + 1}  # combinations, other past queries, other ties
 
 
 @pytest.mark.parametrize(("kind", "layer"), [("llama", 1), ("mistral", 1), ("gemma3", 0)])

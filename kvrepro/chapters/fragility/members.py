@@ -14,7 +14,7 @@ from kvrepro.chapters.fragility.study import NEEDLES, has_window, scores
 from kvrepro.chapters.fragility.timings import CONTRASTS
 from kvrepro.engine.policy import READINGS, find, is_own
 from kvrepro.experiment import claims, history, judge
-from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
+from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample, Unpaired
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Settings
 from kvrepro.experiment.stats import ANY, UNIT
@@ -138,7 +138,7 @@ def members(
     if study == "theory":
         return [Member("all", Facts(theorems()[contrast]))]
     if study == "gpu":
-        return [Member(timed.member, Measured(*timed[1:])) for timed in CONTRASTS[contrast][0]()]
+        return [Member(label, measured) for label, measured in CONTRASTS[contrast][0]().items()]
     if claim.get("experts") and not experts:
         raise NotTestable(claim["needs"])
     if study not in tables:

@@ -35,7 +35,7 @@ RULES = ("single", "mean", "mean with prior", "max", "defensive")
 LARGEST, PRIOR = ("max", "defensive"), ("mean with prior", "defensive")  # "defensive": algorithm 1, both of its parts
 OUTLIER = 0.5  # a step that retains less is an outlier
 DEFAULT, OLDEST = "default", "ties go to the oldest"  # names of settings
-TOKEN = "token "  # begins the names of `singles`
+TOKEN = "token "  # begins the names of settings with another single past query
 OPEN: dict[str, dict[Any, str]] = {  # the choices that are combined, and how a setting is named for them
     "until": {"question": "history to the question", "": "history to the prompt's end"},
     "norm": {"l1": "L1 norm of the projected value", "none": "attention alone"},
@@ -47,20 +47,17 @@ OPEN: dict[str, dict[Any, str]] = {  # the choices that are combined, and how a 
 }
 
 
-def combinations(base: Setting) -> dict[str, Setting]:
-    """The base, "default", and every combination of the `OPEN` choices, named for what it changes."""
-    settings = {DEFAULT: base}
+def variants(base: Setting) -> dict[str, Setting]:
+    """Settings by name: the base ("default"), every combination of the `OPEN` choices, named for what it changes, ties
+    that go to the oldest, and other single past queries (figure 13): the first, the last and two between, "token k"."""
+    settings = {DEFAULT: base, OLDEST: replace(base, ties="oldest")}
     for values in itertools.product(*OPEN.values()):
         chosen = dict(zip(OPEN, values, strict=True))
         changed = [OPEN[field][value] for field, value in chosen.items() if value != getattr(base, field)]
         settings[", ".join(changed) or DEFAULT] = replace(base, **chosen)
-    return settings
-
-
-def singles(base: Setting) -> dict[str, Setting]:
-    """Settings with another single past query (figure 13): the first, the last and two between, named "token k"."""
     w = base.window
-    return {f"{TOKEN}{k}": replace(base, single=k) for k in sorted({1, w // 4, 3 * w // 4, w} - {0, base.single})}
+    singles = sorted({1, w // 4, 3 * w // 4, w} - {0, base.single})
+    return settings | {f"{TOKEN}{k}": replace(base, single=k) for k in singles}
 
 
 def norm_of(values: Float[Tensor, "kv_heads tokens dim"], output: Float[Tensor, "heads dim hidden"]) -> Norms:
@@ -103,8 +100,8 @@ def retained(
     curves, of the default setting in `layer`: rule, step (from 1), retained.
     summary: setting, rule, layer, worst, mean, below (share of steps under one half), steps, tied (share of the kept
     tokens that stayed by their place alone, as a token that left has the same score).
-    settings: by name. The default is looked at in every layer and by every rule; those of `singles` in `layer`, by the
-    single query; others in `layer`, by the other rules. Raises InputError.
+    settings: by name, as `variants` names them. The default is looked at in every layer and by every rule; "token k" in
+    `layer`, by the single query; others in `layer`, by the other rules. Raises InputError.
     """
     watch = _Watch(model, prompt, len(answer), settings, layer)
     read_once(model, [*prompt.ids, *answer[:-1]], watch)

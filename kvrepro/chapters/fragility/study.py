@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.fragility import retention
-from kvrepro.chapters.fragility.retention import DEFAULT, OLDEST
+from kvrepro.chapters.fragility.retention import DEFAULT
 from kvrepro.chapters.fragility.settings import DEFENSIVE, STEPS_OF_LONG, Setting, Settings
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
@@ -141,9 +141,8 @@ def _load(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -
 
 def _settings_for(item: Item, base: Setting) -> dict[str, Setting]:
     """All settings for long answers and for the reader's own items; the base for others."""
-    if not _is_long(item) and item.task in (*STAND_INS, *DATASETS):
-        return {DEFAULT: base}
-    return retention.combinations(base) | retention.singles(base) | {OLDEST: replace(base, ties="oldest")}
+    short = not _is_long(item) and item.task in (*STAND_INS, *DATASETS)
+    return {DEFAULT: base} if short else retention.variants(base)
 
 
 class Answered(NamedTuple):

@@ -2,29 +2,19 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from kvrepro.experiment import claims
 from kvrepro.experiment.claims import KEPT, PLAIN
+from kvrepro.experiment.judge import Measured
 from kvrepro.paths import GPU
 
 MODEL, FIFTH = "Llama-3.1-8B", 0.2
 DEFENSIVE_PLAIN = "DefensiveKV, plain PyTorch"
 FULL = {"transformers' full cache": PLAIN, "this engine's full cache": KEPT}
 SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
-
-
-class Timed(NamedTuple):
-    """A member of a claim: its value, the fastest and slowest timing, and the number of runs."""
-
-    member: str
-    value: float
-    low: float
-    high: float
-    n: float | None
 
 
 def _measured(part: str, method: str, share: float, tokens: int | None = None) -> pd.DataFrame:
@@ -34,32 +24,32 @@ def _measured(part: str, method: str, share: float, tokens: int | None = None) -
     return f[f.tokens == (f.tokens.max() if tokens is None else tokens)].sort_values("batch")
 
 
-def scoring_ratio() -> list[Timed]:
+def scoring_ratio() -> dict[str, Measured]:
     """Scoring time, largest over mean, of one kernel at the longest context that has both; 20th, 80th percentiles."""
     table = pd.read_csv(GPU / "kernels.csv").query("kernel == 'window_scores'")
     table = table.rename(columns={"p20_us": "low", "p50_us": "seconds", "p80_us": "high"})
     table = table.groupby(["variant", "tokens"])[["low", "seconds", "high"]].mean()
     mean, largest = table.loc[SCORING_MEAN], table.loc[SCORING_MAX]
     tokens = mean.index.intersection(largest.index).max()
-    return [Timed(f"{tokens} tokens", *claims.over(largest.loc[tokens], mean.loc[tokens]))]
+    return {f"{tokens} tokens": Measured(*claims.over(largest.loc[tokens], mean.loc[tokens]))}
 
 
-def first_token_ratio() -> list[Timed]:
+def first_token_ratio() -> dict[str, Measured]:
     """Time to the first token, DefensiveKV over CriticalKV in one engine and backend, at each model, context and
     reading that has both."""
     f = pd.read_csv(GPU / "first_token.csv")
     f = f[(f.part == "first") & np.isclose(f["share"], FIFTH)].set_index(["model", "tokens", "backend", "method"])
-    timed = []
+    timed = {}
     for model, tokens, backend, method in f.index[f.index.get_level_values("method").str.startswith("defensive_kv,")]:
         other = (model, tokens, backend, method.replace("defensive_kv", "critical_kv"))
         if other in f.index:
             reading = claims.LABELS[method.partition(", ")[2].replace(" ", "_")]
             top, bottom = f.loc[(model, tokens, backend, method)], f.loc[other]
-            timed.append(Timed(f"{model}, {tokens} tokens, {reading}", *claims.over(top, bottom)))
+            timed[f"{model}, {tokens} tokens, {reading}"] = Measured(*claims.over(top, bottom))
     return timed
 
 
-def decode_ratio(batch: int = 0, slowest: bool = False) -> list[Timed]:
+def decode_ratio(batch: int = 0, slowest: bool = False) -> dict[str, Measured]:
     """Time of a token at the longest context, full cache over a fifth of it, at the smallest batch (-1: largest).
 
     The interval goes from the fastest to the median step of each side. slowest: to the slowest, a single step in fifty
@@ -68,22 +58,22 @@ def decode_ratio(batch: int = 0, slowest: bool = False) -> list[Timed]:
     ours = _measured("decode", "20% kept", FIFTH).iloc[batch]
     theirs = {label: _measured("decode", name, 1.0, ours.tokens).iloc[batch] for label, name in FULL.items()}
     upper = "high" if slowest else "seconds"
-    return [Timed(label, *claims.over(full, ours, upper)) for label, full in theirs.items()]
+    return {label: Measured(*claims.over(full, ours, upper)) for label, full in theirs.items()}
 
 
-def peak_ratio() -> list[Timed]:
+def peak_ratio() -> dict[str, Measured]:
     """Peak memory at the longest context, one request: a fifth over either full cache."""
-    timed = []
+    ratios = {}
     for label, part, method in (("prefill", "prefill", DEFENSIVE_PLAIN), ("decoding", "decode", "20% kept")):
         ours = _measured(part, method, FIFTH).iloc[0]
         for against, name in FULL.items():
             value = float(ours.peak_gib / _measured(part, name, 1.0, ours.tokens).iloc[0].peak_gib)
-            timed.append(Timed(f"{label}, over {against}", value, value, value, None))
-    return timed
+            ratios[f"{label}, over {against}"] = Measured(value, value, value)
+    return ratios
 
 
 STEPS, TIMES = "fastest to median step", "fastest to slowest timing"
-CONTRASTS: dict[str, tuple[Callable[[], list[Timed]], str]] = {  # by contrast: its members, what their interval is
+CONTRASTS: dict[str, tuple[Callable[[], dict[str, Measured]], str]] = {  # by contrast: members, and what an interval is
     "scoring_ratio": (scoring_ratio, "p20 to p80 of timings"),
     "first_token_ratio": (first_token_ratio, TIMES),
     "decode_ratio": (decode_ratio, STEPS),

@@ -127,7 +127,7 @@ def test_keeping_everything_retains_everything_and_later_tokens_count_where_aske
 
 
 def test_one_pass_of_many_settings_equals_a_pass_each(eager):
-    many = dict(list(retention.combinations(SHORT).items())[::9]) | {"default": SHORT}
+    many = dict(list(retention.variants(SHORT).items())[:-4:9])
     _, together = retention.retained(eager[0], PROMPT, ANSWER, many, 1)
     assert set(together[together.layer != 1].setting) == {"default"}
     together = together[(together.layer == 1) & together.rule.isin(list(retention.RULES[1:]))].set_index("setting")
@@ -223,7 +223,8 @@ def test_a_chapters_settings_hold_what_is_open_about_retained_importance():
 
 def test_combinations_are_all_different_and_named_for_what_they_change():
     for base in (OURS, replace(OURS, norm="none", later=True), replace(OURS, until="evidence")):
-        settings = retention.combinations(base)
+        settings = {name: s for name, s in retention.variants(base).items() if s.single == base.single}
+        assert settings.pop(retention.OLDEST) == replace(base, ties="oldest")
         assert settings[retention.DEFAULT] == base
         assert len(set(settings.values())) == len(settings) == 128 + (base.until == "evidence")
         for name, s in settings.items():
@@ -232,9 +233,9 @@ def test_combinations_are_all_different_and_named_for_what_they_change():
 
 
 def test_other_past_queries_stand_alone_as_the_single_one_does(eager):
-    others = retention.singles(SHORT)
+    others = {name: s for name, s in retention.variants(SHORT).items() if name.startswith(retention.TOKEN)}
     assert [s.single for s in others.values()] == [1, 2, 6, 8]
-    assert 16 not in [s.single for s in retention.singles(OURS).values()]
+    assert {s.single for s in retention.variants(OURS).values()} == {1, 8, 16, 24, 32}
     given = {"default": SHORT}
     _, summary = retention.retained(eager[0], PROMPT, ANSWER, given | others, 1)
     summary = summary[summary.setting.str.startswith(retention.TOKEN)]
@@ -440,9 +441,9 @@ def test_scoring_times_are_compared_at_the_longest_context(gpu):
         ]
     ]  # fmt: skip
     pd.DataFrame(rows).to_csv(gpu / "kernels.csv")
-    [(label, value, low, high, _)] = timings.scoring_ratio()
-    assert (value, label) == (pytest.approx(1.1), "400 tokens")
-    assert (low, high) == (pytest.approx(0.99), pytest.approx(1.1 / 0.9))
+    [(label, ratio)] = timings.scoring_ratio().items()
+    assert (ratio.value, label) == (pytest.approx(1.1), "400 tokens")
+    assert (ratio.low, ratio.high) == (pytest.approx(0.99), pytest.approx(1.1 / 0.9))
 
 
 def test_costs_are_ratios_of_what_was_timed(gpu):
@@ -457,13 +458,14 @@ def test_costs_are_ratios_of_what_was_timed(gpu):
     frame = pd.DataFrame(rows, columns=["part", "method", "share", "tokens", "batch", "seconds", "peak_gib"])
     frame = frame.assign(model=timings.MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds, runs=3)
     frame.to_csv(gpu / "models.csv")
-    assert [m.value for m in timings.decode_ratio()] == pytest.approx([4, 2])
+    assert [m.value for m in timings.decode_ratio().values()] == pytest.approx([4, 2])
     for batch, value in ((0, 4), (-1, 8)):
-        assert timings.decode_ratio(batch)[0][1:] == pytest.approx((value, 0.9 * value, value / 0.9, 3))
-        slowest = timings.decode_ratio(batch, slowest=True)[0]
-        assert slowest[1:] == pytest.approx((value, 0.9 / 1.1 * value, 1.1 / 0.9 * value, 3))
-    assert [m.value for m in timings.decode_ratio(-1)] == pytest.approx([64 / 8, 64 / 10])
-    assert [m.value for m in timings.peak_ratio()] == pytest.approx([0.25, 0.5, 0.75, 0.75])
+        first, _ = timings.decode_ratio(batch).values()
+        assert vars(first) == pytest.approx({"value": value, "low": 0.9 * value, "high": value / 0.9, "n": 3})
+        slowest, _ = timings.decode_ratio(batch, slowest=True).values()
+        assert (slowest.low, slowest.high) == pytest.approx((0.9 / 1.1 * value, 1.1 / 0.9 * value))
+    assert [m.value for m in timings.decode_ratio(-1).values()] == pytest.approx([64 / 8, 64 / 10])
+    assert [m.value for m in timings.peak_ratio().values()] == pytest.approx([0.25, 0.5, 0.75, 0.75])
 
 
 def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
@@ -474,10 +476,12 @@ def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
     ]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["method", "backend", "tokens", "seconds", "low", "high"])
     frame.assign(part="first", model="any", share=0.2, runs=[8, 7, 6, 1, 6, 6]).to_csv(gpu / "first_token.csv")
-    short, long = timings.first_token_ratio()
-    assert short == ("any, 100 tokens, authors' code", 1.5, pytest.approx(2.9 / 2.1), pytest.approx(3.3 / 1.9), 7)
-    assert long[:2] == ("any, 400 tokens, authors' code", 1.25)
-    assert np.isnan(long[2:4]).all()
+    ratios = timings.first_token_ratio()
+    assert list(ratios) == ["any, 100 tokens, authors' code", "any, 400 tokens, authors' code"]
+    short, long = ratios.values()
+    assert vars(short) == pytest.approx({"value": 1.5, "low": 2.9 / 2.1, "high": 3.3 / 1.9, "n": 7})
+    assert (long.value, long.n) == (1.25, 1)
+    assert np.isnan([long.low, long.high]).all()
     tested = members.members(BY_ID["C9"], {}, {}, "as_run")
     assert [member.what.estimate().low for member in tested] == [
         pytest.approx(2.9 / 2.1),
@@ -604,7 +608,7 @@ def test_claims_file_names_what_exists():
 
 def test_a_claims_members_are_the_tasks_or_the_layers(eager):
     """Twelve copies of an answer, jittered."""
-    _, one = retention.retained(eager[0], PROMPT, ANSWER, retention.combinations(SHORT) | retention.singles(SHORT), 1)
+    _, one = retention.retained(eager[0], PROMPT, ANSWER, retention.variants(SHORT), 1)
     copies = [
         one.assign(
             item=f"i{i}", task="list_all" if i % 2 else "summary", worst=(one.worst * (1 + 0.01 * i)).clip(upper=1)

@@ -93,10 +93,10 @@ def deadly(loaded, item):
 
 def deaths(tmp_path, engine, capfd):
     settings = where(tmp_path, engine, 2)
-    with pytest.raises(StudyFailed, match="1 of 9 items failed, the first item-3: its worker process died twice"):
-        run(PerItem("c", "always", ITEMS[:9], deadly), None, settings)
+    with pytest.raises(StudyFailed, match="1 of 4 items failed, the first item-3: its worker process died twice"):
+        run(PerItem("c", "always", ITEMS[:4], deadly), None, settings)
     assert "a worker process died: its part is computed once more" in capfd.readouterr().err
-    assert len(run(PerItem("c", "always", [*ITEMS[:3], *ITEMS[4:9]], deadly), None, settings)) == 8
+    assert len(run(PerItem("c", "always", ITEMS[:3], deadly), None, settings)) == 3
 
 
 def test_a_part_whose_worker_dies_is_computed_once_more_and_has_then_failed(tmp_path, capfd):

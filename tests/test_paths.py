@@ -1,34 +1,9 @@
 """Files that are written aside and take their places whole."""
 
-import threading
-
 import pandas as pd
 import pytest
 
 from kvrepro.paths import replaced, write_table
-
-
-def test_two_writers_of_one_file_do_not_meet(tmp_path):
-    path, both = tmp_path / "note", threading.Barrier(2, timeout=20)
-    failed = []
-
-    def write(text):
-        try:
-            with replaced(path) as aside:
-                aside.write_text(text)
-                both.wait()  # both files lie aside before either takes its place
-                assert aside.read_text() == text
-        except Exception as error:
-            failed.append(error)
-
-    writers = [threading.Thread(target=write, args=(letter * 1000,)) for letter in "ab"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert failed == []
-    assert path.read_text() in ("a" * 1000, "b" * 1000)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):

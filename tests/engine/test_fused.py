@@ -1,7 +1,5 @@
 """Norms and rotations by kernels: only where the numbers are the same, and only inside the block."""
 
-from threading import Event, Thread, current_thread
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,27 +44,6 @@ def test_a_model_computes_the_same_numbers(family, wanted, more, monkeypatch):
     torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5)
     assert torch.equal(model(ids).logits, plain)
     assert not any("forward" in vars(part) for part in model.modules())
-
-
-def test_a_pass_of_another_thread_gets_no_kernels(monkeypatch):
-    models = [AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).eval() for _ in range(2)]
-    launched, ids, begun, done = [], torch.arange(1, 7)[None], Event(), Event()
-    rotary = kvrepro_kernels.rotary
-    monkeypatch.setattr(kvrepro_kernels, "rotary", lambda *given: launched.append(current_thread()) or rotary(*given))
-
-    def by_kernels() -> None:
-        with in_few_launches(models[0]):
-            begun.set()
-            done.wait(60)
-            models[0](ids)
-
-    thread = Thread(target=by_kernels)
-    thread.start()
-    begun.wait(60)
-    models[1](ids)
-    done.set()
-    thread.join()
-    assert set(launched) == {thread}
 
 
 def test_weights_of_another_precision_and_norms_that_somebody_changed_stay_as_they_are():

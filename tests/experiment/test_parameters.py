@@ -40,15 +40,6 @@ def test_a_list_that_came_as_text_is_refused_with_the_way_to_give_it(check):
     check([*CELLS[:2], "# Parameters\nn_items = [8, 9]\nseed = 'a [b]'\n"])
 
 
-@pytest.mark.parametrize("leads", ["gone", "link"])
-def test_a_link_that_leads_nowhere_is_no_folder_of_results(tmp_path, leads):
-    """To a folder that was deleted, or to itself."""
-    (tmp_path / "link").symlink_to(tmp_path / leads)
-    for results in (tmp_path / "link", tmp_path / "link" / "sub"):
-        with pytest.raises(InputError, match=f"results '{results}': {tmp_path / 'link'} is no folder that you may"):
-            check_values({"results": str(results)})
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [("1e-5", 1e-5), ("-2.5E3", -2500.0), ("[1e+2, 3]", [100.0, 3]), ("1e-5x", "1e-5x"), ("3", 3), (".5e3", 500.0)],

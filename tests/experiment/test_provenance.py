@@ -1,7 +1,6 @@
 """Where numbers come from: every field is there, in a clone and outside one, and the command repeats what was given."""
 
 import shlex
-import subprocess
 from types import SimpleNamespace
 
 import yaml
@@ -18,18 +17,6 @@ def test_a_chapter_says_where_its_numbers_come_from():
     for part in ("tiny, float32 on cpu", "`ab12`", "full, seed 5", "torch 2.", "cores", "notebooks/leakage.ipynb"):
         assert part in text
     assert "Model" not in provenance.provenance("reanalysis").data
-
-
-def test_the_commit_is_the_clones_and_changes_are_said(tmp_path):
-    assert "commit" not in provenance.commit(tmp_path)
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    (tmp_path / "a").write_text("1")
-    for words in (["init", "-q"], ["add", "a"], ["commit", "-qm", "a"]):
-        subprocess.run([*git, *words], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert provenance.commit(tmp_path).endswith(f"commit `{head}`")
-    (tmp_path / "a").write_text("2")
-    assert provenance.commit(tmp_path).endswith("not committed")
 
 
 def test_the_command_gives_the_parameters_again():

@@ -61,15 +61,8 @@ def test_every_claim_of_the_family_can_hold_and_can_fail():
     of_seeds = leakage(lambda name: 0.7 if name == "small-gqa-seed-0" else 0.2)
     ordered = protection(gain, lambda name: 0.9 - 0.2 * heads(name))
     true = verdict_of_claim(family_claims.verdicts(ordered, of_kinds))
-    assert {name for name, verdict in true.items() if verdict == "reproduced"} == {
-        "L2b",
-        "L2b, seeds",
-        "M1",
-        "M2",
-        "M3",
-        "M4",
-        "M5",
-    }
+    reproduced = sorted(name for name, verdict in true.items() if verdict == "reproduced")
+    assert reproduced == ["L2b", "L2b, seeds", "M1", "M2", "M3", "M4", "M5"]
     against = protection(edge, lambda name: 0.2 * heads(name))
     with few_claims.only("L2b, seeds", "M2", "M3", "M6"):
         other = verdict_of_claim(family_claims.verdicts(against, of_seeds))

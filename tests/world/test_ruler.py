@@ -229,16 +229,9 @@ def test_sentences_are_the_first_words_again_and_again(listed, n):
     ],
 )
 def test_bad_input_is_one_line(changes, message):
-    arguments = {
-        "tasks": "vt",
-        "n_items": 1,
-        "seed": 0,
-        "tokens": 1000,
-        "tokenizer": TOKENIZERS["bytes"],
-        "fetch": None,
-    }
+    usual = {"tasks": "vt", "n_items": 1, "seed": 0, "tokens": 1000, "tokenizer": TOKENIZERS["bytes"], "fetch": None}
     with pytest.raises(InputError, match=message) as error:
-        ruler.sample(**arguments | changes)
+        ruler.sample(**usual | changes)
     assert "\n" not in str(error.value)
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvrepro.chapters.dropkv_bound import bound
 from kvrepro.chapters.dropkv_bound.cone import cone
-from kvrepro.errors import InputError
 
 
 def draw(seed: int, tokens: int, dim: int, sharp: float = 2.0, lean: float = 0.0):
@@ -150,15 +149,3 @@ def test_pools_leave_the_window_and_the_heavy_keys_out():
 
 def test_ties_go_to_the_first():
     assert bound.smallest(torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0]), 2).tolist() == [1, 2]
-
-
-def test_too_many_subsets_are_refused():
-    p, v = draw(0, 40, 2)
-    with pytest.raises(InputError, match=r"20 of 40"):
-        bound.optimum(p, bound.residuals(p, v), 20)
-
-
-def test_a_pool_beyond_its_keys_is_refused():
-    p, _ = draw(0, 7, 2)
-    with pytest.raises(InputError, match="6 among 5"):
-        bound.pool(p, 6, window=2)

@@ -94,15 +94,6 @@ def test_a_policy_s_own_scores_rank_the_keys_as_its_rule_does(name):
             assert scipy_stats.spearmanr(score[:-4], RULES[name](t)[:-4]).statistic > 0.999  # the window always stays
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("h2o", "mass"), ("lru", "one set of tokens"), ("critical_kv", "'refine'"), ("layer_defensive_kv", "'across'"),
-     ("quest_pages", "evicts nothing")],
-)  # fmt: skip
-def test_what_cannot_choose_for_one_query_says_why(name, why):
-    assert why in triples.why_no_score(CATALOGUE[name])
-
-
 def test_one_query_of_dropkv_ranks_as_the_exact_cost():
     t = random_triple()
     exact = bound.single_cost(t.p, t.r)

@@ -5,7 +5,6 @@ import pytest
 from kvrepro.chapters.protection import grid
 from kvrepro.chapters.protection.grid import PROTECTION_SEVEN
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import OWN, Policy
 from kvrepro.engine.rule import check
 from kvrepro.errors import InputError
 
@@ -45,14 +44,3 @@ def test_every_condition_can_be_met_at_every_length():
 def test_bad_parameters_raise_before_anything_runs(given, message):
     with pytest.raises(InputError, match=message):
         grid.protection(**given)
-
-
-def test_a_policy_that_chooses_layer_by_layer_meets_the_cap_in_a_regime_of_its_own(monkeypatch):
-    monkeypatch.setitem(OWN, "mine", Policy("Mine", "me", lambda o: o.positions.float()))
-    conditions = grid.main([128], ["lru", "snapkv", "mine"], 0.1, "both")[1:]
-    assert {(c.policy, c.regime.name, c.reading) for c in conditions} == {
-        ("lru", "shared cap", "as_run"), ("lru", "shared cap", "as_described"),
-        ("snapkv", "decode cap", "as_run"), ("snapkv", "decode cap", "as_described"),
-        ("mine", "decode cap", "as_described"),
-    }  # fmt: skip
-    assert {c.reading for c in grid.main([128], ["mine"], 0.1, "as_run")[1:]} == {"as_described"}

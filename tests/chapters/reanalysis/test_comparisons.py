@@ -62,16 +62,6 @@ def test_no_run_is_compared_with_another_model_or_temperature():
     assert len(hot.a.iloc[0]) == len(hot.b.iloc[0]) == 3
 
 
-def test_outputs_that_end_before_the_second_reduction_are_the_same_everywhere():
-    same = comparisons.identical(ROWS)
-    assert (same.once_same.dropna() == 1).all()
-    assert same.once_same.notna().sum() > 10
-    at = same[(same["items"] == "longbench-pool") & (same.capacity == 256) & same.protected].set_index("model_name")
-    assert at.value["Qwen2.5-3B-Instruct"] == 1
-    assert at.value["Phi-3.5-mini-instruct"] == pytest.approx(0.815, abs=5e-4)
-    assert not at.sort_values("kv_heads").value.is_monotonic_decreasing
-
-
 def test_what_was_never_evicted_is_the_full_caches_answer():
     model = "Qwen2.5-3B-Instruct"
     split = comparisons.by_eviction(ROWS).query("model_name == @model").set_index("never")

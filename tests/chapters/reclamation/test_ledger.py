@@ -29,38 +29,6 @@ def test_the_emptiest_blocks_are_the_cheapest_to_vacate():
     assert (ledger.fill(number, emptiest=True)[0], ledger.copied) == (2, 3)
 
 
-def test_a_slot_is_dead_only_when_every_head_of_every_layer_evicted_it():
-    keep = np.zeros((2, 2, 32), bool)
-    keep[0, 1, 20] = True
-    ledger = Ledger(2)
-    number = ledger.new()
-    ledger.append(number, 32)
-    assert ledger.evict(number, keep) == 1
-    flat, positions, alive = ledger.living(number)
-    assert (flat.tolist(), positions.tolist(), alive[:, :, 0].tolist()) == ([20], [20], [[False, True], [False] * 2])
-    ledger.append(number)  # new tokens live for every head
-    assert ledger.living(number)[2][:, :, 1].all()
-
-
-def test_repack_does_not_carry_tokens_past_a_shared_block_and_fill_does():
-    def between() -> tuple[Ledger, int]:
-        ledger = Ledger(6, 4)
-        number = ledger.new()
-        ledger.append(number, 12)
-        child, _ = ledger.fork(number)
-        ledger.evict(child, np.arange(12) // 4 == 1)  # only the middle block stays shared
-        ledger.evict(number, np.isin(np.arange(12), [1, 3, 4, 5, 6, 8, 9]))
-        return ledger, number
-
-    ledger, number = between()
-    freed, (source, target) = ledger.repack(number)
-    assert (freed, source.tolist(), target.tolist()) == (0, [1, 3], [0, 1])
-    assert ledger.living(number)[1].tolist() == [1, 3, 4, 5, 6, 8, 9]
-    ledger, number = between()
-    assert ledger.fill(number)[0] == 1
-    assert ledger.living(number)[1].tolist() == [4, 5, 6, 8, 1, 9, 3]
-
-
 # ---- what is refused, and what stays when it is
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-import transformers
 
 from kvrepro.chapters.reclamation.paged import PagedCache, PagedRows, call_for, extend, generate
 from kvrepro.engine import generate as engine
@@ -12,7 +11,6 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import find
 from kvrepro.engine.regime import DecodeCap, Prefill
-from kvrepro.errors import InputError
 
 
 def sequence(model, blocks: int = 32, size: int = 8, **given) -> PagedRows:
@@ -70,32 +68,6 @@ def test_the_engine_generates_on_a_paged_cache_what_it_generates_on_its_own(cond
     assert not any(p.foreign for p in rows.passes[0])
 
 
-def test_a_layer_shows_its_tokens_in_order_wherever_they_lie():
-    model, [ids] = tiny.model(), tiny.prompts(60)
-    plain, filled = sequence(model, sums=["mass"]), sequence(model, sums=["mass"])
-    keep = np.random.default_rng(0).random((3, 2, 60)) < 0.3
-    keep[..., -1] = True
-    for rows in (plain, filled):
-        logits(model, rows, ids)
-        rows.ledger.evict(rows.numbers[0], keep)
-    filled.pages.compact(filled.numbers[0], "fill")
-    assert filled.ledger.living(filled.numbers[0])[1].tolist() != plain.ledger.living(plain.numbers[0])[1].tolist()
-    for layer in range(3):
-        a, b = plain.ragged[layer].shown(), filled.ragged[layer].shown()
-        assert all(torch.equal(x, y) for x, y in zip((a.keys, a.values, a.positions), b[:3], strict=True))
-        assert torch.equal(a.sums["mass"], b.sums["mass"])
-        for head in range(2):
-            alive = a.positions[0, head][a.positions[0, head] >= 0].tolist()
-            assert alive == np.flatnonzero(keep[layer, head]).tolist()
-            assert a.positions[0, head, -len(alive) :].tolist() == alive  # flush right
-    gone = filled.ragged[1].shown()
-    filled.ragged[1].evict(gone.positions % 2 == 0, gone.index)
-    assert (filled.survivors()[0, 1] == keep[1] & (np.arange(60) % 2 == 0)).all()
-    assert (filled.survivors()[0, [0, 2]] == keep[[0, 2]]).all()
-    with pytest.raises(InputError, match="execution masked on a paged cache"):
-        filled.ragged[1].evict(gone.positions >= 0, gone.index, masked=True)
-
-
 # ---- generation
 
 
@@ -106,13 +78,6 @@ def test_a_full_cache_decodes_as_the_model_without_one(changes):
     logits(model, rows, ids[:30])
     ours = logits(model, rows, ids[30:])
     torch.testing.assert_close(ours, model(torch.tensor([ids])).logits[:, -1], rtol=0, atol=1e-4)
-
-
-def test_a_configuration_without_kv_heads_has_as_many_as_heads():
-    shape = {"vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    model, [ids] = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval(), tiny.prompts(30)
-    expected = model(torch.tensor([ids])).logits[:, -1]
-    torch.testing.assert_close(logits(model, sequence(model), ids), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("compact", ["repack", "fill"])

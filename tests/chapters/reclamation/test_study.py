@@ -186,14 +186,3 @@ def test_a_case_that_no_broken_cache_would_fail_counts_for_nothing():
     rows.loc[rows.layout == "storage positions", "identical"] = 0.0
     noticed = members.members({"study": "identity", "column": "noticed_tokens"}, {"identity": members._identity(rows)})
     assert noticed[0].what.data.a[rows.layout == "storage positions"].eq(1).all()
-
-
-def test_compared_rounds_and_passes_by_hand():
-    rows = pd.DataFrame({"every": 1, "draw": [0, 0, 1, 1, 2, 2], "layout": ["repack", "fill"] * 3,
-                         "copies_per_pass": [8.0, 1.0, 4.0, 1.0, 0.0, 0.0]})  # fmt: skip
-    ratio = members._traffic(rows).copies_ratio
-    assert ratio[:4].tolist() == [1.0, 0.125, 1.0, 0.25]
-    assert ratio[4:].isna().all()  # a repack that moves nothing compares with nothing
-    ways = pd.DataFrame({"tokens": 8, "repeat": 0, "way": ["fused attention", "eager"], "seconds": [2.0, 3.0],
-                         "held_mib": [1.0, 4.0]})  # fmt: skip
-    assert members._passes(ways)[["slower", "larger"]].to_numpy().tolist() == [[1.0, 1.0], [1.5, 4.0]]

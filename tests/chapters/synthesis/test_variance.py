@@ -55,13 +55,6 @@ def test_an_interaction_is_found_and_is_no_main_effect():
     assert all(shares.low["a x b"] > 0.02 for shares in tables)
 
 
-def test_what_a_term_does_in_each_task_for_itself_is_told_apart():
-    shares = parts(table(16, of_task=1.0))[0]
-    total = 0.06 * 2 + 0.01 + 0.0225 + 0.04
-    assert shares.by_task["a"] == pytest.approx(0.06 / total, abs=0.08)
-    assert abs(shares.by_task["b"]) < 0.02
-
-
 def test_intervals_hold_the_truth_usually():
     total = 0.06 + 0.01 + 0.0225 + 0.04
     held = [f.low["a"] <= 0.06 / total <= f.high["a"] for f in (parts(table(10, seed=s))[0] for s in range(40))]
@@ -86,16 +79,3 @@ def test_the_mixed_model_is_the_mean_of_each_items_least_squares_and_finds_the_v
     assert effects["a", "p"] == pytest.approx(fit.fe_params[1], abs=1e-6)
     assert mixed["marginal"] == pytest.approx(0.07 / (0.07 + mixed["item"] + mixed["rest"]), abs=0.05)
     assert mixed["conditional"] > mixed["marginal"]
-
-
-def test_a_factor_that_a_condition_does_not_have_says_nothing_of_it():
-    """b exists where a is p or q only; its effect there is found, and a's is not changed by it."""
-    rows = table(20, noise=0.02)
-    rows["score"] -= rows.b.map(B) * (rows.a == "r")
-    rows.loc[rows.a == "r", "b"] = None
-    rows = rows.drop_duplicates(["item", "a", "b", "c"])
-    conditions, scores = variance.wide(rows, list(LEVELS), "score")
-    assert len(conditions) == 2 * 2 * 4 + 4
-    effects = variance.effects(conditions, scores).set_index(["factor", "level"]).value
-    assert effects["b", "y"] == pytest.approx(0.1, abs=0.01)
-    assert effects["a", "r"] == pytest.approx(0.3, abs=0.02)

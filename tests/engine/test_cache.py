@@ -7,16 +7,13 @@ import torch
 from conditions import flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import architecture
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
-from transformers.cache_utils import LinearAttentionLayer
 from watched import watched_ends
 
 from kvrepro.engine import generate as engine
-from kvrepro.engine.cache import EngineCache, RaggedLayer, concatenated, joined_caches
+from kvrepro.engine.cache import RaggedLayer, concatenated
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.quantise import Packed
 
 DIM, HEADS = 4, 2
@@ -271,26 +268,3 @@ def test_bytes_held_are_within_two_percent_of_the_theoretical_count(policy, regi
 
 
 # ---- what Hugging Face is handed
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
-def test_recurrent_states_are_copied_with_their_rows(name):
-    model = architecture(name)
-    cache = EngineCache(model.config)
-    states = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
-    assert len(states) == 1
-    conv, recurrent = torch.randn(2, 5, 4), torch.randn(2, 3, 8, 8)
-    states[0].update_conv_state(conv, conv_kernel_size=4)
-    states[0].update_recurrent_state(recurrent)
-    rows = cache.rows(torch.tensor([1]))
-    copied = next(layer for layer in rows.layers if hasattr(layer, "recurrent_states"))
-    assert torch.equal(copied.recurrent_states[0], recurrent[1:])
-    assert torch.equal(copied.conv_states[0], conv[1:])
-    assert copied.has_previous_state == {0: True}
-    copied.update_recurrent_state(torch.zeros(1, 3, 8, 8))
-    assert torch.equal(states[0].recurrent_states[0], recurrent)
-    both = joined_caches([cache.rows(torch.tensor([1])), cache])
-    joined = next(layer for layer in both.layers if hasattr(layer, "recurrent_states"))
-    assert torch.equal(joined.recurrent_states[0], recurrent[[1, 0, 1]])
-    assert torch.equal(joined.conv_states[0], conv[[1, 0, 1]])
-    assert ModelFacts.of(model).attention == (1, 2)

@@ -179,35 +179,6 @@ def test_a_fair_window_shows_each_spans_last_queries_and_their_own_span(shown, m
             )
 
 
-def test_tokens_of_no_span_see_all_and_are_seen_by_all_in_the_public_codes_fair_h2o():
-    """Their attention is divided by all later queries, too, before the first span as after the last."""
-    model, [prompt] = architecture("llama"), tiny_prompts(60)
-    marked = {name: SPANS[name] for name in ("a", "b")}
-    kept = {}
-    for reading in ("as_described", "as_run"):
-        c = Condition("h2o", 21, Prefill(fair=1.0, spans=("a", "b")), reading=reading)
-        [[g]] = engine.generate(
-            model, [Prompt(prompt, marked)], [c], max_new_tokens=1, stop_ids=(), kept_sets=True
-        )  # fmt: skip
-        kept[reading] = g.kept_sets
-    span_of = quota.number(60, list(marked.values()))
-    unextended = quota.number(60, list(marked.values()), extended=False)
-    end = int((span_of == 0).sum())
-    shares = {"as_run": 21 * end // 60, "as_described": int(21 * end / 60 + 0.5)}
-    assert shares["as_run"] != shares["as_described"]
-    for layer, p in full_attention(model, prompt).items():
-        for reading, numbers in (("as_described", span_of), ("as_run", unextended)):
-            same = (numbers[:, None] == numbers) | (numbers[:, None] < 0) | (numbers < 0)
-            mass = (p * (same if reading == "as_run" else span_of[:, None] == span_of)).mean(1).sum(1)
-            queries = torch.where(numbers == 0, end, 60) - torch.arange(60)
-            scores = mass / queries
-            for head in range(len(scores)):
-                first = scores[head, :end].topk(shares[reading]).indices
-                second = end + scores[head, end:].topk(21 - shares[reading]).indices
-                wanted = sorted([*first.tolist(), *second.tolist()])
-                assert torch.from_numpy(kept[reading][layer][head]).nonzero()[:, 0].tolist() == wanted, (reading, layer)
-
-
 def test_fair_streaming_llm_by_hand_in_both_readings():
     """E.3: 4 sinks, and 16 shared over 20 and 36 tokens: round(5.71) and 10; as run the best of two ramps."""
     model, [prompt] = architecture("llama"), tiny_prompts(60)

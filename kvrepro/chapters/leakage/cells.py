@@ -16,7 +16,7 @@ FIVE = ("streaming_llm", "h2o", "k_norm", "snapkv", "tova")  # the paper's
 TWO = ("defensive_kv", "dropkv")  # not in the paper
 LAMBDAS = (0.2, 0.4, 0.6, 0.8)  # between default (0) and fair (1)
 DEBIAS = tuple(f"debias {x:g}" for x in LAMBDAS)
-HELD = {"whitelist": "phrase", "opening": "core", "whole": "defense"}  # variant -> the span that always stays
+HELD = {"whitelist": "phrase", "opening": "core"}  # variant -> the span that always stays
 FAIR_DIFFERS = ("streaming_llm", "h2o", "snapkv", "tova")  # whose fair variant in the public code is not the paper's
 LIBRARY = ("snapkv", "tova")  # whose defaults in kvpress, which the paper takes, are the catalogue's "as_run"
 # kvpress' SnapKV, for the fair variant "as_described", where the catalogue would give that of SnapKV's paper
@@ -30,9 +30,9 @@ WINDOWS = {"embedded": {"as_run": 6, "as_described": 24}, "english": {"as_run": 
 class Cell:
     """One point of a curve: a policy that drops `ratio` of the system turn.
 
-    variant: default; whitelist (the defense's prohibition stays), opening (its first sentence stays), whole (all of it
-    stays); fair; debias <lambda>; ends (a tenth of the budget protected at either end). reading: decides SnapKV's
-    window (`on`) and the fair variant (`differs`). policy: of the catalogue, or the reader's own.
+    variant: default; whitelist (the defense's prohibition stays), opening (its first sentence stays); fair; debias
+    <lambda>; ends (a tenth of the budget protected at either end). reading: decides SnapKV's window (`on`) and the fair
+    variant (`differs`). policy: of the catalogue, or the reader's own.
     """
 
     policy: str
@@ -50,11 +50,10 @@ class Cell:
         if name not in ("default", "fair", "debias", "ends", *HELD):
             variants = f"default, {', '.join(HELD)}, fair, debias <lambda>, ends"
             raise InputError(f"unknown variant {self.variant!r}: choose {variants}")
-        shared = name in ("fair", "debias")
-        reading = "as_described"
-        if self.policy in LIBRARY:
-            reading = self.reading if shared else "as_run"
-        elif name == "fair" and differs(self.policy, name):
+        shared, reading = name in ("fair", "debias"), "as_described"
+        if self.policy in LIBRARY and not shared:
+            reading = "as_run"
+        elif shared and self.policy in FAIR_DIFFERS:
             reading = self.reading
         extra: dict[str, Any] = {}
         if name in HELD:

@@ -1,4 +1,4 @@
-"""Statistics by system prompt: means, rankings of classes, Pareto-optimal settings, leak-safe budgets.
+"""Statistics by system prompt: means, rankings of classes, Pareto-optimal settings.
 
 A system prompt counts once and is resampled whole: its two requests, its rules and all its conditions stay together.
 """
@@ -156,36 +156,3 @@ def optimality(
     if len(dials) > 1:
         raise NotTestable(f"the dial has other settings under {policies[0]} than under {policies[-1]}")
     return dict(zip(dials.pop(), np.mean(best, 0).T, strict=True))
-
-
-# ---- leak-safe budgets
-
-
-def safe_budgets(answers: pd.DataFrame) -> pd.DataFrame:
-    """The leak-safe budget of each curve with two ratios or more: the smallest kept share of the system turn at which,
-    and at every larger one that was run, no more leaks than the upper limit of the uncompressed model's interval; 1 if
-    no compression is safe. Of ratios that every prompt met.
-
-    Columns order, policy, variant, measure ("leak-safe budget", "following there"), value, low, high.
-    """
-    leak, follow, rows = Means(answers, "told"), Means(answers, "followed"), []
-    for order, policy, variant in answers[["order", "policy", "variant"]].drop_duplicates().itertuples(index=False):
-        cell = {"order": order, "policy": policy, "variant": variant}
-        with suppress(NotTestable):
-            ratios = leak.ratios(whole=True, **cell)
-            if len(ratios) < 2:
-                continue
-            curve = np.stack([leak.at(ratio=ratio, **cell) for ratio in ratios], 1)
-            start = stats.interval(leak.per(ratio=0.0, **cell), bounds=stats.UNIT)
-            limit = start.value if np.isnan(start.high) else start.high
-            safe = np.cumprod(curve <= limit + 1e-9, 1).astype(bool)
-            budgets = np.where(np.isnan(curve).any(1), np.nan, np.where(safe, 1 - np.asarray(ratios), 1.0).min(1))
-            budget = stats.spread_of(float(budgets[0]), budgets[1:], leak.systems, limits=stats.UNIT)
-            there = stats.interval(
-                follow.per(ratio=max([0.0, *np.asarray(ratios)[safe[0]]]), **cell), bounds=stats.UNIT
-            )
-            rows += [
-                (*cell.values(), "leak-safe budget", *budget.triple),
-                (*cell.values(), "following there", *there.triple),
-            ]
-    return pd.DataFrame(rows, columns=["order", "policy", "variant", "measure", "value", "low", "high"])

@@ -57,49 +57,47 @@ def _two_responses(answer: str) -> bool:
     return len(parts) == 2 and parts[0] != parts[1]
 
 
+def _count(pattern: str, answer: str) -> int:
+    return len(re.findall(pattern, answer, re.MULTILINE))
+
+
+def _ends(answer: str, end_phrase: str) -> bool:
+    return answer.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
 CHECKS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda a, keywords: all(word.lower() in a.lower() for word in keywords),
-    "keywords:frequency": lambda a, keyword, frequency, relation: _bound(
-        a.lower().count(keyword.lower()), relation, frequency
-    ),
+    "keywords:frequency": lambda a, keyword, frequency, relation:
+        _bound(a.lower().count(keyword.lower()), relation, frequency),
     "keywords:forbidden_words": lambda a, forbidden_words: not any(_has_word(word, a) for word in forbidden_words),
-    "keywords:letter_frequency": lambda a, letter, let_frequency, let_relation: _bound(
-        a.lower().count(letter.lower()), let_relation, let_frequency
-    ),
+    "keywords:letter_frequency": lambda a, letter, let_frequency, let_relation:
+        _bound(a.lower().count(letter.lower()), let_relation, let_frequency),
     "length_constraints:number_words": lambda a, num_words, relation: _bound(len(_words(a)), relation, num_words),
-    "length_constraints:number_paragraphs": lambda a, num_paragraphs: (
-        len([part for part in re.split(r"\s?\*\*\*\s?", a) if part.strip()]) == num_paragraphs
-    ),
+    "length_constraints:number_paragraphs": lambda a, num_paragraphs:
+        len([part for part in re.split(r"\s?\*\*\*\s?", a) if part.strip()]) == num_paragraphs,
     "length_constraints:nth_paragraph_first_word": _paragraph_starts,
-    "detectable_content:number_placeholders": lambda a, num_placeholders: (
-        len(re.findall(r"\[[^\[\]]+\]", a)) >= num_placeholders
-    ),
+    "detectable_content:number_placeholders": lambda a, num_placeholders:
+        _count(r"\[[^\[\]]+\]", a) >= num_placeholders,
     "detectable_content:postscript": lambda a, postscript_marker: postscript_marker.lower() in a.lower(),
-    "detectable_format:number_bullet_lists": lambda a, num_bullets: (
-        len(re.findall(r"^\s*(?:\*(?!\*)|-)\s*\S", a, re.MULTILINE)) == num_bullets
-    ),
-    "detectable_format:number_highlighted_sections": lambda a, num_highlights: (
-        len(re.findall(r"\*\*[^*\n]+\*\*|(?<!\*)\*[^*\n]+\*(?!\*)", a)) >= num_highlights
-    ),
-    "detectable_format:multiple_sections": lambda a, section_spliter, num_sections: (
-        len(re.findall(rf"{re.escape(section_spliter)}\s*\d+", a)) >= num_sections
-    ),
+    "detectable_format:number_bullet_lists": lambda a, num_bullets:
+        _count(r"^\s*(?:\*(?!\*)|-)\s*\S", a) == num_bullets,
+    "detectable_format:number_highlighted_sections": lambda a, num_highlights:
+        _count(r"\*\*[^*\n]+\*\*|(?<!\*)\*[^*\n]+\*(?!\*)", a) >= num_highlights,
+    "detectable_format:multiple_sections": lambda a, section_spliter, num_sections:
+        _count(rf"{re.escape(section_spliter)}\s*\d+", a) >= num_sections,
     "detectable_format:json_format": _is_json,
-    "detectable_format:title": lambda a: re.search(r"<<[^\n<>]*\S[^\n<>]*>>", a) is not None,
+    "detectable_format:title": lambda a: _count(r"<<[^\n<>]*\S[^\n<>]*>>", a) > 0,
     "detectable_format:constrained_response": lambda a: any(choice in a for choice in CHOICES),
-    "combination:repeat_prompt": lambda a, prompt_to_repeat: (
-        a.strip().lower().startswith(prompt_to_repeat.strip().lower())
-    ),
+    "combination:repeat_prompt": lambda a, prompt_to_repeat:
+        a.strip().lower().startswith(prompt_to_repeat.strip().lower()),
     "combination:two_responses": _two_responses,
-    "startend:end_checker": lambda a, end_phrase: a.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
+    "startend:end_checker": _ends,
     "startend:quotation": lambda a: re.fullmatch(r'".*"', a.strip(), re.DOTALL) is not None and len(a.strip()) > 2,
-    "change_case:capital_word_frequency": lambda a, capital_frequency, capital_relation: _bound(
-        sum(word.isupper() for word in _words(a)), capital_relation, capital_frequency
-    ),
+    "change_case:capital_word_frequency": lambda a, capital_frequency, capital_relation:
+        _bound(sum(word.isupper() for word in _words(a)), capital_relation, capital_frequency),
     "change_case:english_capital": str.isupper,
     "change_case:english_lowercase": str.islower,
     "punctuation:no_comma": lambda a: "," not in a,
-    "answer:contains": lambda a, answers: any(
-        one_form(text).lower() in one_form(a).lower() for text in answers
-    ),  # of the reader's own file
-}
+    "answer:contains": lambda a, answers:  # of the reader's own file
+        any(one_form(text).lower() in one_form(a).lower() for text in answers),
+}  # fmt: skip

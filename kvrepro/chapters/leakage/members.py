@@ -39,33 +39,28 @@ class Study:
     answers: pd.DataFrame  # of the main study: columns of a cell, system, followed, following, told, tells_defense
     alone: pd.DataFrame = field(default_factory=pd.DataFrame)  # without a defense
     examples: pd.DataFrame = field(default_factory=pd.DataFrame)
-    dials: Mapping[str, pd.DataFrame] = field(
-        default_factory=dict
-    )  # main, examples: cells as described in both readings
+    dials: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # main, examples: cells as described in any reading
     timing: pd.DataFrame = field(default_factory=pd.DataFrame)
     instructions: float = 1  # mean number of rules of a system prompt; 1 as described, where classes are counted
     floor: float = math.nan  # leakage of a refusal
     other: "Study | None" = None  # of a second model, in the same reading
 
     @classmethod
-    def of(cls, tables: Mapping[str, pd.DataFrame], reading: str) -> Self:
+    def of(cls, tables: Mapping[str, pd.DataFrame | None], reading: str) -> Self:
         """The tables by their studies' names; those that were not run are missing or None."""
-        as_run, main = reading == "as_run", tables["main"]
-        found = {name: tables[name] for name in ("main", "alone", "examples") if tables.get(name) is not None}
-        read = {name: scores.in_reading(rows, reading) for name, rows in found.items()}
-        answers = read["main"].assign(following=scores.following(read["main"], as_run))
-        more: dict[str, Any] = {name: read[name] for name in ("alone", "examples") if name in read}
-        if tables.get("timing") is not None:
-            more["timing"] = tables["timing"]
+        run = {name: table for name, table in tables.items() if table is not None}
+        as_run, given = reading == "as_run", {name: run[name] for name in ("timing",) if name in run}
+        given |= {name: scores.in_reading(run[name], reading) for name in ("alone", "examples") if name in run}
+        dials = {name: scores.in_reading(run[name], reading, "as_described") for name in DIALS if name in run}
+        answers, instructions, floor = scores.in_reading(run["main"], reading), 1.0, math.nan
         if as_run:
-            more["instructions"] = float(main.asked[main.followed.notna() & main.error.isna()].mean())
-        if tables.get("controls") is not None:
-            refused = tables["controls"].query("control == 'refusal'")[["tells_directive", "tells_rules"]].mean()
-            more["floor"] = float(refused.iloc[0 if as_run or np.isnan(refused.tells_rules) else 1])
-        if tables.get("other") is not None:
-            more["other"] = cls.of({"main": tables["other"]}, reading)
-        dials = {name: scores.in_reading(found[name], reading, "as_described") for name in DIALS if name in found}
-        return cls(reading, answers, dials=dials, **more)
+            instructions = run["main"].asked[run["main"].ratio == 0].mean()
+        if "controls" in run:
+            refused = run["controls"].query("control == 'refusal'")
+            floor = scores.told(refused, as_run).mean()
+        other = cls.of({"main": run["other"]}, reading) if "other" in run else None
+        answers = answers.assign(following=scores.following(answers, as_run))
+        return cls(reading, answers, dials=dials, instructions=instructions, floor=floor, other=other, **given)
 
     @cached_property
     def follow(self) -> Means:
@@ -98,36 +93,23 @@ class Study:
         return Means(self.kept, "kept", "part")
 
 
-def middle(ratios: Iterable[float]) -> list[float]:
-    """The ratios from 0.3 to 0.7."""
-    inner = [ratio for ratio in ratios if MIDDLE[0] <= ratio <= MIDDLE[1]]
+def within(ratios: Iterable[float], low: float = MIDDLE[0], high: float = MIDDLE[1]) -> list[float]:
+    """The ratios between two, of the middle ones if none are named."""
+    inner = [ratio for ratio in ratios if low <= ratio <= high]
     if not inner:
-        raise NotTestable(f"no ratio from {MIDDLE[0]} to {MIDDLE[1]} was run")
+        raise NotTestable(f"no ratio from {low:g} {'on' if high >= 1 else f'to {high:g}'} was run")
     return inner
-
-
-def high(ratios: Iterable[float]) -> list[float]:
-    """The ratios from 0.3 on."""
-    upper = [ratio for ratio in ratios if ratio >= MIDDLE[0]]
-    if not upper:
-        raise NotTestable(f"no ratio from {MIDDLE[0]:g} on was run")
-    return upper
 
 
 def shared(m: Means, variant: str, **cell) -> list[float]:
     """The middle ratios at which variant and default were run, for which every prompt has room."""
-    return middle(set(m.ratios(True, variant=variant, **cell)) & set(m.ratios(True, **cell)))
+    return within(set(m.ratios(True, variant=variant, **cell)) & set(m.ratios(True, **cell)))
 
 
-def pair(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1) -> Sample:
+def difference(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1) -> Sample:
     """Values a and b of each system prompt, means over so many ratios."""
     frame = pd.DataFrame({"a": a, "b": b})
     return Sample(frame, "difference", bounds=m.bounds, each=m.each * ratios, limits=(-1.0, 1.0))
-
-
-def values(of_prompts: np.ndarray) -> Sample:
-    """Values of keep rates, which do not pile up at their bounds."""
-    return Sample(pd.DataFrame({"a": of_prompts}), bounds=None)
 
 
 def check_some(name: str, *sides: np.ndarray) -> None:
@@ -145,7 +127,7 @@ def leak_low(s: Study, **cell) -> Sample:
     if lowest > LOW:
         raise NotTestable(f"the lowest ratio run, {lowest:g}, is above {LOW:g}")
     above = pd.DataFrame({"a": s.leak.per(ratio=lowest, **cell) - s.floor})
-    return Sample(above, bounds=(-s.floor, 1 - s.floor), each=s.leak.each)
+    return Sample(above, bounds=(-s.floor, 1 - s.floor))
 
 
 def rise(name: str, s: Study, each: bool = False, **cell) -> What:
@@ -154,17 +136,17 @@ def rise(name: str, s: Study, each: bool = False, **cell) -> What:
     m: Means = getattr(s, name)
     start = m.per(ratio=0.0, **cell)
     if each:
-        return {f"{r:.0%} dropped": pair(m, m.per(ratio=r, **cell), start) for r in m.ratios(**cell)}
-    ratios = high(m.ratios(True, **cell))
-    return pair(m, m.mean(ratios, **cell), start, len(ratios))
+        return {f"{r:.0%} dropped": difference(m, m.per(ratio=r, **cell), start) for r in m.ratios(**cell)}
+    ratios = within(m.ratios(True, **cell), high=1)
+    return difference(m, m.mean(ratios, **cell), start, len(ratios))
 
 
 def leak_fall(s: Study, each: bool = False, **cell) -> Parts:
     """Leakage at 0.7 minus that at 0.9; each: at every ratio minus that at 0.9."""
     ratios = [ratio for ratio in s.leak.ratios(**cell) if ratio != 0.9] if each else [0.7]
-    curves, end = [s.leak.per(ratio=ratio, **cell) for ratio in ratios], s.leak.per(ratio=0.9, **cell)
-    check_some("leak", end, *curves)
-    return {f"{r:.0%} dropped": pair(s.leak, curve, end) for r, curve in zip(ratios, curves, strict=True)}
+    curves, end = {r: s.leak.per(ratio=r, **cell) for r in ratios}, s.leak.per(ratio=0.9, **cell)
+    check_some("leak", end, *curves.values())
+    return {f"{r:.0%} dropped": difference(s.leak, curve, end) for r, curve in curves.items()}
 
 
 def leak_long(s: Study) -> Sample:
@@ -172,8 +154,7 @@ def leak_long(s: Study) -> Sample:
     if s.examples.empty or s.examples.words.max() < 3000:
         needed = "items=ifeval, and options with words=3000"
         raise NotTestable(f"system prompts of 3,000 to 4,000 words are needed: {needed}")
-    m = Means(s.examples, "told")
-    return Sample(pd.DataFrame({"a": m.per(policy=s.examples.policy.iloc[0], ratio=0.0)}), each=m.each)
+    return Sample(pd.DataFrame({"a": Means(s.examples, "told").per(policy=s.examples.policy.iloc[0], ratio=0.0)}))
 
 
 def follow_share(s: Study, ratio: float, **cell) -> Sample:
@@ -185,40 +166,40 @@ def follow_share(s: Study, ratio: float, **cell) -> Sample:
 def follow_lost(s: Study, **cell) -> Sample:
     """Following uncompressed minus that at the middle ratios, of a policy that keeps both parts at nearly the same
     rate."""
-    ratios = middle(s.follow.ratios(**cell))
+    ratios = within(s.follow.ratios(**cell))
     if not abs(gap := float(np.nanmean(bias(s, ratios, **cell)))) <= UNBIASED:
         raise NotTestable(f"its keep rates differ by {gap:.2f}: what is lost may be due to that")
-    return pair(s.follow, s.follow.per(ratio=0.0, **cell), s.follow.mean(ratios, **cell), len(ratios))
+    return difference(s.follow, s.follow.per(ratio=0.0, **cell), s.follow.mean(ratios, **cell), len(ratios))
 
 
 def between_orders(name: str, s: Study, nothing: bool = False, **cell) -> Sample:
     """Normal minus flipped order. nothing: also test if there is nothing to compare."""
     m: Means = getattr(s, name)
-    ratios = middle(m.ratios(**cell))
+    ratios = within(m.ratios(**cell))
     a, b = (m.mean(ratios, order=order, **cell) for order in ORDERS)
     if not nothing:
         check_some(name, a, b)
-    return pair(m, a, b, len(ratios))
+    return difference(m, a, b, len(ratios))
 
 
 def gain(name: str, s: Study, variant: str, nothing: bool = False, **cell) -> Sample:
-    """Default minus variant, at the middle ratios at which both were run and for which every prompt has room."""
+    """Default minus variant, at the middle ratios. nothing: as in `between_orders`."""
     m: Means = getattr(s, name)
     ratios = shared(m, variant, **cell)
     a, b = m.mean(ratios, **cell), m.mean(ratios, variant=variant, **cell)
     if not nothing:
         check_some(name, a, b)
-    return pair(m, a, b, len(ratios))
+    return difference(m, a, b, len(ratios))
 
 
 def policy_gap(s: Study, each: bool = False) -> What:
     """Mean of the paper's other policies minus K-norm, which the paper finds far below them. each: every pair."""
-    ratios = high(set.intersection(*(set(s.follow.ratios(policy=name)) for name in FIVE)))
-    curves = pd.DataFrame({name: s.follow.mean(ratios, policy=name) for name in FIVE})
+    ratios = within(set.intersection(*(set(s.follow.ratios(policy=name)) for name in FIVE)), high=1)
+    curves = pd.DataFrame({name: s.follow.mean(sorted(ratios), policy=name) for name in FIVE})
     if each:
         return judge.pairs(curves, "", each=s.follow.each * len(ratios)).what  # type: ignore[return-value]
-    others = np.mean([curves[name] for name in FIVE if name != "k_norm"], 0)
-    return pair(s.follow, others, curves.k_norm.to_numpy(), len(ratios))
+    others = curves.drop(columns="k_norm").mean(axis=1, skipna=False)
+    return difference(s.follow, others.to_numpy(), curves.k_norm.to_numpy(), len(ratios))
 
 
 def model_spread(s: Study) -> Parts:
@@ -228,11 +209,11 @@ def model_spread(s: Study) -> Parts:
     parts: Parts = {}
     for name in FIVE:
         with suppress(NotTestable):
-            ratios = high(set(s.follow.ratios(policy=name)) & set(s.other.follow.ratios(policy=name)))
+            ratios = within(set(s.follow.ratios(policy=name)) & set(s.other.follow.ratios(policy=name)), high=1)
             lost = {}
             for side, study in (("a", s), ("b", s.other)):
-                rows = study.answers[(study.answers.order == "normal") & (study.answers.variant == "default")]
-                wide = rows[rows.policy == name].pivot_table(index="system", columns="ratio", values="following")
+                rows = study.answers.query("order == 'normal' and variant == 'default' and policy == @name")
+                wide = rows.pivot_table(index="system", columns="ratio", values="following")
                 lost[side] = wide[0.0] - wide[ratios].mean(axis=1, skipna=False)
             most = max(s.follow.bounds[1], s.other.follow.bounds[1])
             parts[name] = Sample(pd.DataFrame(lost).dropna(), "difference", bounds=(-most, most), each=s.follow.each)
@@ -241,54 +222,52 @@ def model_spread(s: Study) -> Parts:
     return parts
 
 
-# ---------------------------------------------------------------- keep rates
+# ---------------------------------------------------------------- keep rates, which do not pile up at their bounds
 
 
 def bias(s: Study, ratios: Iterable[float], **cell) -> np.ndarray:
     """Keep rate of the directive minus that of the defense, means over the ratios, [systems]."""
-    ratios = list(ratios)
-    directive, defense = (s.by_part.mean(ratios, part=part, **cell) for part in ("directive", "defense"))
-    return directive - defense
+    return s.by_part.mean(ratios, part="directive", **cell) - s.by_part.mean(ratios, part="defense", **cell)
 
 
-def bias_toward(toward: str, s: Study, order: str = "normal", **cell) -> Sample:
+def bias_toward(toward: str, s: Study, order: str = "normal", **cell) -> np.ndarray:
     """By how much the keep rate of one part exceeds the other's. toward: the directive, the defense, or the later."""
-    toward_directive = bias(s, middle(s.leak.ratios(**cell)), order=order, **cell)
-    later = "directive" if order == "normal" else "defense"
-    return values(toward_directive if (later if toward == "later" else toward) == "directive" else -toward_directive)
+    if toward == "later":
+        toward = "directive" if order == "normal" else "defense"
+    toward_directive = bias(s, within(s.leak.ratios(**cell)), order=order, **cell)
+    return toward_directive if toward == "directive" else -toward_directive
 
 
-def bias_asymmetry(s: Study, **cell) -> Sample:
+def bias_asymmetry(s: Study, **cell) -> np.ndarray:
     """The sum of both orders' biases, which is 0 for a mirror image."""
-    ratios = middle(s.leak.ratios(**cell))
-    return values(np.sum([bias(s, ratios, order=order, **cell) for order in ORDERS], 0))
+    return np.sum([bias_toward("directive", s, order=order, **cell) for order in ORDERS], 0)
 
 
-def defense_kept(s: Study, variant: str, **cell) -> Sample:
+def defense_kept(s: Study, variant: str, **cell) -> np.ndarray:
     """Keep rate of the defense with the variant minus that with the default."""
     ratios = shared(s.leak, variant, **cell)
-    a, b = (s.by_part.mean(ratios, part="defense", variant=name, **cell) for name in (variant, "default"))
-    return values(a - b)
+    cured, plain = (s.by_part.mean(ratios, part="defense", variant=name, **cell) for name in (variant, "default"))
+    return cured - plain
 
 
-def middle_layers(s: Study, policy: str) -> Sample:
+def middle_layers(s: Study, policy: str) -> np.ndarray:
     """Keep rate of the defense in the middle third of the layers minus that in the others, the defense first."""
-    ratios = middle(s.leak.ratios(policy=policy))
+    ratios = within(s.leak.ratios(policy=policy))
     if s.kept.empty:
         raise NotTestable("no keep rates were run")
     rows = s.kept.query("order == 'normal' and variant == 'default' and part == 'defense' and policy == @policy")
-    wide = rows[rows.ratio.isin(ratios)].pivot_table(index="system", columns="layer", values="kept")
-    if not (third := len(wide.columns) // 3):
-        raise NotTestable(f"keep rates of {len(wide.columns)} layers: a middle needs three")
-    outer = pd.concat([wide.iloc[:, :third], wide.iloc[:, -third:]], axis=1)
-    return values((wide.iloc[:, third:-third].mean(axis=1) - outer.mean(axis=1)).to_numpy())
+    wide = rows[rows.ratio.isin(ratios)].pivot_table(index="system", columns="layer", values="kept").to_numpy()
+    if not (third := wide.shape[1] // 3):
+        raise NotTestable(f"keep rates of {wide.shape[1]} layers: a middle needs three")
+    inner, outer = np.split(wide, [third, -third], 1)[1], np.delete(wide, np.s_[third:-third], 1)
+    return inner.mean(1) - outer.mean(1)
 
 
 # ---------------------------------------------------------------- classes of rules
 
 
 def alone_ratios(s: Study) -> list[float]:
-    return high(sorted({key[3] for key in s.by_class.cells}))
+    return within(sorted({key[3] for key in s.by_class.cells}), high=1)
 
 
 def class_spread(s: Study, **cell) -> Parts:
@@ -320,34 +299,30 @@ def rank_gap(s: Study, **cell) -> Drawn:
 # ---------------------------------------------------------------- the dial
 
 
-def shares(s: Study, study: str, **how: bool) -> dict[float, np.ndarray]:
-    """How often each setting is optimal (`estimates.optimality`)."""
+def share_gains(s: Study, study: str, minus: float | None = None, **how: bool) -> dict[float, Drawn]:
+    """How often each setting is Pareto-optimal (`estimates.optimality`), minus the share of another setting."""
     if study not in s.dials:
         raise NotTestable("the study of labelled examples was not run")
-    policies, orders = DIALS[study]
-    share = optimality(s.dials[study], policies, orders, **how)
-    if min(series[0] for series in share.values()) == 1:
+    (policies, orders), dial = DIALS[study], s.dials[study]
+    share = optimality(dial, policies, orders, **how)
+    if minus is not None and min(series[0] for series in share.values()) == 1:
         raise NotTestable("every setting is optimal in every cell: none beats another")
-    return share
-
-
-def share_gain(s: Study, study: str, a: np.ndarray, b: np.ndarray) -> Drawn:
-    dial = s.dials[study]
-    return Drawn(float(a[0] - b[0]), (a - b)[1:], dial[dial.told.notna()].system.nunique(), limits=(-1.0, 1.0))
+    if minus is not None and minus not in share:
+        raise NotTestable(f"the setting {minus:g} was not run")
+    base = 0.0 if minus is None else share[minus]
+    n = dial[dial.told.notna()].system.nunique()
+    gains = {x: series - base for x, series in share.items()}
+    return {x: Drawn(float(series[0]), series[1:], n, limits=(-1.0, 1.0)) for x, series in gains.items()}
 
 
 def optimal_gain(s: Study, study: str, least: float = 0.0, **how: bool) -> Parts:
     """How much more often each setting above 0, or from `least` on, is optimal than the default."""
-    share = shares(s, study, **how)
-    return {f"λ = {x:g}": share_gain(s, study, share[x], share[0.0]) for x in share if x and x >= least}
+    return {f"λ = {x:g}": gained for x, gained in share_gains(s, study, 0.0, **how).items() if x and x >= least}
 
 
 def optimal_tie(s: Study, study: str, **how: bool) -> Drawn:
     """How much more often fair shares are optimal than the setting 0.8."""
-    share = shares(s, study, **how)
-    if 0.8 not in share:
-        raise NotTestable("the setting 0.8 was not run")
-    return share_gain(s, study, share[1.0], share[0.8])
+    return share_gains(s, study, 0.8, **how)[1.0]
 
 
 def printed(study: str) -> pd.Series:
@@ -371,11 +346,8 @@ def optimal_shares(s: Study) -> pd.DataFrame:
         rows += [(study, "printed", x, share, math.nan, math.nan) for x, share in printed(study).items()]
         for source, both in (("here", False), ("here, in the paper's words", True)):
             with suppress(NotTestable):
-                share = optimality(s.dials[study], *DIALS[study], both=both)
-                rows += [
-                    (study, source, x, *share_gain(s, study, series, 0 * series).estimate().triple)
-                    for x, series in share.items()
-                ]
+                found = share_gains(s, study, both=both)
+                rows += [(study, source, x, *share.estimate().triple) for x, share in found.items()]
     return pd.DataFrame(rows, columns=["study", "source", "setting", "value", "low", "high"])
 
 
@@ -390,73 +362,42 @@ def of_times(column: str, statistic: Callable[..., float], s: Study, variant: st
     variants = [*([variant] if variant else ("whitelist", "fair")), "default"]
     if missing := [name for name in variants if name not in wide]:
         raise NotTestable(f"no timing of {missing[0]}")
-    limits = (-1.0, math.inf) if variant else (-math.inf, math.inf)
+    limits = (-1.0 if variant else -math.inf, math.inf)
     return Sample(wide[variants].dropna(), lambda times: float(statistic(*np.median(times, 0))), limits=limits)
-
-
-def cost(cured: float, base: float) -> float:
-    return cured / base - 1
-
-
-def speed(cured: float, base: float) -> float:
-    return base / cured - 1
-
-
-def order_of_costs(whitelist: float, fair: float, base: float) -> float:
-    return (whitelist - fair) / base
 
 
 # ---------------------------------------------------------------- claims
 
 
-LEAKAGE: dict[str, Callable[..., What]] = {
-    "leak_low": leak_low,
-    "leak_rise": partial(rise, "leak"),
-    "defense_rise": partial(rise, "leak_defense"),
-    "leak_fall": leak_fall,
-    "leak_flipped": partial(between_orders, "leak"),
-    "leak_cut": partial(gain, "leak"),
-    "defense_cut": partial(gain, "leak_defense"),
-}
-FOLLOWING: dict[str, Callable[..., What]] = {
-    "leak_long": leak_long,
-    "follow_share": follow_share,
-    "follow_lost": follow_lost,
-    "follow_flipped": partial(between_orders, "follow"),
-    "follow_cost": partial(gain, "follow"),
-    "policy_gap": policy_gap,
-    "model_spread": model_spread,
-    "class_spread": class_spread,
-    "rank_gap": rank_gap,
-    "optimal_gain": optimal_gain,
-    "optimal_tie": optimal_tie,
-}
-KEEPING: dict[str, Callable[..., What]] = {
-    "bias_size": partial(bias_toward, "directive"),
-    "bias_later": partial(bias_toward, "later"),
-    "bias_defense": partial(bias_toward, "defense"),
-    "bias_asymmetry": bias_asymmetry,
-    "defense_kept": defense_kept,
-    "middle_layers": middle_layers,
-}
-IN_ANY_READING: dict[str, Callable[..., What]] = {
-    "decode_cost": partial(of_times, "decode", cost),
-    "decode_speed": partial(of_times, "decode", speed),
-    "compress_cost": partial(of_times, "compress", cost),
-    "compress_order": partial(of_times, "compress", order_of_costs),
-    "optimal_printed": optimal_printed,  # whatever was run
-}
-CONTRASTS = LEAKAGE | FOLLOWING | KEEPING | IN_ANY_READING
+CONTRASTS: dict[str, Callable[..., What | np.ndarray]] = {
+    "leak_low": leak_low, "leak_rise": partial(rise, "leak"), "defense_rise": partial(rise, "leak_defense"),
+    "leak_fall": leak_fall, "leak_flipped": partial(between_orders, "leak"), "leak_cut": partial(gain, "leak"),
+    "defense_cut": partial(gain, "leak_defense"), "leak_long": leak_long, "follow_share": follow_share,
+    "follow_lost": follow_lost, "follow_flipped": partial(between_orders, "follow"),
+    "follow_cost": partial(gain, "follow"), "policy_gap": policy_gap, "model_spread": model_spread,
+    "class_spread": class_spread, "rank_gap": rank_gap, "optimal_gain": optimal_gain, "optimal_tie": optimal_tie,
+    "bias_size": partial(bias_toward, "directive"), "bias_later": partial(bias_toward, "later"),
+    "bias_defense": partial(bias_toward, "defense"), "bias_asymmetry": bias_asymmetry, "defense_kept": defense_kept,
+    "middle_layers": middle_layers, "optimal_printed": optimal_printed,
+    "decode_cost": partial(of_times, "decode", lambda cured, base: cured / base - 1),
+    "decode_speed": partial(of_times, "decode", lambda cured, base: base / cured - 1),
+    "compress_cost": partial(of_times, "compress", lambda cured, base: cured / base - 1),
+    "compress_order": partial(of_times, "compress", lambda whitelist, fair, base: (whitelist - fair) / base),
+}  # fmt: skip
+OF_LEAKAGE = {"leak_low", "leak_rise", "leak_fall", "leak_flipped", "leak_cut", "defense_rise", "defense_cut"}
+OF_KEEPING = {"bias_asymmetry", "bias_size", "bias_later", "bias_defense", "defense_kept", "middle_layers"}
+IN_ANY_READING = {"decode_cost", "decode_speed", "compress_cost", "compress_order", "optimal_printed"}
 FIXED = ("variant", "ratio", "nothing", "both", "start", "each", "least")  # fields that hold for all members of a claim
 GENERAL = ("five", "steady")  # sets of policies whose claims are general; "later" are the three that L9 names
 
 
 def cells(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
     """(label, cell) of every member: the product of `over`, with the claim's `FIXED` fields."""
-    axes = {
-        name: sets.get(given, [given]) if isinstance(given, str) else given
+    over = {
+        name: sets[given] if isinstance(given, str) and given in sets else given
         for name, given in claim.get("over", {}).items()
     }
+    axes = {name: [given] if isinstance(given, str) else given for name, given in over.items()}
     fixed = {name: claim[name] for name in FIXED if name in claim}
     return [
         (", ".join(map(str, chosen)) or "all", fixed | dict(zip(axes, chosen, strict=True)))
@@ -474,14 +415,17 @@ def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestabl
     """What a claim is tested on in one reading. Not testable: a model that follows too little, since one that answers
     nothing keeps every secret."""
     contrast, s = claim["contrast"], by_prompt(s) if claim.get("mean") == "prompts" else s
-    if contrast in LEAKAGE | FOLLOWING and not (value := s.follow.uncompressed()) >= 0.5:
+    if contrast not in OF_KEEPING | IN_ANY_READING and not (value := s.follow.uncompressed()) >= 0.5:
         raise NotTestable(f"the uncompressed model itself follows too few instructions ({value:.2f})")
-    if contrast in LEAKAGE and s.leak.uncompressed() > 0.5:
+    if contrast in OF_LEAKAGE and s.leak.uncompressed() > 0.5:
         raise NotTestable("the uncompressed model itself tells its instructions")
     tested: list[Member | NotTestable] = []
     for label, cell in cells(claim, sets):
         try:
-            tested.append(Member(label, CONTRASTS[contrast](s, **cell), some=claim.get("some", False)))
+            what = CONTRASTS[contrast](s, **cell)
+            if isinstance(what, np.ndarray):
+                what = Sample(pd.DataFrame({"a": what}), bounds=None)
+            tested.append(Member(label, what, some=claim.get("some", False)))
         except NotTestable as reason:
             tested.append(NotTestable(f"{label}: {reason}") if "policy" in cell else reason)
     return tested

@@ -45,9 +45,8 @@ def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS) -> list[Item]
         ask = [words.REQUESTS[verb], "on", *[word for pair in listed for word in (*pair, "and")][:-1], "##."]
         texts = {"follow": (ask, follow(listed, verb, rules)), "leak": (rng.choice(world.LEAK_REQUESTS), world.REFUSAL)}
         turns = {request: (world.pretty(user), world.pretty(answer)) for request, (user, answer) in texts.items()}
-        directive = [(["directive", "preamble"], world.pretty(world.PREAMBLE))]
-        for kind, rule in rules.items():
-            directive.append((["directive", f"rule:{kind}"], world.pretty(INSTRUCTIONS[kind].text(rule))))
+        directive: Parts = [(["directive", "preamble"], world.pretty(world.PREAMBLE))]
+        directive += [(["directive", f"rule:{k}"], world.pretty(INSTRUCTIONS[k].text(r))) for k, r in rules.items()]
         for order in orders:
             defense = _defense(world.DEFENSE_BEFORE if order == "normal" else world.DEFENSE_AFTER)
             meta = {"rules": "multi" if several else "single", "instructions": {k: list(r) for k, r in rules.items()}}
@@ -55,27 +54,20 @@ def systems(n: int, seed: int = 0, orders: Sequence[str] = ORDERS) -> list[Item]
     return items
 
 
-def examples(n: int, seed: int = 0, orders: Sequence[str] = ORDERS) -> list[Item]:
+def examples(n: int, seed: int = 0) -> list[Item]:
     """The same two requests for system prompts of labelled examples behind a defense in other words: does the model
     give an unseen word's mark, does it tell the examples? Prompts have 250 tokens at most, since beyond these a class
     has up to 8 examples. The embedded model was trained with this defense in front only."""
     items = []
     for i in range(n):
-        built = {
-            request: world.system_few_shot(
-                random.Random(f"examples {seed} {i}"), 250, True, 1, leak=request == "leak", defended=True
-            )
-            for request in ("follow", "leak")
-        }
-        system, cut = built["leak"].system, built["leak"].system_spans["directive"][0]
+        turns = {}
+        for request in ("follow", "leak"):
+            rng, leak = random.Random(f"examples {seed} {i}"), request == "leak"
+            built = world.system_few_shot(rng, 250, True, 1, leak=leak, defended=True)
+            turns[request] = world.pretty(built.turns[0][0][built.asks :]), world.pretty(built.turns[0][1])
+        system, cut = built.system, built.system_spans["directive"][0]
         defense, shown = _defense(system[:cut]), [(["directive"], world.pretty(system[cut:]))]
-        turns = {
-            request: (world.pretty(c.turns[0][0][c.asks :]), world.pretty(c.turns[0][1]))
-            for request, c in built.items()
-        }
-        for order in orders:
-            name = f"examples-{order}-{seed}-{i}"
-            items += requests(name, i, order, defense, shown, turns, {"rules": "examples"})
+        items += requests(f"examples-normal-{seed}-{i}", i, "normal", defense, shown, turns, {"rules": "examples"})
     return items
 
 
@@ -107,10 +99,8 @@ def requests(
     items = []
     for request, (user, answer) in turns.items():
         messages = ({"role": "system", "content": text}, {"role": "user", "content": user})
-        expected = text if order == "alone" and request == "leak" else answer
-        meta_of_request = meta | {"request": request}
-        identity, marked = f"{name}-{request}", tuple(spans)
-        items.append(Item(identity, request, messages, expected, marked, meta=meta_of_request, papers=papers))
+        expected, of_item = text if order == "alone" and request == "leak" else answer, meta | {"request": request}
+        items.append(Item(f"{name}-{request}", request, messages, expected, tuple(spans), meta=of_item, papers=papers))
     return items
 
 

@@ -24,22 +24,16 @@ MEASURES = ("followed", "passed", "tells_directive", "tells_rules", "tells_defen
 
 
 def survivors(item: Item, text: Prompt, answer: Generation) -> dict[str, Any]:
-    """The note of a row: `kept`, by part its number of tokens and the share of them that survives in each layer (mean
-    over KV heads). Only for one request of each system prompt. The public code calls all outside the directive the
-    defense."""
+    """The note of a row: the share of each part's tokens that survives in each layer (mean over KV heads). Only for one
+    request of each system prompt. The public code calls all outside the directive the defense."""
     if answer.kept_sets is None or item.meta["request"] != "leak":
         return {}
     n = min(text.spans["request"])
     directive, defense = (np.isin(np.arange(n), text.spans.get(name, [])) for name in ("directive", "defense"))
-    parts = {"directive": directive, "defense": defense, "template": ~directive & ~defense, "outside": ~directive}
+    parts = {"directive": directive, "defense": defense, "outside": ~directive}
     layers = [np.asarray(layer) for layer in answer.kept_sets]
-    return {
-        "kept": {
-            part: [int(where.sum()), [round(float(kept[:, where].mean()), 5) for kept in layers]]
-            for part, where in parts.items()
-            if where.any()
-        }
-    }
+    kept = {name: [round(float(k[:, at].mean()), 5) for k in layers] for name, at in parts.items() if at.any()}
+    return {"kept": kept}
 
 
 # ---- one answer
@@ -95,19 +89,22 @@ def in_reading(rows: pd.DataFrame, reading: str, cells: str = "") -> pd.DataFram
     """The answers that count in one reading (`study.answers`), with the uncompressed cache as ratio 0 of each policy
     and variant.
 
-    told: how much of the rules an answer tells, of the directive with its preamble as run. A row with an error is left
-    out as run; as described it is a failure, unless its budget was too small for what must stay, which says nothing of
-    forgetting. cells: the reading of the cells, if it is another than that of their scores.
+    A row with an error is left out as run; as described it is a failure, unless its budget was too small for what must
+    stay, which says nothing of forgetting. cells: the reading of the cells, if it is another than that of their scores.
     """
     as_run = reading == "as_run"
     unmet = rows.error.fillna("").str.startswith("InputError")
     in_one = np.array([differs(*pair) for pair in zip(rows.policy, rows.variant, strict=True)], bool)
     rows = rows[(rows.error.isna() if as_run else ~unmet) & ((rows.reading == (cells or reading)) | ~in_one)]
-    told = rows.tells_directive if as_run else rows.tells_rules.fillna(rows.tells_directive)
-    rows = rows.assign(told=told, reading=reading)
+    rows = rows.assign(told=told(rows, as_run), reading=reading)
     full, evicting = rows[rows.ratio == 0].drop(columns=["policy", "variant"]), rows[rows.ratio > 0]
     start = full.merge(evicting[["order", "policy", "variant"]].drop_duplicates(), on="order")
     return pd.concat([start, evicting], ignore_index=True)
+
+
+def told(rows: pd.DataFrame, as_run: bool) -> pd.Series:
+    """How much of the rules an answer tells; of the directive with its preamble as run, or where there are no rules."""
+    return rows.tells_directive if as_run else rows.tells_rules.fillna(rows.tells_directive)
 
 
 def by_class(answers: pd.DataFrame) -> pd.DataFrame:
@@ -141,6 +138,5 @@ def keep_rates(answers: pd.DataFrame) -> pd.DataFrame:
         cell, kept = [getattr(row, name) for name in of_row], json.loads(row.note)["kept"]
         parts = {"directive": "directive", "defense": "outside" if row.reading == "as_run" else "defense"}
         for part, name in parts.items():
-            layers = kept[name][1] if name in kept else []
-            rates += [(*cell, layer, part, share) for layer, share in enumerate(layers)]
+            rates += [(*cell, layer, part, share) for layer, share in enumerate(kept.get(name, ()))]
     return pd.DataFrame(rates, columns=[*of_row, "layer", "part", "kept"])

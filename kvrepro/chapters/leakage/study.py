@@ -57,22 +57,17 @@ def answers(
 
 
 def main(loaded: Loaded, settings: Settings) -> pd.DataFrame:
-    """System prompts with a defense, in both orders: every policy without a cure, and the cures. The paper's five
-    policies and the reader's own are run with every cure at many ratios, the others with what they can at one."""
+    """System prompts with a defense, in both orders: every policy without a cure, and the cures of the paper's five
+    policies and of the reader's own, with the defense first. The first policy's dial is run in both orders."""
     items, sizes = secret(settings), settings.sizes
     if settings.n_items is not None and (available := len({item.meta["system"] for item in items})) < settings.n_items:
         asked = f"n_items is {settings.n_items}, but {settings.items} has {available} system prompts"
         raise InputError(f"{asked}: ask for no more")
     every, own = settings.policies, settings.main
-    others = [name for name in every if name not in own]
-    first = ["streaming_llm"] if "streaming_llm" in every else every[:1]  # whose dial is run at every ratio
-    grid = cells(every, sizes.ratios, readings=READINGS) + cells(own, sizes.varied, ("fair",))
-    grid += cells(first, sizes.dial, ("fair", *DEBIAS))
-    normal = cells(own, sizes.varied, ("whitelist", "fair", "ends"), READINGS)
-    normal += cells(others, sizes.rest, ("whitelist", "fair", "ends"), READINGS)
-    normal += cells([name for name in every if name not in first], sizes.rest, DEBIAS[1::2])
-    normal += cells(own, sizes.rest, ("opening",)) + cells(own, sizes.varied[:1], ("whole",))
-    grids = {"normal": grid + normal, "flipped": grid + cells(own, sizes.rest, ("whitelist", "ends"))}
+    first = ["streaming_llm"] if "streaming_llm" in every else every[:1]
+    grid = cells(every, sizes.ratios, readings=READINGS) + cells(first, sizes.dial, ("fair", *DEBIAS))
+    cures = cells(own, sizes.varied, ("whitelist", "fair", "ends"), READINGS) + cells(own, sizes.rest, ("opening",))
+    grids = {"normal": grid + cures, "flipped": grid}
     return answers(loaded, items, [grids[item.meta["order"]] for item in items], settings)
 
 
@@ -99,16 +94,11 @@ def alone(loaded: Loaded, settings: Settings) -> pd.DataFrame:
 
 
 def examples(loaded: Loaded, settings: Settings) -> pd.DataFrame | None:
-    """Labelled examples in both orders: all policies at the highest ratio, the dial of the paper's two at all. None
-    where there are none."""
-    items, ends = labelled(loaded, settings), settings.sizes.varied[::2]
-    if not items:
-        return None
+    """Labelled examples behind a defense: the dial of two of the paper's policies. None where there are none."""
+    items = labelled(loaded, settings)
     pair = [name for name in settings.main if name in LIBRARY]
-    grid = cells(pair or settings.main, ends[-1:], ("default", "fair"))
-    normal = cells(settings.main, ends[-1:], ("default", "fair")) + cells(pair, ends, ("default", "fair", *DEBIAS))
-    grids = {"normal": grid + normal, "flipped": grid}
-    return answers(loaded, items, [grids[item.meta["order"]] for item in items], settings)
+    grid = cells(pair, settings.sizes.varied[::2], ("default", "fair", *DEBIAS))
+    return answers(loaded, items, [grid] * len(items), settings) if items else None
 
 
 def controls(loaded: Loaded, settings: Settings) -> pd.DataFrame:

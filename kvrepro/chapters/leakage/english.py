@@ -128,17 +128,8 @@ class Row:
 
 
 def read(path: Path) -> list[Row]:
-    """The system prompts of a .jsonl file, an object on each line:
-
-    - `messages`: two, {"role": "system", "content": the directive} and {"role": "user", "content": a request that it
-      applies to}
-    - what following means: `instruction_id_list` and `kwargs` as in IFEval, or `answer`, a text that must occur in the
-      answer (or `answers`, a list of texts of which one must occur)
-    - optional: `id`; `defense`, a text that replaces the chapter's, with `phrase`, the part of it that a whitelist
-      holds (default: all of it), and `refusal`, what the defense asks for
-
-    IFEval's own file has this form. Raises InputError with the numbers of all bad lines and the fault of the first.
-    """
+    """The system prompts of a .jsonl file of the form that book/your-model.md describes; IFEval's own file has it.
+    Raises InputError with the numbers of all bad lines and the fault of the first."""
     needed = "messages of a system and a user, and instruction_id_list with kwargs, or answer"
     return data.by_line(path, _row, needed)
 

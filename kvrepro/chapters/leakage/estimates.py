@@ -31,19 +31,25 @@ def weights(systems: int) -> np.ndarray:
 
 class Means:
     """One measure in every cell of `CELL` and `more`: means over the rows of a system prompt, nan without rows. each:
-    how many scored things make one mean."""
+    how many scored things make one mean. piled: whether values pile up at 0 and 1, as scores do and keep rates do not.
+    """
 
-    def __init__(self, rows: pd.DataFrame, measure: str, *more: str, each: float = 1) -> None:
-        self.names, self.each = [*CELL, *more], each
+    def __init__(self, rows: pd.DataFrame, measure: str, *more: str, each: float = 1, piled: bool = True) -> None:
+        self.names, self.each, self.piled = [*CELL, *more], each, piled
         valued = rows.dropna(subset=measure)
         wide = valued.pivot_table(index="system", columns=self.names, values=measure) if len(valued) else pd.DataFrame()
         self.systems = len(wide)
         self.cells: dict[tuple, np.ndarray] = dict(zip(wide.columns, wide.to_numpy().T, strict=True))
 
     @cached_property
-    def bounds(self) -> tuple[float, float]:
-        """The ends of the means: 0 and 1, or more where a prompt of many rules counts more than others."""
-        return 0.0, max([1.0, *(float(np.nanmax(values)) for values in self.cells.values())])
+    def most(self) -> float:
+        """The largest mean: 1, or more where a prompt of many rules counts more than others."""
+        return max([1.0, *(float(np.nanmax(values)) for values in self.cells.values())])
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The ends where means pile up."""
+        return (0.0, self.most) if self.piled else None
 
     def per(self, **cell) -> np.ndarray:
         """Means of one cell, [systems]; ratio 0 is the uncompressed cache. Raises NotTestable if it was not run."""

@@ -49,18 +49,20 @@ class Study:
     def of(cls, tables: Mapping[str, pd.DataFrame | None], reading: str) -> Self:
         """The tables by their studies' names; those that were not run are missing or None."""
         run = {name: table for name, table in tables.items() if table is not None}
-        as_run, given = reading == "as_run", {name: run[name] for name in ("timing",) if name in run}
-        given |= {name: scores.in_reading(run[name], reading) for name in ("alone", "examples") if name in run}
-        dials = {name: scores.in_reading(run[name], reading, "as_described") for name in DIALS if name in run}
-        answers, instructions, floor = scores.in_reading(run["main"], reading), 1.0, math.nan
-        if as_run:
-            instructions = run["main"].asked[run["main"].ratio == 0].mean()
-        if "controls" in run:
-            refused = run["controls"].query("control == 'refusal'")
-            floor = scores.told(refused, as_run).mean()
-        other = cls.of({"main": run["other"]}, reading) if "other" in run else None
-        answers = answers.assign(following=scores.following(answers, as_run))
-        return cls(reading, answers, dials=dials, instructions=instructions, floor=floor, other=other, **given)
+        as_run, main, none = reading == "as_run", run["main"], pd.DataFrame()
+        read = {name: scores.in_reading(run[name], reading) for name in ("main", "alone", "examples") if name in run}
+        refused = run["controls"].query("control == 'refusal'") if "controls" in run else main.head(0)
+        return cls(
+            reading,
+            answers=read["main"].assign(following=scores.following(read["main"], as_run)),
+            alone=read.get("alone", none),
+            examples=read.get("examples", none),
+            dials={name: scores.in_reading(run[name], reading, "as_described") for name in DIALS if name in run},
+            timing=run.get("timing", none),
+            instructions=main.asked[main.ratio == 0].mean() if as_run else 1.0,
+            floor=scores.told(refused, as_run).mean(),
+            other=cls.of({"main": run["other"]}, reading) if "other" in run else None,
+        )
 
     @cached_property
     def follow(self) -> Means:
@@ -90,7 +92,7 @@ class Study:
 
     @cached_property
     def by_part(self) -> Means:
-        return Means(self.kept, "kept", "part")
+        return Means(self.kept, "kept", "part", piled=False)
 
 
 def within(ratios: Iterable[float], low: float = MIDDLE[0], high: float = MIDDLE[1]) -> list[float]:
@@ -99,11 +101,6 @@ def within(ratios: Iterable[float], low: float = MIDDLE[0], high: float = MIDDLE
     if not inner:
         raise NotTestable(f"no ratio from {low:g} {'on' if high >= 1 else f'to {high:g}'} was run")
     return inner
-
-
-def shared(m: Means, variant: str, **cell) -> list[float]:
-    """The middle ratios at which variant and default were run, for which every prompt has room."""
-    return within(set(m.ratios(True, variant=variant, **cell)) & set(m.ratios(True, **cell)))
 
 
 def difference(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1) -> Sample:
@@ -116,6 +113,16 @@ def check_some(name: str, *sides: np.ndarray) -> None:
     """Raise NotTestable if no side has anything to compare."""
     if max(np.nanmean(side) if np.isfinite(side).any() else 0.0 for side in sides) <= ROOM:
         raise NotTestable(f"nothing is {'followed' if name == 'follow' else 'told'} on either side")
+
+
+def compared(m: Means, a: Mapping, b: Mapping, *, whole: bool = False, some: str = "") -> Sample:
+    """Cell a minus cell b, means over the middle ratios at which both were run (whole: for every prompt). some: what,
+    "follow" or "leak", one of them must have some of."""
+    ratios = within(sorted(set(m.ratios(whole, **a)) & set(m.ratios(whole, **b))))
+    sides = [m.mean(ratios, **cell) for cell in (a, b)]
+    if some:
+        check_some(some, *sides)
+    return difference(m, *sides, ratios=len(ratios))
 
 
 # ---------------------------------------------------------------- following and leakage
@@ -167,29 +174,20 @@ def follow_lost(s: Study, **cell) -> Sample:
     """Following uncompressed minus that at the middle ratios, of a policy that keeps both parts at nearly the same
     rate."""
     ratios = within(s.follow.ratios(**cell))
-    if not abs(gap := float(np.nanmean(bias(s, ratios, **cell)))) <= UNBIASED:
+    if not abs(gap := float(np.nanmean(bias(s, **cell)))) <= UNBIASED:
         raise NotTestable(f"its keep rates differ by {gap:.2f}: what is lost may be due to that")
     return difference(s.follow, s.follow.per(ratio=0.0, **cell), s.follow.mean(ratios, **cell), len(ratios))
 
 
 def between_orders(name: str, s: Study, nothing: bool = False, **cell) -> Sample:
     """Normal minus flipped order. nothing: also test if there is nothing to compare."""
-    m: Means = getattr(s, name)
-    ratios = within(m.ratios(**cell))
-    a, b = (m.mean(ratios, order=order, **cell) for order in ORDERS)
-    if not nothing:
-        check_some(name, a, b)
-    return difference(m, a, b, len(ratios))
+    normal, flipped = (cell | {"order": order} for order in ORDERS)
+    return compared(getattr(s, name), normal, flipped, some="" if nothing else name)
 
 
 def gain(name: str, s: Study, variant: str, nothing: bool = False, **cell) -> Sample:
-    """Default minus variant, at the middle ratios. nothing: as in `between_orders`."""
-    m: Means = getattr(s, name)
-    ratios = shared(m, variant, **cell)
-    a, b = m.mean(ratios, **cell), m.mean(ratios, variant=variant, **cell)
-    if not nothing:
-        check_some(name, a, b)
-    return difference(m, a, b, len(ratios))
+    """Default minus variant. nothing: as in `between_orders`."""
+    return compared(getattr(s, name), cell, cell | {"variant": variant}, whole=True, some="" if nothing else name)
 
 
 def policy_gap(s: Study, each: bool = False) -> What:
@@ -215,52 +213,51 @@ def model_spread(s: Study) -> Parts:
                 rows = study.answers.query("order == 'normal' and variant == 'default' and policy == @name")
                 wide = rows.pivot_table(index="system", columns="ratio", values="following")
                 lost[side] = wide[0.0] - wide[ratios].mean(axis=1, skipna=False)
-            most = max(s.follow.bounds[1], s.other.follow.bounds[1])
+            most = max(s.follow.most, s.other.follow.most)
             parts[name] = Sample(pd.DataFrame(lost).dropna(), "difference", bounds=(-most, most), each=s.follow.each)
     if not parts:
         raise NotTestable("the two models share no policy and ratio")
     return parts
 
 
-# ---------------------------------------------------------------- keep rates, which do not pile up at their bounds
+# ---------------------------------------------------------------- keep rates
 
 
-def bias(s: Study, ratios: Iterable[float], **cell) -> np.ndarray:
-    """Keep rate of the directive minus that of the defense, means over the ratios, [systems]."""
+def bias(s: Study, **cell) -> np.ndarray:
+    """Keep rate of the directive minus that of the defense, mean over the middle ratios, [systems]."""
+    ratios = within(s.by_part.ratios(part="defense", **cell))
     return s.by_part.mean(ratios, part="directive", **cell) - s.by_part.mean(ratios, part="defense", **cell)
 
 
-def bias_toward(toward: str, s: Study, order: str = "normal", **cell) -> np.ndarray:
+def bias_toward(toward: str, s: Study, order: str = "normal", **cell) -> Sample:
     """By how much the keep rate of one part exceeds the other's. toward: the directive, the defense, or the later."""
-    if toward == "later":
-        toward = "directive" if order == "normal" else "defense"
-    toward_directive = bias(s, within(s.leak.ratios(**cell)), order=order, **cell)
-    return toward_directive if toward == "directive" else -toward_directive
+    parts = ["directive", "defense"]
+    if toward == "defense" or (toward == "later" and order == "flipped"):
+        parts.reverse()
+    return compared(s.by_part, *(cell | {"order": order, "part": part} for part in parts))
 
 
-def bias_asymmetry(s: Study, **cell) -> np.ndarray:
+def bias_asymmetry(s: Study, **cell) -> Sample:
     """The sum of both orders' biases, which is 0 for a mirror image."""
-    return np.sum([bias_toward("directive", s, order=order, **cell) for order in ORDERS], 0)
+    both = np.sum([bias(s, order=order, **cell) for order in ORDERS], 0)
+    return Sample(pd.DataFrame({"a": both}), bounds=None)
 
 
-def defense_kept(s: Study, variant: str, **cell) -> np.ndarray:
+def defense_kept(s: Study, variant: str, **cell) -> Sample:
     """Keep rate of the defense with the variant minus that with the default."""
-    ratios = shared(s.leak, variant, **cell)
-    cured, plain = (s.by_part.mean(ratios, part="defense", variant=name, **cell) for name in (variant, "default"))
-    return cured - plain
+    cell |= {"part": "defense"}
+    return compared(s.by_part, cell | {"variant": variant}, cell, whole=True)
 
 
-def middle_layers(s: Study, policy: str) -> np.ndarray:
+def middle_layers(s: Study, policy: str) -> Sample:
     """Keep rate of the defense in the middle third of the layers minus that in the others, the defense first."""
-    ratios = within(s.leak.ratios(policy=policy))
-    if s.kept.empty:
-        raise NotTestable("no keep rates were run")
     rows = s.kept.query("order == 'normal' and variant == 'default' and part == 'defense' and policy == @policy")
-    wide = rows[rows.ratio.isin(ratios)].pivot_table(index="system", columns="layer", values="kept").to_numpy()
+    rows = rows[rows.ratio.isin(within(rows.ratio.unique()))]
+    wide = rows.pivot_table(index="system", columns="layer", values="kept").to_numpy()
     if not (third := wide.shape[1] // 3):
         raise NotTestable(f"keep rates of {wide.shape[1]} layers: a middle needs three")
-    inner, outer = np.split(wide, [third, -third], 1)[1], np.delete(wide, np.s_[third:-third], 1)
-    return inner.mean(1) - outer.mean(1)
+    inner, outer = wide[:, third:-third], np.delete(wide, np.s_[third:-third], 1)
+    return Sample(pd.DataFrame({"a": inner.mean(1) - outer.mean(1)}), bounds=None)
 
 
 # ---------------------------------------------------------------- classes of rules
@@ -369,7 +366,7 @@ def of_times(column: str, statistic: Callable[..., float], s: Study, variant: st
 # ---------------------------------------------------------------- claims
 
 
-CONTRASTS: dict[str, Callable[..., What | np.ndarray]] = {
+CONTRASTS: dict[str, Callable[..., What]] = {
     "leak_low": leak_low, "leak_rise": partial(rise, "leak"), "defense_rise": partial(rise, "leak_defense"),
     "leak_fall": leak_fall, "leak_flipped": partial(between_orders, "leak"), "leak_cut": partial(gain, "leak"),
     "defense_cut": partial(gain, "leak_defense"), "leak_long": leak_long, "follow_share": follow_share,
@@ -422,10 +419,7 @@ def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestabl
     tested: list[Member | NotTestable] = []
     for label, cell in cells(claim, sets):
         try:
-            what = CONTRASTS[contrast](s, **cell)
-            if isinstance(what, np.ndarray):
-                what = Sample(pd.DataFrame({"a": what}), bounds=None)
-            tested.append(Member(label, what, some=claim.get("some", False)))
+            tested.append(Member(label, CONTRASTS[contrast](s, **cell), some=claim.get("some", False)))
         except NotTestable as reason:
             tested.append(NotTestable(f"{label}: {reason}") if "policy" in cell else reason)
     return tested

@@ -112,12 +112,11 @@ def suited(items: str) -> str:
     if kind in ("tinyworld", "ifeval"):
         return kind
     path = data.find_file(items) if items.endswith(".jsonl") else None
-    if path is not None:
-        rows = data.by_line(path, _holds_system_prompt, "messages, or context and question")
-        return items if all(row.system for row in rows) else "ifeval"
-    if kind in QUESTIONS:
-        return "ifeval"
-    raise InputError(f"unknown items {items!r}: use tinyworld, ifeval, or the path of a .jsonl file of system prompts")
+    if path is None and kind not in QUESTIONS:
+        way_out = "use tinyworld, ifeval, or the path of a .jsonl file of system prompts"
+        raise InputError(f"unknown items {items!r}: {way_out}")
+    rows = [] if path is None else data.by_line(path, _holds_system_prompt, "messages, or context and question")
+    return items if rows and all(row.system for row in rows) else "ifeval"
 
 
 def _holds_system_prompt(row: dict, number: int) -> SimpleNamespace:

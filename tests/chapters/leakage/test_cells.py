@@ -15,7 +15,7 @@ def test_cells_say_what_the_engine_is_asked():
     assert (cell.condition.fair, cell.condition.spans) == (1.0, ("defense", "directive"))
     assert cells.Cell("tova", 0.5, "debias 0.2").condition.fair == 0.2
     assert cells.Cell("tova", 0.0).condition.policy == "full"
-    assert cells.Cell("h2o", 0.3, "whole").condition.whitelist == ("defense",)
+    assert cells.Cell("h2o", 0.3, "opening").condition.whitelist == ("core",)
     assert cells.Cell("h2o", 0.3).condition.reading == "as_described"
     with pytest.raises(InputError, match="unknown variant 'blacklist'"):
         _ = cells.Cell("tova", 0.5, "blacklist").condition

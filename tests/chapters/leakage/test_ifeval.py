@@ -5,7 +5,7 @@ import json
 import checkpoint
 import pytest
 
-from kvrepro.chapters.leakage import english, estimates, ifeval, scores, study
+from kvrepro.chapters.leakage import english, ifeval, scores, study
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
@@ -116,9 +116,8 @@ def test_the_chapters_studies_and_verdicts_on_a_foreign_checkpoint(tmp_path, mon
     assert study.examples(loaded, settings) is None  # the data set is not at hand
     tables = {"main": study.main(loaded, settings), "alone": study.alone(loaded, settings)}
     failed = tables["main"][tables["main"].error.notna()]
-    assert set(failed.variant) <= {"whole", "whitelist"}  # half of such a prompt may be less than its defense
+    assert set(failed.variant) <= {"whitelist"}  # half of such a prompt may be less than its defense
     assert failed.error.str.contains("protected tokens").all()
     verdicts = Verdicts("leakage", loaded, settings).of(tables)
     assert not set(verdicts[verdicts.claim.isin(["L3b", "L7", "L7b"])].verdict) & {"reproduced", "partly"}
     assert tables["main"].system.nunique() == 6
-    assert estimates.safe_budgets(scores.in_reading(tables["main"], "as_run")).empty  # of one ratio there is none

@@ -124,21 +124,6 @@ def test_optimality_counts_cells():
     assert share[0.0][0] == share[1.0][0] == 1.0
 
 
-def safe(s):
-    """The budget of TOVA with the defense first, and what is followed there."""
-    rows = estimates.safe_budgets(s.answers).query("order == 'normal' and policy == 'tova'")
-    return rows.set_index("measure").value[["leak-safe budget", "following there"]].tolist()
-
-
-def test_a_safe_budget_ends_at_the_first_leak_from_the_top():
-    s = study_of(lambda o, p, v, r: 1 - r, lambda o, p, v, r: float(r == 0.5), ratios=(0.1, 0.3, 0.5, 0.9))
-    assert safe(s) == pytest.approx([0.7, 0.7])  # 0.9 is dry again, but 0.5 is not
-    leaky = study_of(lambda o, p, v, r: 1 - r, lambda o, p, v, r: float(r > 0))
-    assert safe(leaky) == [1, 1]
-    s = study_of(lambda o, p, v, r: 1 - r, lambda o, p, v, r: float(r > 0.8), ratios=(0.3, 0.5, 0.7, 0.9))
-    assert safe(s) == pytest.approx([0.3, 0.3])
-
-
 def rising(order, policy, variant, ratio):
     """Leakage as the paper draws it: none, then all, then less; less where the defense comes last, none when fair."""
     if variant == "fair" or ratio <= 0.1:
@@ -275,9 +260,9 @@ def test_keep_rates_under_cures_and_in_the_middle_layers():
 
     variants = ("default", "whitelist", "fair")
     s = with_kept(study_of(obeying, rising, variants=variants), kept_rows(rate, 6, variants))
-    assert members.CONTRASTS["defense_kept"](s, "whitelist", policy="tova").data.a.tolist() == pytest.approx([0.15] * 8)
-    assert members.CONTRASTS["bias_size"](s, variant="fair", policy="tova").data.a.tolist() == pytest.approx([0.0] * 8)
-    assert members.CONTRASTS["middle_layers"](s, "tova").data.a.tolist() == pytest.approx([0.3] * 8)
+    assert members.CONTRASTS["defense_kept"](s, "whitelist", policy="tova").estimate().value == pytest.approx(0.15)
+    assert members.CONTRASTS["bias_size"](s, variant="fair", policy="tova").estimate().value == pytest.approx(0.0)
+    assert members.CONTRASTS["middle_layers"](s, "tova").estimate().value == pytest.approx(0.3)
     with pytest.raises(NotTestable, match="2 layers"):
         members.CONTRASTS["middle_layers"](with_kept(s, kept_rows(rate, 2)), "tova")
 

@@ -61,7 +61,7 @@ def test_half_of_the_prompts_hold_one_rule_each_class_in_turn():
 
 
 def test_spans_are_the_texts_that_they_name():
-    for item in [*prompts.systems(4), *prompts.examples(2, orders=("normal", "flipped"))]:
+    for item in [*prompts.systems(4), *prompts.examples(2)]:
         references = item.meta["references"]
         assert " ".join(text_of(item, "directive")) == references["directive"]
         assert " ".join(text_of(item, "defense")) == references["defense"]
@@ -103,7 +103,7 @@ def test_where_a_template_has_no_system_turn_by_itself_the_request_follows_its_t
 
 
 def test_examples_ask_for_the_mark_of_a_word_that_they_do_not_show():
-    for item in prompts.examples(3, orders=("normal",)):
+    for item in prompts.examples(3):
         if item.meta["request"] == "follow":
             noun = item.messages[1]["content"].rstrip("?").split()[-1]
             assert f"Mark {noun} " not in item.messages[0]["content"]

@@ -95,19 +95,18 @@ def test_keep_rates_add_up(loaded, tmp_path):
     settings = Settings(results=tmp_path, progress=False, max_new_tokens=1)
     rows = study.answers(loaded, items, [grid] * 2, settings)
     kept = scores.keep_rates(scores.in_reading(rows, "as_described"))
-    tokens = {part: count for part, (count, _) in json.loads(rows.note.dropna().iloc[-1])["kept"].items()}
-    assert tokens["outside"] == tokens["defense"] + tokens["template"]
-    notes = [json.loads(note)["kept"] for note in rows[rows.ratio > 0].note.dropna()]
-    for note in notes:
-        total = sum(count * np.array(layers) for part, (count, layers) in note.items() if part != "outside")
-        np.testing.assert_allclose(
-            total, sum(tokens[part] for part in ("directive", "defense", "template")) // 2, atol=1e-3
-        )
+    rates = kept.pivot_table("kept", ["variant", "layer"], "part")
+    spans = prompts.prompt(loaded, items[0]).spans
+    sizes = {part: len(spans[part]) for part in ("directive", "defense")}
+    default, note = (json.loads(note)["kept"] for note in rows[rows.ratio > 0].note.dropna())
+    n = min(spans["request"])
+    total = sizes["directive"] * np.array(note["directive"]) + (n - sizes["directive"]) * np.array(note["outside"])
+    np.testing.assert_allclose(total, n // 2, atol=1e-3)
+    assert rates.loc["fair", "defense"].tolist() == note["defense"]
     fair = kept[kept.variant == "fair"].groupby("part").kept.mean()
     assert abs(fair.defense - fair.directive) < 0.1
-    as_run = scores.keep_rates(scores.in_reading(rows, "as_run").query("variant == 'default'"))
-    outside = [kept for note in notes[:1] for kept in note["outside"][1]]
-    assert as_run[as_run.part == "defense"].kept.tolist() == outside
+    as_run = scores.keep_rates(scores.in_reading(rows, "as_run"))
+    assert as_run.query("variant == 'default' and part == 'defense'").kept.tolist() == default["outside"]
 
 
 def test_times_are_stored(loaded, tmp_path):

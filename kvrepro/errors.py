@@ -72,6 +72,12 @@ def signals_interrupt(heard: list[int], once: bool = False) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+def ensure_documented() -> None:
+    """Raise InputError where Python drops docstrings, which transformers and this package read."""
+    if sys.flags.optimize > 1:
+        raise InputError("python -OO drops texts that kvrepro and transformers need: start it without -OO")
+
+
 def interrupted(interrupt: KeyboardInterrupt) -> int:
     """Print that the program was interrupted; returns its exit code, 128 plus the signal's number. Further signals are
     ignored from here on, since the program is ending."""
@@ -98,8 +104,7 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
     atexit.register(gc.freeze)  # Python would look through all objects of all libraries as it ends: seconds when busy
     try:
         with signals_interrupt(heard), one_line_errors():
-            if sys.flags.optimize > 1:
-                raise InputError("python -OO drops the texts that kvrepro prints: start it without -OO")
+            ensure_documented()
             for word in arguments:
                 if not (word.isprintable() and 0 < len(word) <= LONGEST):
                     raise InputError(f"argument {word[:50]!r}: give 1 to {LONGEST} printed signs")

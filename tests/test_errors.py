@@ -52,7 +52,7 @@ program(app, "prints", [])"""
     ("", ">&-", "utf-8", 0, ""),
     ("", ">&- 2>&-", "utf-8", 0, ""),
     ("", "< /dev/null | exec true", "utf-8", 0, ""),
-    ("-OO", "", "utf-8", 2, "python -OO drops the texts that kvrepro prints: start it without -OO\n"),
+    ("-OO", "", "utf-8", 2, "python -OO drops texts that kvrepro and transformers need: start it without -OO\n"),
 ])  # fmt: skip
 def test_unusual_streams_end_in_text_and_never_in_a_traceback(before, after, encoding, code, printed):
     command = f'"$0" {before} -c "$1" {after}'

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from kvrepro.engine.allowed import Count, Share
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.select import ensure_room, largest, select
-from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
+from kvrepro.engine.shapes import Counts, Mask, RowFloats, RowInts, Scores
 
 
 def uniform(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
@@ -83,23 +83,33 @@ def adaptive(
     )
 
 
-def joint(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
-    """As many tokens for a head as it has among the best budget * kv_heads of its layer; no floor."""
-    return adaptive(scores, protected, budget, floor=0.0)
+def joint(
+    scores: Scores, protected: Mask, budget: RowInts, asked: RowFloats | None = None, exact: bool = False
+) -> Counts:
+    """As many tokens for a head as it has among the best budget * kv_heads of its layer; no floor.
+
+    exact: the budget as it is asked for is multiplied, and the product rounded down, as in the public code.
+    Source: DefensiveKV, Algorithm 1; efficient_ada_scorer_press.py of FFY0/DefensiveKV@9251b95.
+    """
+    (_, [counts]) = joint_layers([scores], [protected], budget, asked, exact)
+    return counts
 
 
 # ---- over all layers
 
 
-def joint_layers(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
+def joint_layers(
+    scores: list[Scores], protected: list[Mask], budget: RowInts, asked: RowFloats | None = None, exact: bool = False
+) -> tuple[list[Scores], list[Counts]]:
     """As many tokens for a head as it has among the best budget * kv_heads * layers of all layers; no floor.
 
+    exact: as in `joint`.
     Source: Layer-DefensiveKV, Algorithm 2, line 12; efficient_ada_global_scorer_press.py of
     FFY0/DefensiveKV@9251b95.
     """
     together, firm = _together(scores, protected)
     heads = [s.shape[1] for s in scores]
-    total = budget * sum(heads)
+    total = _times(asked, sum(heads)) if exact and asked is not None else budget * sum(heads)
     ensure_room(total, firm.sum((1, 2, 3)), f" of {sum(heads)} heads together")
     counts = _best(together, total, firm).sum(-1)
     return scores, [counts[:, layer, :most] for layer, most in enumerate(heads)]
@@ -123,27 +133,48 @@ def one_set(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tup
 
 
 def cake(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Tensor]
-) -> tuple[list[Scores], list[Counts]]:
+    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Tensor],
+    asked: RowFloats | None = None, floored: bool = False,
+) -> tuple[list[Scores], list[Counts]]:  # fmt: skip
     """b_l = P_l / sum P * (C - w) L tokens beside the w protected ones for each head of layer l, `summaries` = P.
 
     What a layer gets beyond its number of tokens is spread evenly over the other layers; the sum C L is met exactly
     (largest remainders). The original shrinks the earlier layers as each new one arrives. That ends in the same
-    budgets and, since no score changes, in the same tokens.
+    budgets and, since no score changes, in the same tokens. floored: as in the public code, C is the budget as it is
+    asked for, every b_l is rounded down, and what is left over goes evenly to the layers that have room, the odd tokens
+    to the first of them.
     Source: CAKE (Qin et al. 2025), equations 5 to 9; cake_scorer_press.py of FFY0/DefensiveKV@9251b95.
     """
     together, firm = _together(scores, protected)
     held, tokens = firm.sum(-1).amax(2), (~together.isneginf()).sum(-1).amax(2)
-    total = budget * len(scores)
+    total = _times(asked, len(scores)) if floored and asked is not None else budget * len(scores)
     ensure_room(total, held.sum(1), f" of {len(scores)} layers together")
     wish = torch.stack(list(summaries), 1).double()
     wish = torch.where(wish.sum(1, keepdim=True) > 0, wish, torch.ones_like(wish))
-    wish = wish / wish.sum(1, keepdim=True) * (total - held.sum(1))[:, None]
-    counts = held + spread(wish, tokens - held, total - held.sum(1))
+    free, room = total - held.sum(1), tokens - held
+    wish = wish / wish.sum(1, keepdim=True) * free[:, None]
+    counts = held + (_floored(wish.long(), room, free) if floored else spread(wish, room, free))
     return scores, [counts[:, i : i + 1].expand(-1, s.shape[1]) for i, s in enumerate(scores)]
 
 
 # ---- parts
+
+
+def _times(asked: RowFloats, number: int) -> RowInts:
+    """A budget as it is asked for, so many times, rounded down."""
+    return (asked * number + 1e-9).long()
+
+
+def _floored(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
+    """Whole wishes [batch, places] up to their limits, and the rest of `total` as CAKE's public code shares it out:
+    first what limits cut off, then what rounding left over, both evenly over the places that are below their limit."""
+    counts = torch.minimum(wish, limit)
+    for more in ((wish - counts).sum(1), total - wish.sum(1)):
+        below = counts < limit
+        number = below.sum(1, keepdim=True).clamp(min=1)
+        first = below.cumsum(1) <= more[:, None] % number
+        counts = counts + below * (more[:, None] // number + first.long())
+    return torch.minimum(counts, limit)
 
 
 def _equal(count: RowInts, heads: int) -> Counts:

@@ -88,12 +88,16 @@ def pythonic(value: Any) -> Any:
 
 
 def whole_numbers(name: str, given: Any) -> list[int]:
-    """One whole number or several as a list; numpy's and a tensor's too. Raises InputError for anything else."""
-    values = given.tolist() if hasattr(given, "tolist") else given
+    """One whole number or several as a list; numpy's and a tensor's too. Raises InputError for anything else, and for
+    True and False, which Python takes for numbers."""
+    shown = given.tolist() if hasattr(given, "tolist") else given
     try:
-        return [index(values)] if hasattr(values, "__index__") else [index(value) for value in values]
+        values = [shown] if hasattr(shown, "__index__") else list(shown)
+        if isinstance(given, bytes) or any(isinstance(value, bool) for value in values):
+            raise TypeError
+        return [index(value) for value in values]
     except TypeError:
-        raise InputError(f"{name} {values!r:.60}: give a list of whole numbers") from None
+        raise InputError(f"{name} {shown!r:.60}: give a list of whole numbers") from None
 
 
 def in_words(kind: Any) -> str:

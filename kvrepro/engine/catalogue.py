@@ -16,9 +16,9 @@ ADAPTIVE = {"floor": 0.2, "blend": False}
 CRITICAL = {"window": 32, **SNAPKV, "alpha": 0.5, "eps": 1e-4}
 DEFENSIVE = {
     "window": 32, "recent": "window", "aggregate": "defensive", "pool": "average", "kernel": 5, "over": "all",
-    "rescale": False, "share": "none", "mass": 0.0,
+    "rescale": False, "share": "none", "mass": 0.0, "exact": False,
 }
-DEFENSIVE_AS_RUN = {"over": "past", "rescale": True, "share": "heads", "mass": 0.9}
+DEFENSIVE_AS_RUN = {"over": "past", "rescale": True, "share": "heads", "mass": 0.9, "exact": True}
 
 WINDOWS: dict[str, Policy] = {
     "snapkv": Policy(
@@ -42,8 +42,8 @@ WINDOWS: dict[str, Policy] = {
     "cake": Policy(
         "CAKE", "Qin et al. 2025, equations 5 to 11", window.cake,
         {"window": 32, "recent": "window", "gamma": 200.0, "aggregate": "mean_var", "pool": "average", "kernel": 5,
-         "group": "mean", "tau1": 1.0, "tau2": 1.0},
-        {"tau1": 1.6, "tau2": 0.6},
+         "group": "mean", "tau1": 1.0, "tau2": 1.0, "floored": False},
+        {"tau1": 1.6, "tau2": 0.6, "floored": True},
         code="FFY0/DefensiveKV@9251b95 cake_global_press.py", across=allocate.cake, summary=window.cake_preference,
         budget="per layer", together=True,
     ),

@@ -1,7 +1,7 @@
 """The engine's input and output: prompts, conditions and generations."""
 
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -28,7 +28,14 @@ class Prompt:
         if isinstance(self.ids, str | list) and any(isinstance(i, str) for i in self.ids[:1]):
             raise InputError(f"prompt {''.join(self.ids)[:40]!r} is text: give token ids, tokenizer.encode(...)")  # type: ignore[arg-type]
         object.__setattr__(self, "ids", whole_numbers("prompt", self.ids))
-        for name, where in [*self.spans.items(), *((name, [at]) for name, at in self.turns.items())]:
+        for field_name in ("spans", "turns"):
+            given = getattr(self, field_name)
+            if not isinstance(given, Mapping):
+                raise InputError(f"{field_name} {given!r:.60}: give a dict, such as {{'question': range(90, 99)}}")
+        spans = {name: whole_numbers(f"span {name}", where) for name, where in self.spans.items()}
+        object.__setattr__(self, "spans", spans)
+        turns = ((name, whole_numbers(f"turn {name}", at)) for name, at in self.turns.items())
+        for name, where in [*spans.items(), *turns]:
             if where and not 0 <= min(where) <= max(where) < len(self.ids):
                 outside = min(where) if min(where) < 0 else max(where)
                 raise InputError(f"{name} at position {outside} of a prompt of {len(self.ids)} tokens: mark it anew")

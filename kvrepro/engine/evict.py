@@ -9,7 +9,7 @@ the regime `SharedCap` one observation, made of `signals`, stands for all layers
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,11 +24,11 @@ from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
-from kvrepro.engine.policy import SUMS, Policy, call, named, ours
+from kvrepro.engine.policy import SUMS, Policy, call, named, ours, parameters_of
 from kvrepro.engine.regime import DecodeCap, PerStep, SharedCap
 from kvrepro.engine.rule import guarded
 from kvrepro.engine.select import Doubt, ensure_none, select
-from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores, TokenInts
+from kvrepro.engine.shapes import Counts, Mask, RowFloats, RowInts, Scores, TokenInts
 from kvrepro.engine.signals import Reduction, Signals
 from kvrepro.errors import InputError
 
@@ -138,9 +138,22 @@ class EvictionJob:
         """int64 [batch]."""
         return torch.tensor(self.budgets, device=self.prompts.positions.device)
 
+    @cached_property
+    def asked(self) -> list[float]:
+        """The budgets before rounding: a condition's share of the tokens to compress."""
+        rows = zip(self.conditions, self.budgets, self.prompts.lengths.tolist(), strict=True)
+        exact = [(c.budget * n if isinstance(c.budget, float) else size, size) for c, size, n in rows]
+        return [each if int(each + 1e-9) == size else size for each, size in exact]  # size: of a part of the prompt
+
     def budget_in(self, o: Observation) -> RowInts:
         """`budget` on the device of `o`, repeated for each layer that `o` stands for."""
         return self.budget.to(o.positions.device).repeat(o.count)
+
+    def with_asked(self, function: Callable[..., Any], o: Observation) -> dict[str, RowFloats]:
+        """`asked`, float64 [batch], repeated as `budget_in` is, if the function names it."""
+        if "asked" not in parameters_of(function):
+            return {}
+        return {"asked": torch.tensor(self.asked * o.count, dtype=torch.float64, device=o.positions.device)}
 
     @property
     def pages(self) -> tuple[int, int, int] | None:
@@ -206,6 +219,8 @@ class EvictionJob:
         mixed = p.allocate is not allocate.uniform and c.fair is not None and c.fair < 1  # rounded head by head
         if not sums or c.execution != "physical" or not room or mixed:
             return None
+        if self.parameters.get("exact"):
+            return sum(int(each * heads + 1e-9) for each in self.asked)
         return heads * sum(self.budgets)
 
 
@@ -267,7 +282,7 @@ def ensure_given(
 def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> Any:
     """The policy's scores, shared between conditions if they depend on neither budget nor guards nor draws."""
     given = named(policy.score, parameters)
-    varies = {"budget", "guarded", "draws"}.intersection(given)
+    varies = {"budget", "asked", "guarded", "draws"}.intersection(given)
     if varies or not all(isinstance(value, str | int | float | None) for value in given.values()):
         return call(policy.score, o, parameters=given)
     key = (policy.score, *sorted(given.items()))
@@ -301,8 +316,9 @@ def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself."""
     policy, shape = job.policy, o.positions.shape
     budget, (guarded, protected) = job.budget_in(o), protected_by(job, o)
+    given = {"budget": budget, "guarded": guarded, "draws": job.draws, **job.with_asked(policy.score, o)}
     try:
-        raw_scores = _scored(policy, o, {**job.parameters, "budget": budget, "guarded": guarded, "draws": job.draws})
+        raw_scores = _scored(policy, o, {**job.parameters, **given})
     except KeyError as error:
         if error.args[0] not in SUMS:
             raise
@@ -329,7 +345,8 @@ def _ranked(scores: Tensor, shape: Sequence[int]) -> Scores:
 
 def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask) -> Counts:
     """Tokens that each head of a layer keeps."""
-    counts = call(job.policy.allocate, scores, protected, job.budget_in(o), parameters={**job.parameters, "o": o})
+    given = {**job.parameters, "o": o, **job.with_asked(job.policy.allocate, o)}
+    counts = call(job.policy.allocate, scores, protected, job.budget_in(o), parameters=given)
     ensure_given(job.policy, "allocate", counts, scores.shape[:2], torch.int64)
     counts = counts.expand(scores.shape[:2])
     if not ours(job.policy.allocate) and job.reduction is None:  # a union of heads is trimmed to the budget
@@ -453,6 +470,7 @@ def across(job: EvictionJob) -> dict[int, Mask]:
     else:
         summaries = [None if w.summary is None else w.summary.to(home) for w in layers.values()]
         of_all_layers = {"observations": list(seen.values()), "summaries": summaries}
+        of_all_layers["asked"] = torch.tensor(job.asked, dtype=torch.float64, device=home)
         returned = call(job.policy.across, scores, protected, job.budget, parameters=job.parameters | of_all_layers)
         scores, counts = returned if ours(job.policy.across) else _ensured_across(job, returned)
     if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:

@@ -7,7 +7,6 @@ Hugging Face's loop picks tokens, streams and stops; the engine runs each forwar
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import update_wrapper, wraps
-from operator import index
 from threading import get_ident
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvrepro.engine.allowed import ensure
+from kvrepro.engine.allowed import ensure, whole_numbers
 from kvrepro.engine.attention import installed, with_methods
 from kvrepro.engine.backend import BACKENDS
 from kvrepro.engine.cache import EngineCache
@@ -46,7 +45,7 @@ def evicting(
     Greedy tokens, without a penalty, are those of `kvrepro.generate`; sampling, streaming and prompts padded on the
     left work as usual, and `return_dict_in_generate=True` returns the `EvictedCache`. A direct call `model(...)` does
     not evict. Calls from several threads wait for each other. The compiled code of a `torch.compile` model is not used.
-    A copy of the model that is made inside the block does not evict.
+    A copy of the model that is made inside the block, between calls, does not evict.
 
     condition: in any regime, or a `Prefix` that all prompts begin with. spans: a function from the token ids of a
     prompt to the positions of each span that the condition names. repeat, backend, seed: as in `kvrepro.generate`.
@@ -115,8 +114,8 @@ def _ensure_own_thread(model: PreTrainedModel) -> None:
 def _places(named: Any) -> dict[str, list[int]]:
     """The result of `spans` as lists of positions. Raises InputError unless it is a dict of whole numbers."""
     try:
-        return {name: [index(at) for at in where] for name, where in named.items()}
-    except (AttributeError, TypeError):
+        return {name: whole_numbers(name, where) for name, where in named.items()}
+    except (AttributeError, InputError):
         raise InputError(f"spans gave {named!r}: give a dict of positions, {{'question': range(90, 99)}}") from None
 
 

@@ -72,9 +72,10 @@ def generate(
     new = new_tokens(max_new_tokens, len(prompts))
     ensure(Size | None, batch_rows=batch_rows, prompt_rows=prompt_rows)
     ensure(ERRORS, errors=errors)
+    ensure(bool, kept_sets=kept_sets)
     stops = whole_numbers("stop_ids", stop_ids)
     texts = [p if isinstance(p, Prompt) else Prompt(p, {}) for p in prompts]  # type: ignore[arg-type]
-    conditions = [conditions] if isinstance(conditions, Condition) else conditions
+    conditions = [c if isinstance(c, Condition) else _listed(c) for c in _listed(conditions)]  # type: ignore[assignment]
     _, wanted = _columns(conditions, len(texts))
     options = {"kept_sets": kept_sets, "isolate": errors == "return"}
     answers: dict[Tag, Generation | Exception] = {}

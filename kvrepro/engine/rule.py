@@ -14,10 +14,10 @@ from kvrepro.engine.shared import SLW_SINKS
 from kvrepro.errors import InputError
 
 GIVEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # arguments of each function; what it may also name
-    "score": (("o",), ("budget", "guarded", "draws")),
+    "score": (("o",), ("budget", "asked", "guarded", "draws")),
     "shield": (("o", "scores", "budget"), ("guarded",)),
-    "allocate": (("scores", "protected", "budget"), ("o",)),
-    "across": (("scores", "protected", "budget"), ("observations", "summaries")),
+    "allocate": (("scores", "protected", "budget"), ("o", "asked")),
+    "across": (("scores", "protected", "budget"), ("asked", "observations", "summaries")),
     "summary": (("o",), ()),
     "refine": (("o", "scores", "counts"), ("protected",)),
 }

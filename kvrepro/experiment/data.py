@@ -366,7 +366,7 @@ def _item(row: dict[str, Any], identity: str, papers: bool = False) -> Item:
     _ensure_filled(counted, papers)
     if answers != counted and answers not in ([", ".join(counted)], *([answer] for answer in counted)):
         raise ValueError(f"answer {answers[0]!r} beside meta's answers, which count instead: leave these out")
-    meta = meta | ({"answers": answers} if len(answers) > 1 else {})
+    meta = meta | ({"answers": answers} if len(answers) > 1 or _shows_list(answers[0]) else {})
     meta |= _scoring(row, meta, counted)
     name = _name("id", row["id"] if row.get("id") is not None else identity)
     tasks = (*map(row.get, ("task", "domain", "dataset")), meta.get("benchmark"))
@@ -428,10 +428,7 @@ def answers_of(row: dict[str, Any], papers: bool = False) -> list[str]:
     if answers is None:
         raise KeyError("answer")
     if isinstance(answers, str):
-        listed = None
-        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            listed = ast.literal_eval(answers.strip())
-        if _are_texts(listed):  # as spreadsheets write it
+        if _shows_list(answers):  # as spreadsheets write it
             raise ValueError(f"answer {answers!r} is the text of a list: give the list itself, or [this text]")
         answers = [answers]
     if not _are_texts(answers):
@@ -440,11 +437,19 @@ def answers_of(row: dict[str, Any], papers: bool = False) -> list[str]:
     return answers
 
 
+def _shows_list(text: str) -> bool:
+    """Does a text look like a list of Python?"""
+    with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return isinstance(ast.literal_eval(text.strip()), list)
+    return False
+
+
 def _ensure_filled(answers: list[str], papers: bool) -> None:
     """Raise ValueError for an empty answer, which an empty output would equal; of papers' sets only if all are."""
-    filled = [bool(answer.strip()) for answer in answers]
+    filled = [bool(answer.strip()) if papers else measure.says_something(answer) for answer in answers]
     if not (any if papers else all)(filled):
-        raise ValueError(f"answer is {answers[filled.index(False)]!r}: give texts that are not empty")
+        which = "" if papers else ", nor without their punctuation"
+        raise ValueError(f"answer is {answers[filled.index(False)]!r}: give texts that are not empty{which}")
 
 
 def _scoring(row: dict[str, Any], meta: dict[str, Any], answers: list[str]) -> dict[str, Any]:

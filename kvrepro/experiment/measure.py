@@ -31,15 +31,26 @@ Answer = str | Sequence[str]
 def one_form(text: str) -> str:
     """A text of any script in the form in which texts are compared; ASCII text stays as it is.
 
-    A <think> block is left out. Characters are composed and their variants unified (Unicode's NFKC), characters without
-    a width are dropped, every punctuation mark becomes an apostrophe, and characters of scripts without spaces stand
-    alone, as words.
+    A <think> block is left out. Characters are composed and their variants unified (Unicode's NFKC), case is folded,
+    characters without a width are dropped, every punctuation mark and the minus sign become an apostrophe, and
+    currency signs and characters of scripts without spaces stand alone, as words.
     """
     text = unicodedata.normalize("NFKC", without_thinking(text)[0])
     if text.isascii():
         return text
+    text = unicodedata.normalize("NFKC", text.casefold().replace("i\u0307", "i"))  # of the Turkish capital with a dot
     kinds = ((sign, "" if sign.isascii() else unicodedata.category(sign)) for sign in text)
-    return _UNSPACED.sub(r" \g<0> ", "".join("'" if kind[:1] == "P" else sign for sign, kind in kinds if kind != "Cf"))
+    shown = (
+        "'" if kind[:1] == "P" or sign == "\u2212" else f" {sign} " if kind == "Sc" else sign
+        for sign, kind in kinds
+        if kind != "Cf" and not "\ufe00" <= sign <= "\ufe0f"
+    )
+    return _UNSPACED.sub(r" \g<0> ", "".join(shown))
+
+
+def says_something(answer: str) -> bool:
+    """Is any word of an answer left to compare? Otherwise an empty output would be right."""
+    return bool(_clean(one_form(answer)))
 
 
 def all_measures(prediction: str, answer: Answer, papers: bool = False) -> dict[str, float]:

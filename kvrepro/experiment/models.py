@@ -19,7 +19,7 @@ from annotated_types import Ge, Le
 
 from kvrepro.chat import rendered, thinking
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import LONGEST, InputError, first_line
+from kvrepro.errors import LONGEST, InputError, ensure_documented, first_line
 from kvrepro.item import plain
 from kvrepro.paths import CACHE, DATA, INSTALLED, WORK, replaced
 
@@ -81,6 +81,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_
     tokenizer, no chat template, no network, no such device, a family that the engine cannot drive. Raises it afterwards
     for weights that do not fit or are not finite, and for a model whose logits differ in the engine.
     """
+    ensure_documented()
     ensure(get_args(Dtype), dtype=dtype)
     where = device_of(device)
     kind = "float32" if (dtype, where) == ("auto", "cpu") else dtype

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import torch
 
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.regime import REGIMES, Prefill, Regime
@@ -59,11 +60,22 @@ def test_different_conditions_have_different_labels():
         (([1, 2, 3], {"a": [1, 3]}), "a at position 3 of a prompt of 3 tokens"),
         (([1, 2, 3], {"a": [-1, 0]}), "a at position -1 of a prompt of 3 tokens"),
         (([1, 2, 3], {}, {"user": 3}), "user at position 3 of a prompt of 3 tokens"),
+        (([True, False], {}), "prompt .True, False.: give a list of whole numbers"),
+        ((b"hello", {}), "prompt b'hello': give a list of whole numbers"),
+        *((([1, 2, 3], {"a": where}), "span a .*: give a list of whole numbers")
+          for where in ([1.5], slice(1, 2), None, [True, False, True], torch.tensor([True, False]))),
+        (([1, 2, 3], [1, 2]), "spans .1, 2.: give a dict"),
+        (([1, 2, 3], {}, [1]), "turns .1.: give a dict"),
     ],
 )
 def test_prompts_that_cannot_be_are_refused(given, words):
     with pytest.raises(InputError, match=words):
         Prompt(*given)
+
+
+@pytest.mark.parametrize("where", [range(1, 3), torch.tensor([1, 2]), np.array([1, 2]), (1, 2)])
+def test_a_span_is_any_list_of_whole_numbers(where):
+    assert Prompt([1, 2, 3], {"a": where}).spans == {"a": [1, 2]}
 
 
 def test_an_empty_span_is_a_span():

@@ -326,6 +326,8 @@ ARGUMENTS = [
     ({"stop_ids": None}, "stop_ids None: give a list of whole numbers"),
     ({"stop_ids": [None]}, "stop_ids .None.: give a list of whole numbers"),
     ({"stop_ids": "</s>"}, "stop_ids '</s>': give a list of whole numbers"),
+    ({"stop_ids": True}, "stop_ids True: give a list of whole numbers"),
+    ({"kept_sets": "no"}, "kept_sets 'no': "),
     ({"seed": None}, "seed None: "),
     ({"seed": "7"}, "seed '7': "),
     ({"repeat": "Repeat the context:"}, "repeat 'Repeat the context:': give a list of whole numbers"),
@@ -354,6 +356,9 @@ def test_arguments_whose_meaning_is_plain_are_taken():
     for prompts in ([prompt], torch.tensor([prompt]), np.array([prompt])):
         [[answer]] = engine.generate(model, prompts, replace(c, budget=np.int64(20)), **plain)
         assert (answer.tokens, answer.kept) == (expected.tokens, expected.kept)
+    for conditions in ((c for _ in range(1)), ((c for _ in range(1)) for _ in range(1))):
+        [[answer]] = engine.generate(model, [prompt], conditions, **usual)
+        assert answer.tokens == expected.tokens
     [[answer]] = engine.generate(model, [prompt], [c], **usual | {"stop_ids": expected.tokens[1]})
     assert answer.tokens == expected.tokens[:2]
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
+from kvrepro.experiment.answers import references
 from kvrepro.experiment.data import Item, Span
 from kvrepro.paths import ROOT
 
@@ -145,6 +146,11 @@ def spans(*changes):
         ({"metric": "classification", "all_classes": [1]}, "metric 'classification' needs all_classes"),
         ({"meta": {"metric": "classification", "classes": [1]}}, "meta: classes is [1], not a list of texts"),
         ({"answer": " \n"}, r"answer is ' \n': give texts that are not empty"),
+        *(
+            ({"answer": nothing}, f"answer is {nothing!r}: give texts that are not empty, nor without")
+            for nothing in ("-", "?", "。", "<think>x</think>", "\u200b")
+        ),
+        *(({"answer": listed}, f"answer {listed!r} is the text of a list") for listed in ('["a", 1]', "[1, 2]", "[]")),
         (
             {"metric": "retrieval"},
             "answer 'A': metric 'retrieval' takes the name of a paragraph, such as 'Paragraph 3'",
@@ -230,10 +236,11 @@ def test_the_page_s_example_is_read(tmp_path):
 
 
 def test_an_answer_that_only_looks_like_a_list_is_a_text(tmp_path):
-    answers = ["[1, 2]", "[tea]", "{[]: 1}", ["['a']"]]
+    answers = [["[1, 2]"], "[tea]", "{[]: 1}", ["['a']"]]
     rows = [{"context": "C", "question": "Q", "answer": answer} for answer in answers]
     read = data.load_items(jsonl(tmp_path / "one.jsonl", *rows))
-    assert [item.answer for item in read] == [*answers[:3], "['a']"]
+    assert [item.answer for item in read] == ["[1, 2]", *answers[1:3], "['a']"]
+    assert [measure.exact_match(item.answer, references(item)) for item in read] == [1.0] * 4
 
 
 def test_a_file_is_a_readers_own_and_printed_items_say_whose_they_are(tmp_path):

@@ -49,7 +49,8 @@ IN_ANY_SCRIPT = [  # equal answers, written otherwise
     ("Cafe\u0301 Mu\u0308ller", "Café Müller"), ("北京市。", "北京市"), ("“tea”", "tea"), ("ship’s tea", "ship's tea"),
     ("te\u200ba\u00ad", "tea"), ("Красная дверь", "красная дверь!"), ("الباب الأحمر؟", "الباب الأحمر"),
     ("ＴＥＡ", "tea"), ("लाल दरवाज़ा।", "लाल दरवाज़ा"), ("می\u200cخواهم", "میخواهم"), ("ประตูแดง", "ประตูแดง"),
-    ("<think>\nSo: red\n</think>\n\ntea", "tea"),
+    ("<think>\nSo: red\n</think>\n\ntea", "tea"), ("\u22125", "-5"), ("STRASSE", "straße"), ("İzmir", "izmir"),
+    ("❤\ufe0f", "❤"), ("5€", "5 €"),
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from kvrepro.engine.allowed import Count, Odd, Positive, Share, Size, Weight
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.places import Places
 from kvrepro.engine.select import select
-from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowInts, Scores
+from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowFloats, Scores
 
 Aggregate = Literal["mean", "sum", "max", "mean_var", "defensive"]
 Group = Literal["mean", "sum", "max", "union"]
@@ -401,7 +401,7 @@ def dropkv(
 
 
 def defensive_kv(
-    o: Observation, budget: RowInts | None = None, aggregate: Aggregate = "defensive", pool: Pool = "average",
+    o: Observation, asked: RowFloats | None = None, aggregate: Aggregate = "defensive", pool: Pool = "average",
     kernel: Odd = 5, over: Over = "all", rescale: bool = False, share: NormOver = "none", mass: Share = 0.0,
 ) -> Scores:  # fmt: skip
     """s_j = max(R_j, mean_i R_i) N_j, with R_j the largest pooled attention over queries and group, N_j the group's
@@ -409,13 +409,13 @@ def defensive_kv(
 
     share: N unchanged ("none"), divided by its sum over the layer's tokens and KV heads ("layer", Layer-DefensiveKV),
     or by its sum over the KV heads that hold the position ("heads", the public code of both). mass > 0: the tokens with
-    the first `mass` of attention, and the window, get the layer's largest score (`_first_mass`; needs the budget).
+    the first `mass` of attention, and the window, get the layer's largest score (`_first_mass`; needs the budget, as it is asked for).
     Source: DefensiveKV, Algorithms 1 and 2; efficient_defensivekv_press.py and efficient_layer_defensivekv_press.py of
     FFY0/DefensiveKV@9251b95, whose further steps are over="past", rescale, share="heads" and mass=0.9.
     """
     risk = windowed(o, attention, aggregate, pool, kernel, "max", "query", over, rescale=rescale)
     scores = risk * _norm_over(o, share)
-    return _first_mass(o, scores, budget, mass) if mass else scores
+    return _first_mass(o, scores, asked, mass) if mass else scores
 
 
 def _norm_over(o: Observation, share: str) -> Scores:
@@ -432,10 +432,10 @@ def _norm_over(o: Observation, share: str) -> Scores:
     return norm / total.gather(1, where).view_as(norm).clamp(min=torch.finfo(norm.dtype).tiny)
 
 
-def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) -> Scores:
+def _first_mass(o: Observation, scores: Scores, asked: RowFloats, mass: float) -> Scores:
     """Scores in which the window gets the layer's largest score, and so do the tokens that fill the first `mass` - b of
-    each head's mean attention to the past: without the one that crosses it, and at most share - window of them, with
-    share = budget / n of the head's n - window past tokens.
+    each head's mean attention to the past: without the one that crosses it, and at most int(share (n - w) - w) of them,
+    where share is asked / n, the share of the head's n tokens that stays, and w the window.
 
     b is meant as the window's attention. The public code sums it after the window has been cut off, so it is the
     attention on as many tokens before the window, mean over the layer's heads and queries. Only in the public code,
@@ -447,8 +447,8 @@ def _first_mass(o: Observation, scores: Scores, budget: RowInts, mass: float) ->
     held = held / held.sum(-1, keepdim=True).clamp(min=torch.finfo(held.dtype).tiny)
     filled = (held.sort(-1, descending=True).values.cumsum(-1) < (mass - b)[:, None, None]).sum(-1)
     held_tokens = o.places.alive.sum(-1)
-    share = budget[:, None] * (held_tokens - window_size) // held_tokens.clamp(min=1)
-    filled = torch.minimum(filled, (share - window_size).clamp(min=0))
+    of_past = asked[:, None] * (held_tokens - window_size) / held_tokens.clamp(min=1)
+    filled = torch.minimum(filled, ((of_past + 1e-9).long() - window_size).clamp(min=0))
     first = select(held.masked_fill(o.places.not_past, -torch.inf), o.places.nothing, filled)
     top = scores.masked_fill(elsewhere, -torch.inf).amax((1, 2), keepdim=True)
     return torch.where(first | o.places.window, top, scores)

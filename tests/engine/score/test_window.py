@@ -258,7 +258,7 @@ def test_defensive_as_described(shape, layer_wise):
 
 
 @pytest.mark.parametrize("shape", [dict(group=2, window=3, tokens=20), dict(group=3, window=4, tokens=30)])
-@pytest.mark.parametrize("budget", [5, 10, 14])
+@pytest.mark.parametrize("budget", [5, 10, 10.7, 14])
 def test_defensive_as_run(shape, budget):
     """The public code's seven steps, on a prompt: both heads hold the same positions. The cap on the first mass counts
     the past alone, int((n - w) (1 - r) - w), and binds at 10 of 20 tokens."""
@@ -287,7 +287,7 @@ def test_defensive_as_run(shape, budget):
                 row[j] = top
         return [row + [top] * w for row in scores]
 
-    got = window.defensive_kv(o, torch.tensor([budget] * 2), over="past", rescale=True, share="heads", mass=0.9)
+    got = window.defensive_kv(o, torch.tensor([budget] * 2, dtype=torch.float64), over="past", rescale=True, share="heads", mass=0.9)
     check(o, got, layer)
 
 

@@ -2,8 +2,8 @@
 
 Both see the same prompts in the same model; a head agrees when it keeps exactly the same set. Half of the prompts are
 random tokens in a model with random weights, half are the embedded model's own. kvpress needs the extra `parity`,
-without constraints.txt. The rows of the methods' public codes in that table come from version 0.1.0;
-tests/engine/test_public_codes.py repeats that comparison on a few prompts.
+without constraints.txt. The rows of the methods' public codes in that table come from
+tests/helpers/public_codes.py, and tests/engine/test_public_codes.py repeats that comparison on a few prompts.
 
 Not compared: KVzipPress, whose softmax covers the sinks, one chunk and the repeat only, ours the whole context;
 DuoAttentionPress, which reads the authors' gates files; RandomPress, which draws from another generator. Nor the
@@ -232,6 +232,11 @@ def _table(cells: Sequence[tuple[Any, float]], presses: Sequence[str], agreement
     )  # fmt: skip
 
 
+def versions(*packages: str) -> dict[str, str]:
+    """The packages' versions, and today's date."""
+    return {name: importlib.metadata.version(name) for name in packages} | {"date": datetime.date.today().isoformat()}
+
+
 def main(
     out: Annotated[Path | None, typer.Option(help="CSV to write, rows of others kept; none: print only")] = None,
     n: Annotated[int, typer.Option("--prompts", help="half random, half of the embedded model")] = 100,
@@ -244,15 +249,14 @@ def main(
         compare(model, library, ids, PAIRS).assign(prompts=len(ids), model=name)
         for name, model, ids in (("random", random_model(), randoms), (loaded.name, loaded.model, texts))
     )
-    versions = {name: importlib.metadata.version(name) for name in ("kvpress", "torch", "transformers")}
-    date = datetime.date.today().isoformat()
-    table = table.assign(**versions, date=date).sort_values(["policy", "switches", "press", "share_kept", "model"])
-    typer.echo(table.drop(columns=["note", "date", *versions]).to_string(index=False))
+    table = table.assign(**versions("kvpress", "torch", "transformers"))
+    table = table.sort_values(["policy", "switches", "press", "share_kept", "model"])
+    typer.echo(table.drop(columns="note").to_string(index=False))
     equal, tied, heads = table[["equal", "differ_by_ties", "heads"]].sum()
-    typer.echo(f"{equal} of {heads} heads keep the same set ({equal / heads:.2%}), {tied} differ by ties; {versions}")
+    typer.echo(f"{equal} of {heads} heads keep the same set ({equal / heads:.2%}), {tied} differ by ties")
     if out is not None:
         before = pd.read_csv(out, keep_default_na=False) if out.is_file() else table.iloc[:0]
-        write_table(out, pd.concat([before[before.kvpress != versions["kvpress"]], table]), None)
+        write_table(out, pd.concat([before[before.kvpress != table.kvpress.iloc[0]], table]), None)
 
 
 if __name__ == "__main__":

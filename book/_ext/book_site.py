@@ -18,6 +18,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("source-read", _relink)
     app.connect("autodoc-process-docstring", _as_written)
     app.connect("html-page-context", _without_thebe, priority=900)
+    app.connect("html-page-context", _with_roles)
     app.connect("html-page-context", _add_buttons, priority=502)  # the theme fills its list at 501
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -55,6 +56,11 @@ def _without_thebe(app: Sphinx, page: str, template: str, context: dict[str, Any
     """No scripts of Thebe, which nothing here uses: each page would declare its variables twice."""
     scripts = context.get("script_files", [])
     context["script_files"] = [script for script in scripts if "thebe" not in f"{script.filename} {script.attributes}"]
+
+
+def _with_roles(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """A role for each entry of a bibliography in the place of docutils', which ARIA no longer has."""
+    context["body"] = context.get("body", "").replace('role="doc-biblioentry"', 'role="listitem"')
 
 
 def _add_buttons(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

@@ -62,8 +62,10 @@ def test_different_conditions_have_different_labels():
         (([1, 2, 3], {}, {"user": 3}), "user at position 3 of a prompt of 3 tokens"),
         (([True, False], {}), "prompt .True, False.: give a list of whole numbers"),
         ((b"hello", {}), "prompt b'hello': give a list of whole numbers"),
-        *((([1, 2, 3], {"a": where}), "span a .*: give a list of whole numbers")
-          for where in ([1.5], slice(1, 2), None, [True, False, True], torch.tensor([True, False]))),
+        *(
+            (([1, 2, 3], {"a": where}), "span a .*: give a list of whole numbers")
+            for where in ([1.5], slice(1, 2), None, [True, False, True], torch.tensor([True, False]))
+        ),
         (([1, 2, 3], [1, 2]), "spans .1, 2.: give a dict"),
         (([1, 2, 3], {}, [1]), "turns .1.: give a dict"),
     ],

@@ -1,21 +1,34 @@
 """Which tokens the public codes keep of a prompt: plain formulas, none of the engine's.
 
 Each function was written beside the source that its pair in `CODES` names and takes (layers, share kept); it returns
-for each layer (kept tokens, scores by which the code ranks), both [kv_heads, tokens]. Lengths are multiples of 16 and
-shares 1/4 or 1/2, so that no budget is rounded.
+for each layer (kept tokens, scores by which the code ranks), both [kv_heads, tokens]. Lengths are multiples of 8, of
+which a fifth is no whole number, so that every rounding counts.
+
+`python tests/helpers/public_codes.py POLICY ...` computes these policies' rows of data/parity.csv anew.
 """
 
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.generate import generate
+from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.learned import load
+from kvrepro.experiment import models
+from kvrepro.paths import ROOT
+from studies import calibrate, parity
 
 Kept = list[tuple[Tensor, Tensor]]
 
@@ -338,3 +351,58 @@ CODES = (
              (("dense_layers", 0),), True, REPEATED),
     CodePair("streaming_llm", fair_streaming_llm, f"{L} streamingllm_fair_eviction_press.py", fair=True),
 )  # fmt: skip
+
+
+# ---- the comparison
+
+
+def shares(pair: CodePair) -> tuple[float, ...]:
+    """Shares to compare at: AnDPro's keep whole chunks."""
+    return (0.25, 0.5) if pair.policy == "andpro" else (0.2, 0.3, 0.5)
+
+
+def agreements(model, ids, queries, pair: CodePair, share: float) -> list[tuple[float, bool]]:
+    """(Share in common, differs by ties alone) of each head. queries: the file of TriAttention's statistics."""
+    calibration = (("calibration", str(queries)),) if pair.policy.startswith("tri_") else ()
+    when = Prefill(fair=1.0, spans=("first", "second")) if pair.fair else Prefill()
+    condition = Condition(pair.policy, share, when, switches=pair.switches + calibration)
+    prompt = Prompt(ids, spans(len(ids)))
+    [[ours]] = generate(model, [prompt], [condition], max_new_tokens=1, stop_ids=frozenset(), kept_sets=True)
+    theirs = pair.code(layers_of(model, ids, str(queries)), share)
+    sets = [(torch.as_tensor(a), *b) for a, b in zip(ours.kept_sets, theirs, strict=True)]
+    budget = CATALOGUE[pair.policy].budget
+    if budget == "joint":  # the layers compete: compared as one
+        a, b, scores = zip(*sets, strict=True)
+        sets = [(torch.cat(a), torch.cat(b), torch.cat(scores))]
+    heads = []
+    for a, b, scores in sets:
+        common, tied = parity.agreement(a, b, scores, budget in ("per head", "joint"))
+        heads += zip(common.tolist(), tied.tolist(), strict=True)
+    return heads
+
+
+def table(policies: Sequence[str], prompts: int = 20) -> pd.DataFrame:
+    """The rows of data/parity.csv: each policy on random models with groups of 1, 3 and 7, and on the small model."""
+    loaded, pairs = models.load(), [pair for pair in CODES if pair.policy in policies]
+    shown = {f"random, group {group}": parity.random_model(group) for group in (1, 3, 7)} | {loaded.name: loaded.model}
+    rows = []
+    for name, model in shown.items():
+        texts, worlds = parity.prompts(loaded, prompts)
+        texts = [ids[: len(ids) // 40 * 40 + 8] for ids in (worlds if name == loaded.name else texts)]
+        file = Path(tempfile.mkdtemp()) / "queries.json"
+        calibrate.write(calibrate.calibrate(model, texts[:1]), file)
+        for pair in pairs:
+            for share in shares(pair):
+                heads = [head for ids in texts for head in agreements(model, ids, file, pair, share)]
+                [row] = parity._table([(pair, share)], [pair.source], [heads]).to_dict("records")
+                rows.append(row | {"prompts": len(texts), "model": name})
+    return pd.DataFrame(rows)
+
+
+if __name__ == "__main__":
+    FILE = ROOT / "data/parity.csv"
+    before = pd.read_csv(FILE, keep_default_na=False)
+    apart = (before.kvpress == "") & before.policy.isin(sys.argv[1:])
+    new = table(sys.argv[1:]).assign(kvpress="", **parity.versions("torch", "transformers"))
+    print(new.drop(columns="note").to_string())
+    pd.concat([before[~apart], new[before.columns]]).to_csv(FILE, index=False)

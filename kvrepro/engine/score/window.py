@@ -409,7 +409,7 @@ def defensive_kv(
 
     share: N unchanged ("none"), divided by its sum over the layer's tokens and KV heads ("layer", Layer-DefensiveKV),
     or by its sum over the KV heads that hold the position ("heads", the public code of both). mass > 0: the tokens with
-    the first `mass` of attention, and the window, get the layer's largest score (`_first_mass`; needs the budget, as it is asked for).
+    the first `mass` of attention, and the window, get the layer's largest score (`_first_mass`).
     Source: DefensiveKV, Algorithms 1 and 2; efficient_defensivekv_press.py and efficient_layer_defensivekv_press.py of
     FFY0/DefensiveKV@9251b95, whose further steps are over="past", rescale, share="heads" and mass=0.9.
     """

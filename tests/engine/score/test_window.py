@@ -287,7 +287,8 @@ def test_defensive_as_run(shape, budget):
                 row[j] = top
         return [row + [top] * w for row in scores]
 
-    got = window.defensive_kv(o, torch.tensor([budget] * 2, dtype=torch.float64), over="past", rescale=True, share="heads", mass=0.9)
+    asked = torch.tensor([budget] * 2, dtype=torch.float64)
+    got = window.defensive_kv(o, asked, over="past", rescale=True, share="heads", mass=0.9)
     check(o, got, layer)
 
 

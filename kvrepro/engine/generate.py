@@ -75,11 +75,11 @@ def generate(
     ensure(bool, kept_sets=kept_sets)
     stops = whole_numbers("stop_ids", stop_ids)
     texts = [p if isinstance(p, Prompt) else Prompt(p, {}) for p in prompts]  # type: ignore[arg-type]
-    conditions = [c if isinstance(c, Condition) else _listed(c) for c in _listed(conditions)]  # type: ignore[assignment]
-    _, wanted = _columns(conditions, len(texts))
+    listed: Any = [c if isinstance(c, Condition) else _listed(c) for c in _listed(conditions)]
+    _, wanted = _columns(listed, len(texts))
     options = {"kept_sets": kept_sets, "isolate": errors == "return"}
     answers: dict[Tag, Generation | Exception] = {}
-    for call, columns in calls(model, texts, conditions, new, repeat, backend, seed=seed, **options):
+    for call, columns in calls(model, texts, listed, new, repeat, backend, seed=seed, **options):
         place = {j: column for column, j in enumerate(columns)}
         columns_by_prompt = [[place[j] for j in asked_columns if j in place] for asked_columns in wanted]
         finished = _answers(call, columns_by_prompt, prompt_rows, batch_rows, stops)

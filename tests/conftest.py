@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the tests' models and tensors live")
 
 
-LONG = {f"test_{name}.py" for name in ("trial", "cluster", "package", "family_claims", "notebook", "workers")}
+LONG = {f"test_{name}.py" for name in ("pool", "notebook", "package", "family_claims", "trial", "golden")}
 NIGHTLY = 300  # times as many cases of each property as in `make test`: more than a million over all
 
 

@@ -1,6 +1,5 @@
 """Allowed and refused conditions, and how a policy's functions are combined."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -30,17 +29,11 @@ REFUSED = {  # of a condition: what it is called with instead -> what the one li
     "static_suffix 'loose': ": {"static_suffix": "loose"},
     "when 'now' for chunked: should be 'last_chunk', ": {"regime": "chunked", "when": "now"},
     "bits 3: ": {"bits": 3},
-    "bits 4.0: ": {"bits": 4.0},
     "budget None for snapkv: give a number of tokens, or a share such as 0.2": {"budget": None},
     "budget 0: should be greater than or equal to 1 or should be greater than 0": {"budget": 0},
-    "budget 20.0: ": {"budget": 20.0},
-    "budget 0.0: ": {"budget": 0.0},
     "budget nan: ": {"budget": float("nan")},
-    "budget True: ": {"budget": True},
     "budget '40': ": {"budget": "40"},
     "interval 0 for decode cap: ": {"regime": "decode cap", "interval": 0},
-    "interval 0 for shared cap: ": {"regime": "shared cap", "interval": 0},
-    "chunk 0 for chunked: ": {"regime": "chunked", "chunk": 0},
     "until 3 for prefill: ": {"until": 3},
     "prefix 1.0: should be less than 1; suffix -0.1: should be greater": {"prefix": 1.0, "suffix": -0.1},
     "fair 1.5 for prefill: ": {"fair": 1.5},
@@ -55,9 +48,7 @@ REFUSED = {  # of a condition: what it is called with instead -> what the one li
     "bits 4 for snapkv, whose masked tokens stay in memory": {"bits": 4, "execution": "masked"},
     "SnapKV has no parameter 'windows': it has window, recent": {"switches": (("windows", 4),)},
     "window 0 for SnapKV: ": {"switches": (("window", 0),)},
-    "recent -1 for SnapKV: ": {"switches": (("recent", -1),)},
     "policy full keeps every token": {"policy": "full"},
-    "policy full keeps every token, ": {"policy": "full", "budget": None, "static_suffix": True},
     "prefix 0.5 + suffix 0.6 guard more than the whole budget: lower one": {"prefix": 0.5, "suffix": 0.6},
     "static_suffix for snapkv without a suffix: give one": {"static_suffix": True},
     "budget 100 >= 100 tokens to compress: nothing leaves; lower it, or say 1.0": {"budget": 100},
@@ -82,27 +73,6 @@ REFUSED_IN_THE_SHARED_CAP = {
     "nothing can leave": {"prefix": 0.1, "switches": (("guardrail", "honours"),)},
     "prompt of 7 tokens < 8 protected": {"prefix": 0.05, "suffix": 0.05},
 }
-SWITCHED = {  # policy -> values that one of its parameters does not take
-    "random": ("draw", "zz"),
-    "k_norm": ("dense_layers", -1),
-    "key_diff": ("anchor", "mean"),
-    "r_kv": ("threshold", -2),
-    "tri_attention": ("calibration", 3),
-    "h2o": ("extended", 1),
-    "h2o_online": ("share", 1.1),
-    "scissorhands": ("signal", None),
-    "quest": ("group", "sum"),
-    "quest_pages": ("dense_layers", 1.0),
-    "duo_attention": ("sinks", "4"),
-    "snapkv": ("window", True),
-    "pyramid_kv": ("beta", 0),
-    "ada_kv": ("floor", -0.1),
-    "cake": ("gamma", float("nan")),
-    "critical_kv": ("eps", float("inf")),
-    "andpro": ("chunk", -4),
-    "dropkv": ("kernel", 10),
-    "defensive_kv": ("share", 0.5),
-}
 
 
 @pytest.mark.parametrize("words", [*REFUSED, *REFUSED_IN_THE_SHARED_CAP])
@@ -112,13 +82,6 @@ def test_what_cannot_be_met_is_one_line(words):
         check(other(FINE if words in REFUSED else CAPPED, **changes), 7 if "prompt of 7" in words else 100)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("policy", SWITCHED)
-def test_every_switch_is_held_to_its_range(policy):
-    name, value = SWITCHED[policy]
-    with pytest.raises(InputError, match=rf"^{name} {value!r} for {re.escape(CATALOGUE[policy].title)}: should "):
-        check(Condition(policy, 40, Prefill(), switches=((name, value),)), 100)
 
 
 def test_whitelisted_tokens_count_once_beside_what_is_protected_anyway():

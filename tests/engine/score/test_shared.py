@@ -29,11 +29,6 @@ def test_formulas(name, expected):
     assert POLICIES[name].score(state(10))[0, 0].tolist() == pytest.approx([expected] * 2)
 
 
-def test_h2o_forgets_its_recency_bonus_after_64_steps():
-    bonus = [float(score.h2o_simple(state(L + age))[0, 0, 0]) for age in (64, 65)]
-    assert bonus[0] - bonus[1] == pytest.approx(1.0)
-
-
 def test_h2o_tells_small_masses_apart_beside_its_bonus():
     masses = torch.tensor([[[1e-6, 1e-6 + 1e-11]]])
     first, second = score.h2o_simple(state(10, summed=masses, largest=masses, latest=masses))[0, 0].tolist()
@@ -44,15 +39,6 @@ def test_snapkv_adds_the_peak_as_run_and_the_current_step_as_described():
     readings = {name: POLICIES["snapkv_simple"].reading(name) for name in ("as_run", "as_described")}
     scores = {name: float(call(score.snapkv_simple, state(10), parameters=p)[0, 0, 0]) for name, p in readings.items()}
     assert scores == pytest.approx({"as_run": S + M, "as_described": S + A})
-
-
-def test_every_score_is_floating_with_a_head_axis():
-    for name, policy in POLICIES.items():
-        o = state(10)
-        more = {"budget": torch.tensor([1]), "guarded": torch.zeros(1, 1, 2, dtype=torch.bool), "draws": [Random(42)]}
-        scores = call(policy.score, o, parameters={**policy.reading("as_run"), **more})
-        assert scores.dtype == (torch.float64 if name == "h2o_simple" else torch.float32)
-        assert scores.shape == (1, 1, 2)
 
 
 def test_random_draws_among_unguarded_tokens_as_many_as_must_go():

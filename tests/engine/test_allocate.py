@@ -52,6 +52,18 @@ def test_the_blend_meets_the_budget(case, floor):
     assert (counts <= (~scores.isneginf()).sum(-1)).all()
 
 
+def test_a_floor_is_a_share_of_the_budget_and_a_fifth_by_itself():
+    """A head whose scores are all low gets its floor, even if the product is slightly too small in floating point: 0.29
+    * 100."""
+    scores = torch.stack([torch.zeros(200), torch.full((200,), 9.0)])[None]
+    none = torch.zeros_like(scores).bool()
+    for floor, least in ((0.29, 29), (0.0, 0), (0.55, 55), (1.0, 100)):
+        assert allocate.adaptive(scores, none, torch.tensor([100]), floor).tolist() == [[least, 200 - least]]
+    assert allocate.adaptive(scores, none, torch.tensor([100])).tolist() == [[20, 180]]
+    assert allocate.adaptive(scores, none, torch.tensor([100]), blend=True).tolist() == [[20, 180]]
+    assert allocate.joint(scores, none, torch.tensor([100])).tolist() == [[0, 200]]
+
+
 def test_adaptive_against_a_plain_sort():
     scores = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(2)) + torch.tensor([1.0, 0.0, -1.0])[:, None]
     protected = torch.zeros_like(scores).bool()

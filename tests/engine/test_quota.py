@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from observations import observation
 
 from kvrepro.engine import guard, quota
-from kvrepro.engine.score import cumulative, position
+from kvrepro.engine.score import cumulative
 from kvrepro.errors import InputError
 
 TOKENS = 24
@@ -24,10 +24,6 @@ def spanned(table, **kwargs):
 
 def fair_h2o(o, **settings):
     return cumulative.h2o(replace(o, span_local=True), **settings)
-
-
-def ramps(o):
-    return position.streaming_llm(replace(o, span_local=True), ramps=True)
 
 
 @st.composite
@@ -176,11 +172,3 @@ def test_fair_h2o_divides_by_the_queries_that_there_were(extended):
             assert scores[b, h, i] == pytest.approx(float(mass[b, h, i]) * (1 if extended else 3) / eligible)
             checked += 1
     assert checked > 30
-
-
-def test_streaming_ramps_set_no_quota():
-    o = spanned([0] * 10 + [1] * 14)
-    scores = ramps(o)[0, 0].tolist()
-    assert scores[:4] == [1] * 4
-    assert scores[4:10] == pytest.approx([0.1 + 0.8 * i / 5 for i in range(6)])
-    assert scores[10:] == pytest.approx([0.1 + 0.8 * i / 13 for i in range(14)])

@@ -177,16 +177,10 @@ def test_a_single_case_decides_an_exact_claim_and_none_leaves_it():
         table({"at_most": 0}, [Member("all", Sample(scores(0.5, 9)))], exact=True)
 
 
-# ------------------------------------------------------------------ spreads and other parts
-
-
 def policies(means, n=60, seed=0) -> pd.DataFrame:
     rng = np.random.default_rng(seed)
     shared = rng.normal(0, 0.1, n)
     return pd.DataFrame({name: shared + mean + rng.normal(0, 0.05, n) for name, mean in means.items()})
-
-
-# ------------------------------------------------------------------ tests that a claim names
 
 
 def paired(gap: float, n: int = 40, seed: int = 0) -> Sample:

@@ -314,10 +314,6 @@ NEGATIVE = (
     "where (n - w) (1 - r) < w the public code's cap on the first mass is negative, which Python takes for a slice's "
     "end: nearly all tokens tie; ours is 0 there. In layer 0 tokens of a repeated word may tie exactly"
 )
-REMAINDERS = (
-    "the public code rounds every layer's budget down and gives the rest to the first layers, ours by largest "
-    "remainders: a layer's heads may hold one token more or less"
-)
 CHUNKS = (
     "the public code keeps tokens for each query head and counts its budget in chunks: compared with the largest score "
     "of a KV head's group, and with as many tokens"
@@ -335,7 +331,7 @@ L = "Itisalex2/pitfalls-of-kv-cache-compression@fc0f5df"
 CODES = (
     CodePair("defensive_kv", defensive_kv, f"{D} efficient_defensivekv_press.py", note=NEGATIVE),
     CodePair("layer_defensive_kv", layer_defensive_kv, f"{D} efficient_layer_defensivekv_press.py", note=NEGATIVE),
-    CodePair("cake", cake, f"{D} cake_global_press.py, cake_scorer_press.py", note=REMAINDERS),
+    CodePair("cake", cake, f"{D} cake_global_press.py, cake_scorer_press.py"),
     CodePair("dropkv", dropkv, "AozhongZhang/DropKV@67cdfeb dropkv_cache.py, dropkv_triton.py", note=BFLOAT16),
     CodePair("andpro", andpro, "MIRALab-USTC/LLM-AnDPro@dfc2617 snapkv_utils.py", note=CHUNKS),
     CodePair("r_kv", r_kv, "Zefan-Cai/R-KV@31cf555 r1_kv.py, @cc5a9b9 utils.py", note=HALF),

@@ -77,6 +77,17 @@ class Verdicts:
         return shown(frame)
 
 
+def found(findings: str, unanswered: str = "") -> Markdown:
+    """Findings of a page that judges no claim: numbers of this run. Lines that lack one are left out.
+
+    unanswered: why the model's own answers say nothing (`judge.unanswered`), which then stands first.
+    """
+    lines = [line for line in findings.strip().splitlines() if not re.search(r"\bnan\b", line)]
+    if unanswered:
+        lines.insert(0, f"- **This run cannot say what the model forgets**: {unanswered}. Read its answers first.")
+    return Markdown("\n".join([HERE if unanswered else FOUND, "", *lines]))
+
+
 def holds(frame: pd.DataFrame, presumes: Presumed) -> bool:
     """Whether a table has every verdict that is presumed, in each reading that was run."""
     held = []

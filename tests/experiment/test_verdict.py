@@ -75,3 +75,11 @@ def test_a_box_shows_findings_only_where_they_hold(monkeypatch, text, presumes, 
     assert facts["presumes"] == presumes
     assert judged.says(pd.DataFrame(), "A title", P2="partly") == ""
     assert judged.says(pd.DataFrame(), "A title", P2="not testable here") == "A title"
+
+
+def test_findings_without_claims_leave_out_lines_that_lack_a_number():
+    text = "- LRU scores nan.\n- SnapKV scores 0.20."
+    assert verdict.found(text).data == f"{verdict.FOUND}\n\n- SnapKV scores 0.20."
+    warned = verdict.found(text, "the full cache scores 0").data
+    assert warned.startswith(f"{verdict.HERE}\n\n- **This run cannot say")
+    assert warned.endswith("- SnapKV scores 0.20.")

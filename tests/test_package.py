@@ -77,8 +77,9 @@ def test_the_wheel_brings_one_model_the_tables_and_the_notebooks(archives):
     assert {f"notebooks/{file.name}" for file in (ROOT / "notebooks").glob("*.ipynb")} <= shipped
     assert {"kvrepro/py.typed", "kvrepro_kernels/py.typed"} <= names
     assert {name.split("/")[2] for name in shipped if name.startswith("data/models/")} == {
-        models.DEFAULT, *(f"{models.DEFAULT}-{kind}.json" for kind in ("credit", "gates", "queries"))
-    }  # fmt: skip
+        models.DEFAULT,
+        *(f"{models.DEFAULT}-{kind}.json" for kind in ("credit", "gates", "queries")),
+    }
     assert not {name for name in names if name.startswith(("tests", "kvrepro/shipped/data/results"))}
     assert archives[1].stat().st_size < 12e6
 

@@ -25,10 +25,7 @@ AXE = """options => axe.run(document, {resultTypes: ['violations'], ...options})
     one => one.nodes.map(node => `${one.id}: ${node.html.slice(0, 160)}`)))"""
 CONTRAST, OTHERS = {"runOnly": ["color-contrast"]}, {"rules": {"color-contrast": {"enabled": False}}}
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not PAGES, reason=f"no book at {BOOK}: run make book first"),
-]
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(not PAGES, reason=f"no book at {BOOK}: run make book first")]
 
 
 @pytest.fixture(scope="session")

@@ -88,9 +88,8 @@ PARTS = "kvrepro/chapters/synthesis/policies.py"  # not from the catalogue, like
 
 
 @pytest.mark.parametrize(
-    ("policy", "regime"),
-    [("ATTENTION_X_VALUE_JOINT", Prefill()), ("ATTENTION_OF_ALL_ONE_SET", DecodeCap(interval=2))],
-)  # fmt: skip
+    ("policy", "regime"), [("ATTENTION_X_VALUE_JOINT", Prefill()), ("ATTENTION_OF_ALL_ONE_SET", DecodeCap(interval=2))]
+)
 def test_scorers_without_a_kernel_score_beside_kernels(policy, regime):
     switches = (("window", 6), *((("aggregate", "max"), ("pool", "max")) if "OF_ALL" not in policy else ()))
     without_kernel = Condition(f"{PARTS}:{policy}", 24, regime, reading="as_described", switches=switches)

@@ -179,6 +179,16 @@ def test_a_copy_of_rows_shares_no_memory():
     assert torch.equal(layer.keys, keys.flatten(0, 2))
 
 
+def test_attention_adds_up_in_float32_whatever_the_keys_are():
+    keys = torch.zeros(1, HEADS, 2, DIM, dtype=torch.bfloat16)
+    where = torch.arange(2).expand(1, HEADS, 2)
+    layer = RaggedLayer.of(keys, keys, where, where >= 0, {"mass": torch.zeros(1, HEADS, 2)})
+    layer.append(keys[:, :, :1], keys[:, :, :1], torch.tensor([[2]]))
+    for _ in range(1000):  # in bfloat16 a sum of tenths ends at 32
+        layer.add("mass", torch.full((1, HEADS, 3), 0.1), 2)
+    torch.testing.assert_close(layer.shown()[3]["mass"], torch.full((1, HEADS, 3), 100.0), rtol=1e-4, atol=0)
+
+
 WIDE = 64
 
 
@@ -265,6 +275,3 @@ def test_bytes_held_are_within_two_percent_of_the_theoretical_count(policy, regi
     assert full.bytes_full == ours.bytes_full == 2 * 2 * (299 + new) * 2 * 64 * number
     assert full.bytes_full <= full.bytes_held <= 1.02 * full.bytes_full
     assert ours.bytes_held < 0.6 * full.bytes_held
-
-
-# ---- what Hugging Face is handed

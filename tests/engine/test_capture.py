@@ -39,7 +39,7 @@ OTHERS = [
 WINDOWS = [
     Condition("snapkv", 24, DecodeCap(8), switches=(("window", 8),)),
     Condition("ada_kv", 0.5, DecodeCap(4), switches=(("window", 8),)),
-]  # fmt: skip
+]
 
 
 def steps(kind: str, conditions, texts, captured: bool, monkeypatch, stop_ids=(), **given):
@@ -95,9 +95,10 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    "conditions", [SHARED, OTHERS, pytest.param(WINDOWS, marks=pytest.mark.slow)],
+    "conditions",
+    [SHARED, OTHERS, pytest.param(WINDOWS, marks=pytest.mark.slow)],
     ids=["one set for all layers", "each layer's own", "windows"],
-)  # fmt: skip
+)
 def test_captured_steps_are_the_plain_ones(conditions, monkeypatch):
     kind = "qwen2"
     texts = prompts(70, 45)

@@ -5,15 +5,7 @@ import torch
 from observations import observation
 
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import (
-    EvictionJob,
-    Prompts,
-    across,
-    allocated,
-    score_and_protect,
-    select_tokens,
-    selected,
-)
+from kvrepro.engine.evict import EvictionJob, Prompts, across, allocated, score_and_protect, select_tokens, selected
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
@@ -128,9 +120,7 @@ def test_a_policys_functions_get_what_they_name():
     assert not protected[~o.alive].any()
     assert protected[:, :, -1].all()
     stays = selected(rows, o, scores, protected, allocated(rows, o, scores, protected))
-    assert got == {
-        "score": (3.0, [6, 7]), "shield": 2, "allocate": ([20, 20], 1), "refine": [[7, 5], [8, 6]]
-    }  # fmt: skip
+    assert got == {"score": (3.0, [6, 7]), "shield": 2, "allocate": ([20, 20], 1), "refine": [[7, 5], [8, 6]]}
     assert stays.sum(-1).tolist() == [[7, 5], [8, 6]]
     assert stays[:, :, -2:].all()
     assert torch.equal(stays, select_tokens(rows, o))

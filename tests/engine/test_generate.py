@@ -438,8 +438,9 @@ def test_prefixes_are_read_together_and_each_once(rows, monkeypatch):
     model, ids = architecture("qwen2"), tiny_prompts(50, 41, 46, 5, 9)
     texts = [
         Prompt(prefix + ask, {"half": list(range(20)), "question": list(range(len(prefix), len(prefix + ask)))})
-        for prefix in ids[:3] for ask in ids[3:]
-    ]  # fmt: skip
+        for prefix in ids[:3]
+        for ask in ids[3:]
+    ]
     conditions = [flat(name, 20, regime="offline", until="question") for name in ("streaming_llm", "watched", "h2o")]
     conditions += [flat("watched", 20, regime="offline", until="question", fair=1.0, spans=("half",))]
     alone = engine.generate(model, texts, conditions, **FEW)

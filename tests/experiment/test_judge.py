@@ -107,10 +107,7 @@ def test_of_twenty_members_at_the_threshold_one_fails_by_chance():
     alone = table({"at_least": 0.5}, [near])
     assert (alone.verdict, alone.members) == ("not reproduced", "1 fails")
     among = table({"at_least": 0.5}, [near, *[replace(at, label=str(i)) for i in range(19)]])
-    assert (among.verdict, among.members) == (
-        "inconclusive",
-        "19 open, 1 fails, though not at the 99.75% asked of 20",
-    )
+    assert (among.verdict, among.members) == ("inconclusive", "19 open, 1 fails, though not at the 99.75% asked of 20")
     assert among.decided_by != "near"  # shown is a case that leaves the claim open
     far = Member("far", Sample(scores(0.3, 40), bounds=None))
     assert table({"at_least": 0.5}, [far, *[replace(at, label=str(i)) for i in range(19)]]).verdict == "not reproduced"
@@ -121,9 +118,10 @@ MIRRORED = {"at_least": "at_most", "above": "below"}
 
 @given(
     st.lists(st.sampled_from([0.0, 0.2, 0.5, 1.0]), min_size=6, max_size=20),
-    st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.sampled_from(sorted(MIRRORED)),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    st.sampled_from(sorted(MIRRORED)),
     st.sampled_from([None, "wilcoxon_holm", "sign"]),
-)  # fmt: skip
+)
 @settings(max_examples=15, deadline=None)
 def test_both_sides_of_a_bound_are_judged_alike(values, bound, kind, test):
     """A claim and its mirror image: ties, values at the bound and samples without spread included."""
@@ -133,7 +131,7 @@ def test_both_sides_of_a_bound_are_judged_alike(values, bound, kind, test):
     for bounds in ((0.0, 1.0), None):
         members, mirrored = (
             [Member(str(i), Sample(f[i:], "difference", bounds=bounds)) for i in range(2)] for f in (x, y)
-        )  # fmt: skip
+        )
         up = judge.judge(claim | {"rule": {kind: bound}}, members)
         down = judge.judge(claim | {"rule": {MIRRORED[kind]: -bound}}, mirrored)
         assert [(j.state, j.refuted) for j in up] == [(j.state, j.refuted) for j in down]

@@ -290,12 +290,7 @@ def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
         run.run(Answers("doors", "main", [ITEMS[0], long], conditions, 8), loaded, Settings(results=tmp_path))
     study = Answers("doors", "main", [ITEMS[0], long], conditions, 8, gaps=True)
     frame = run.run(study, loaded, Settings(results=tmp_path))
-    assert frame["error"].fillna("").str.startswith("InputError: budget 80 >=").tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert frame["error"].fillna("").str.startswith("InputError: budget 80 >=").tolist() == [False, True, False, False]
     assert frame.attrs["failed"] == []
 
 

@@ -407,9 +407,10 @@ def test_levels_ask_for_as_many_items_as_a_sign_test_needs(level, wanted):
         sign = scipy_stats.binomtest(0, n).pvalue
         assert there == (sign <= 1 - level + 1e-12 and n >= 6)
         estimates = (
-            stats.interval(x.a, level=level), stats.contrast(x, "share_of_ceiling", level=level),
+            stats.interval(x.a, level=level),
+            stats.contrast(x, "share_of_ceiling", level=level),
             stats.spread_of(4, np.array(many), n, level),
-        )  # fmt: skip
+        )
         assert [not math.isnan(e.low) for e in estimates] == [there] * 3
         if n >= 6:
             assert stats.interval(x.a, bounds=(0, 20), level=level).low > 0  # of scores the farthest are known

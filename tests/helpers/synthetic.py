@@ -96,7 +96,7 @@ def attention(sink: float = 0.3, items: int = 8, layers: int = 4, heads: int = 2
             for layer in range(layers)
             for head in range(heads)
             for region, mass in masses.items()
-        ]  # fmt: skip
+        ]
     )
 
 

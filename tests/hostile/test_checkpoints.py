@@ -139,7 +139,7 @@ DAMAGES = {
     "half of the weights": (halved("model.safetensors"), "is broken"),
     "half of the tokenizer": (halved("tokenizer.json"), "cannot be loaded"),
     "a loop without end": (text("chat_template.jinja", LOOPS["loops in loops"]), "more than 1 s or 2 GiB on four"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGES)

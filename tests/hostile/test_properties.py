@@ -16,8 +16,9 @@ from kvrepro.item import Item
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=8,
-)  # fmt: skip
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
 FIELD = st.sampled_from(
     ["id", "task", "context", "question", "answer", "answers", "messages", "spans", "meta", "metric"]
 )
@@ -85,8 +86,9 @@ TENSOR = st.fixed_dictionaries(
 @given(
     header=st.dictionaries(st.text(max_size=3), TENSOR | JSON, max_size=3).map(json.dumps).map(str.encode)
     | st.binary(),
-    rest=st.integers(0, 99), claimed=st.none() | st.integers(0, 2**64 - 1),
-)  # fmt: skip
+    rest=st.integers(0, 99),
+    claimed=st.none() | st.integers(0, 2**64 - 1),
+)
 def test_any_header_is_read_or_one_error(header, rest, claimed, place):
     size = struct.pack("<Q", len(header) if claimed is None else claimed)
     (place / "model.safetensors").write_bytes(size + header + bytes(rest))

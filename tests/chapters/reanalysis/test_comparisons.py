@@ -34,9 +34,10 @@ def test_differences_are_those_of_the_printed_means(tests, model):
 def test_a_comparison_by_hand(tests):
     f1 = {
         name: POOL[(POOL.model_name == "gemma-3-4b-it") & (POOL.policy == name) & (POOL.prefix == 0.1)]
-        .set_index("item").token_f1
+        .set_index("item")
+        .token_f1
         for name in ("h2o_simple", "snapkv_simple", "lru")
-    }  # fmt: skip
+    }
     gap = (f1["h2o_simple"] - f1["lru"]).round(5)
     row = tests[(tests.model_name == "gemma-3-4b-it") & (tests.what == "h2o_simple - lru, protected")].iloc[0]
     untied = gap[gap != 0]

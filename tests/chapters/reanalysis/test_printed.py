@@ -34,8 +34,9 @@ def test_other_scores_are_noticed():
     moved = SCORES.assign(token_f1=SCORES.token_f1.where(SCORES["name"] != "n481/phi35/phi35-c256-h2o-prot", 0.5))
     differs = printed.beside(moved, ["11"]).query("why == 'it differs'")
     assert list(zip(differs.policy, differs.model, strict=True)) == [
-        ("H2O", "Phi-3.5-mini-instruct"), ("(range over row)", "Phi-3.5-mini-instruct"),
-    ]  # fmt: skip
+        ("H2O", "Phi-3.5-mini-instruct"),
+        ("(range over row)", "Phi-3.5-mini-instruct"),
+    ]
 
 
 def test_what_is_called_not_public_has_no_file_of_its_condition():

@@ -18,9 +18,7 @@ PAIRS = [(p, g) for p in s.POLICIES for g in (s.JOINT if p != "sinks_recency" el
 def keep(policy: str, granularity: str, budget: int = 40) -> np.ndarray:
     """Who stays of a prompt of 200 tokens, [layers, kv_heads, tokens]."""
     chosen = s.condition(policy, granularity, budget, Prefill())
-    [[answer]] = generate(
-        tiny.model(), tiny.prompts(200), [chosen], max_new_tokens=1, stop_ids=(), kept_sets=True
-    )  # fmt: skip
+    [[answer]] = generate(tiny.model(), tiny.prompts(200), [chosen], max_new_tokens=1, stop_ids=(), kept_sets=True)
     return np.stack(answer.kept_sets)
 
 

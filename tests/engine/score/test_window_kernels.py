@@ -36,8 +36,9 @@ def seen_by(kind):
     o = observation(2, 2, dim=16, hidden=20, seed=3, **shape)
     at = o.query_positions.clone()
     at[0, :missing] = -1  # the first row has fewer queries than the window
-    return replace(o, **{k: v.to(DEVICE) for k, v in vars(replace(o, query_positions=at)).items()
-                         if isinstance(v, torch.Tensor)})  # fmt: skip
+    return replace(
+        o, **{k: v.to(DEVICE) for k, v in vars(replace(o, query_positions=at)).items() if isinstance(v, torch.Tensor)}
+    )
 
 
 def with_forward_results(o):
@@ -57,7 +58,7 @@ def ranked(o, scores):
 @pytest.mark.parametrize(("name", "reading"), CASES.values())
 def test_scores_are_those_of_plain_pytorch(name, reading, kind):
     policy, plain = CATALOGUE[name], seen_by(kind)
-    parameters = policy.reading(reading) | {"budget": torch.tensor([6, 6], device=plain.keys.device)}
+    parameters = policy.reading(reading) | {"asked": torch.tensor([6.0, 6.0], device=plain.keys.device)}
     truth = call(policy.score, plain, parameters=parameters)
     for o in (plain, with_forward_results(plain)):
         ours = call(policy.score, replace(o, backend="triton"), parameters=parameters)
@@ -79,7 +80,7 @@ def test_what_no_kernel_knows_is_scored_by_plain_pytorch(name, reading, what):
     policy, free = CATALOGUE[name], with_forward_results(seen_by("whole"))
     fields = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in NO_KERNEL[what].items()}
     plain = replace(free, **fields)
-    parameters = policy.reading(reading) | {"budget": torch.tensor([6, 6], device=plain.keys.device)}
+    parameters = policy.reading(reading) | {"asked": torch.tensor([6.0, 6.0], device=plain.keys.device)}
     truth, ours, ignored = (
         ranked(o, call(policy.score, o, parameters=parameters)) for o in (plain, replace(plain, backend="triton"), free)
     )

@@ -14,8 +14,7 @@ from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
 from kvrepro.engine.regime import Prefill
-from kvrepro.errors import counted
-from kvrepro.experiment import data, stats
+from kvrepro.experiment import data
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import PerItem, run
 from kvrepro.item import Item
@@ -33,43 +32,6 @@ def of_items(loaded: Loaded, items: Sequence[Item], share: float, settings: Sett
     """`of_item` of each item, with the model's name."""
     arguments = {"policies": COMPARED, "share": share, "tokens": settings.tokens}
     return run(PerItem("synthesis", "kept", items, of_item, arguments), loaded, settings).assign(model=loaded.name)
-
-
-def leads(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
-    """KeyDiff's score minus each other published policy's, item by item: model, kept, rival, value, low, high, n."""
-    published = rows[rows.kind == "published"]
-    keys = ["model", "kept"]
-    key_diff = published[published.method == "key_diff"]
-    parts = [
-        stats.contrasts(key_diff, other, keys, score, on=["item", *keys]).assign(rival=name)
-        for name, other in published.groupby("method", sort=False)
-        if name != "key_diff"
-    ]
-    table = pd.concat([pd.DataFrame(columns=[*keys, "value", "low", "high", "n", "rival"]), *parts])
-    return table.sort_values([*keys, "value"], ignore_index=True)
-
-
-def lead_sentence(closest: pd.DataFrame) -> str:
-    """In how many pairs of model and budget KeyDiff leads. closest: of `leads`, the row of the strongest rival each."""
-    if closest.empty:
-        return "This run compares KeyDiff with no rival."
-    ahead, clearly = (int((closest[column] > 0).sum()) or "none" for column in ("value", "low"))
-    pairs = counted(len(closest), "pair")
-    return (
-        f"KeyDiff, which uses no queries, scores higher than all its rivals in {ahead} of {pairs} of model and budget, "
-        f"and clearly higher (by the interval) in {clearly}."
-    )
-
-
-def agreement(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
-    """Rows (model, item, value): Spearman's rank correlation of the score with `evidence_heads` over the item's rows;
-    no row for an item in which one of the two never varies."""
-    correlations = [
-        (model, item, part[score].corr(part.evidence_heads, method="spearman"))
-        for (model, item), part in rows.dropna(subset="evidence_heads").groupby(["model", "item"], sort=False)
-        if min(part[score].nunique(), part.evidence_heads.nunique()) > 1
-    ]
-    return pd.DataFrame(correlations, columns=["model", "item", "value"])
 
 
 def conditions(share: float, policies: Sequence[str] = COMPARED) -> list[Condition]:

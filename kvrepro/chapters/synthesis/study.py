@@ -15,7 +15,7 @@ from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.policy import is_own
 from kvrepro.engine.rule import check
 from kvrepro.errors import InputError
-from kvrepro.experiment import controls, data, measure, models
+from kvrepro.experiment import data, models
 from kvrepro.experiment.answers import able
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, run
@@ -113,19 +113,17 @@ def kept_of(item: Item, prompt: Prompt, answer: Generation, block_size: int) -> 
     """Measures of the tokens that are kept: `held`, their share over heads and layers; `freed` and `freed_compacted`,
     the shares of blocks of `block_size` tokens that are free as they are, and after compaction (a slot is free when no
     head of any layer holds its token); `evidence_heads`, the share of the evidence's tokens that a head holds on
-    average, and `evidence_best`, that of the head with the most."""
+    average."""
     keep = np.concatenate(answer.kept_sets or [])  # [layers * kv_heads, tokens]
     tokens = keep.shape[1]
     living, blocks = keep.any(0), -(-tokens // block_size)
     used = np.add.reduceat(living, np.arange(0, tokens, block_size)) > 0
     evidence = [at for at in prompt.spans.get("evidence", ()) if at < tokens]
-    of_heads = keep[:, evidence].mean(1) if evidence else np.full(len(keep), math.nan)
     return {
         "held": float(keep.mean()),
         "freed": 1 - int(used.sum()) / blocks,
         "freed_compacted": 1 - -(-int(living.sum()) // block_size) / blocks,
-        "evidence_heads": float(of_heads.mean()),
-        "evidence_best": float(of_heads.max()),
+        "evidence_heads": float(keep[:, evidence].mean()) if evidence else math.nan,
     }
 
 
@@ -184,16 +182,3 @@ def of_family(
         rows.append(answers(loaded, chosen, size.cells if name is None else size.others, model_policies, settings))
         of_heads.append(kept.of_items(loaded, chosen, middle(settings), settings))
     return pd.concat(rows, ignore_index=True), pd.concat(of_heads, ignore_index=True)
-
-
-def without_cache(loaded: Loaded, items: str, n_items: int, settings: Settings) -> pd.DataFrame:
-    """Controls of the common items: answers without a cache (`controls.of_items`), with `score` as the rows have it."""
-    chosen = questions(loaded, items, n_items, settings)
-    most = max(item.new_tokens(settings.answer_words) for item in chosen)
-    answers = controls.of_items("synthesis", chosen, loaded, settings, most)
-    return answers.assign(score=measure.scores(answers))
-
-
-def loses_most(task: str, loss: float) -> str:
-    """Where a condition loses most against the full cache, and how much, `a long answer (-0.80)`."""
-    return f"{TASKS.get(task, task)} (-{loss:.2f})" if loss > 0.005 else "nothing here"

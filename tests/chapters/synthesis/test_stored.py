@@ -10,7 +10,7 @@ from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.experiment import store
 from kvrepro.experiment.store import Store
 
-NOTE = json.dumps({"held": 0.1, "freed": 0.5, "freed_compacted": 0.9, "evidence_heads": 0.3, "evidence_best": 1.0})
+NOTE = json.dumps({"held": 0.1, "freed": 0.5, "freed_compacted": 0.9, "evidence_heads": 0.3})
 
 
 def test_rows_know_the_cell_that_they_belong_to(tmp_path):

@@ -1,7 +1,6 @@
 """The command `kvrepro`, or `python -m kvrepro`: run a study, look up policies and items."""
 
 import contextlib
-import importlib
 import shutil
 import sys
 from dataclasses import replace
@@ -39,9 +38,6 @@ protection-panel       the 162 items of that paper; protection-panel:qasper are 
 ruler, ruler:vt,cwe    RULER's thirteen tasks or some, made for the tokenizer of the model that runs
 questions.jsonl        a file of your own, described on the page `book/your-model.md`"""
 OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, enable_thinking=false, results=folder, dry_run=true"
-PROGRAMS = {  # name: module with a `main`, what it is for
-    "data": ("kvrepro.experiment.data", "Public data: list the sources with their checksums, or fetch one."),
-}
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
 
 
@@ -188,6 +184,22 @@ def notebooks(to: Annotated[Path, Argument(help="the folder; it must not be ther
         print(shutil.copy(source, to))
 
 
+@app.command()
+@one_line_errors()
+def data(name: Annotated[str, Argument(help="a source, or one of its files: fetches it")] = "") -> None:
+    """Say which public data there are, or fetch some, verify it, and print where it lies."""
+    from kvrepro.experiment import public
+
+    if name:
+        print(public.fetch(name))
+        return
+    for source, entry in public.sources().items():
+        total = sum(file["bytes"] for file in entry["files"].values())
+        print(f"{source}: {entry['title']}\n  {len(entry['files'])} files, {total / 1e6:.1f} MB, from {entry['url']}")
+        print(f"  licence: {entry['licence']}\n  cite: {entry['citation']}")
+        print(*(f"  {source}/{path}" for path in entry["files"]), sep="\n")
+
+
 def _conditions(policies: list[str], budgets: list[str], regime: str, settings: dict[str, Any]) -> "list[Condition]":
     """The full cache, and every policy with every budget. Raises InputError for an unknown policy or setting."""
     from dataclasses import fields
@@ -276,20 +288,3 @@ def _named(texts: list[str]) -> dict[str, Any]:
         value_read = read(value)
         values[key] = tuple(value_read) if isinstance(value_read, list) else value_read
     return values
-
-
-def _program(name: str, module: str, purpose: str) -> None:
-    """Add a command that runs a module's `main`. The module is imported only when it runs, so that help is quick."""
-
-    @one_line_errors()
-    def started(context: typer.Context) -> None:
-        main = importlib.import_module(module).main
-        sys.argv[:] = [f"kvrepro {name}", *context.args]  # it reads the command line itself
-        main()
-
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(name, help=purpose, context_settings=settings, add_help_option=False)(started)
-
-
-for title, (place, purpose) in PROGRAMS.items():
-    _program(title, place, purpose)

@@ -169,3 +169,14 @@ def ensure_known(kind: str, names: Iterable[str], choices: Collection[str], also
             every = [*also, *choices]
             there_are = f"there are: {', '.join(every)}"
             raise InputError(f"unknown {kind} {str(name)[:200]!r}{suggestion(name, every)}; {there_are}")
+
+
+def invalid(error: Any, fields: Collection[str]) -> str:
+    """What pydantic says first of the values of some fields: which, what was given, what it may be."""
+    first, *others = error.errors(include_url=False)
+    place = ".".join(str(part) for part in first["loc"] if part not in ("str", "int"))  # of `str | int`
+    if first["type"] == "extra_forbidden":
+        return f"unknown field {place!r}{suggestion(place, fields)}"
+    same = [one for one in (first, *others) if one["loc"][:1] == first["loc"][:1]]
+    why = " or ".join(dict.fromkeys(one["msg"].removeprefix("Input ") for one in same))
+    return f"{place} {first['input']!r:.80}: {why}"

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import kvrepro as kv
-from kvrepro import __main__, cli
+from kvrepro import __main__
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.experiment import data, store
 
@@ -37,15 +37,15 @@ def test_help_loads_no_library_and_names_every_command():
     code = f"import sys, atexit, kvrepro.__main__; atexit.register(lambda: {at_the_end}); kvrepro.__main__.main()"
     printed = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True).stdout
     assert printed.endswith("[]\n")
-    for name in ("run", "policies", "items", *cli.PROGRAMS):
+    for name in ("run", "policies", "items", "data"):
         assert re.search(rf"\b{name} +[A-Z]", printed), name
 
 
-def test_programs_get_their_arguments_and_their_exit_code(call):
-    code, out, _ = call("data", "list")
+def test_public_data_are_listed_and_fetched(call):
+    code, out, _ = call("data")
     assert code == 0
     assert all(f"{name}: " in out for name in data.sources())
-    code, _, err = call("data", "fetch", "nowhere")
+    code, _, err = call("data", "nowhere")
     assert (code, err.count("\n")) == (2, 1)
     assert "'nowhere' is not in data/sources.yml" in err
 

@@ -23,7 +23,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import Conditions
 from kvrepro.engine.memory import let_go
 from kvrepro.engine.rule import Rule
-from kvrepro.errors import InputError, counted, error_line, first_line
+from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import data, measure, models, pool, store
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
@@ -73,10 +73,9 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
     for item in items if study.prompt is None else ():
         if not item.papers:
-            try:
-                data.answers_of({"answer": references(item) if "answers" in item.meta else item.answer})
-            except (ValueError, KeyError) as error:
-                raise InputError(f"item {item.id}: {first_line(error)}") from None
+            for answer in references(item):
+                if not measure.says_something(answer):
+                    raise InputError(f"item {item.id}: answer is {answer!r}: give texts that say something")
     for condition in dict.fromkeys(itertools.chain.from_iterable(conditions_by_item)):
         Rule.of(condition)
     build_prompt = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))

@@ -82,7 +82,7 @@ def results(under: str = "", rouge: bool = False) -> pd.DataFrame:
     files = [p for p in data.sources()["artifact"]["files"] if p.startswith(f"results/{under}")]
     files = [p for p in files if p.endswith(".jsonl")]
     if not files:
-        raise InputError(f"no result files under results/{under} of the artifact: see kvrepro.experiment.data list")
+        raise InputError(f"no result files under results/{under} of the artifact: see `kvrepro data`")
     rows = []
     for path in files:
         entries = [json.loads(line) for line in (folder / path).read_text(encoding="utf-8").splitlines()]

@@ -59,8 +59,9 @@ COLUMNS = SCHEMA.names
 IDENTITY = """item model model_hash data_hash dtype device limit max_new_tokens enable_thinking
     policy capacity prefix suffix suffix_mode interval reading switches
     regime share until whitelist spans fair chunk chunk_mode bits""".split()
+MODULES = ("answers", "data", "jsonl", "longbench", "measure", "per_item", "prompt")
 DECIDING = ("kvrepro/engine", "kvrepro/world", "kvrepro/chat.py", "kvrepro/item.py", "kvrepro_kernels",
-            *(f"kvrepro/experiment/{name}.py" for name in ("answers", "data", "measure", "per_item")))  # fmt: skip
+            *(f"kvrepro/experiment/{name}.py" for name in MODULES))  # fmt: skip
 LIBRARIES = sys.stdlib_module_names | {"kvrepro", "kvrepro_kernels", "torch", "numpy"}
 whole: set[Path] = set()  # files whose bytes this process has checked
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvrepro.errors import InputError
 
-Fetch = Callable[[str], Path]  # the name of a public file or folder -> where it lies (kvrepro.experiment.data.fetch)
+Fetch = Callable[[str], Path]  # the name of a public file or folder -> where it lies (kvrepro.experiment.public.fetch)
 BORROWED = "artifact/data/longbench-balanced.jsonl"  # its passages replace the essays where these cannot be fetched
 
 

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from kvrepro.experiment import controls, data, measure, models
+from kvrepro.experiment import controls, data, measure, models, prompt
 from kvrepro.experiment.run import Settings
 from kvrepro.item import Item, Span
 
@@ -39,7 +39,7 @@ def test_without_its_passage_an_item_asks_its_question_alone():
     assert needle.answer.split()[0] not in alone.messages[1]["content"]
     passage = "The red door is open. " * 9
     with_passage = Item(
-        "p", "t", data._passage_messages(passage, "Which?")[0], "red", context=passage, question="Which?"
+        "p", "t", prompt.passage_messages(passage, "Which?")[0], "red", context=passage, question="Which?"
     )
     assert data.without_passage(with_passage).messages[1]["content"] == "Passage: \n\nQuestion: Which?"
     message_only = Item("m", "t", ({"role": "user", "content": "Say it."},), "it")

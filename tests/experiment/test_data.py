@@ -18,8 +18,11 @@ from transformers import PreTrainedTokenizerFast
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
+from kvrepro.experiment import public as public_files
 from kvrepro.experiment.answers import references
 from kvrepro.experiment.data import Item, Span
+from kvrepro.experiment.jsonl import item_of as item_of_row
+from kvrepro.experiment.prompt import with_context
 from kvrepro.paths import ROOT
 
 TOKENIZER = checkpoint.tokenizer()
@@ -129,36 +132,36 @@ def spans(*changes):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (spans({}, {"start": -1}), "start -1 for span 'a': "),
-        (spans({"end": 2}), "end 2 for span 'a': "),
-        (spans({"start": 1}), "start 1 for span 'a': "),
-        (spans({"end": 1.0}), "end 1.0 for span 'a'"),
-        (spans({"message": -1}), "message -1 for span 'a'"),
-        (spans({"first": 0}), "spans is not a list of {name, message, start, end}"),
-        ({"messages": [{"role": "usr", "content": "Q"}]}, "role 'usr': "),
+        (spans({}, {"start": -1}), "spans.1.start -1: "),
+        (spans({"end": 2}), "span 'a' does not lie within a message"),
+        (spans({"end": 1.0}), "spans.0.end 1.0: should be a valid integer"),
+        (spans({"first": 0}), "unknown field 'spans.0.first'"),
+        ({"messages": [{"role": "usr", "content": "Q"}]}, "messages.0.role 'usr': "),
         ({"anwsers": ["B"]}, "unknown field 'anwsers', did you mean 'answers'?"),
         ({"answers": ["B"]}, "answer and answers: give one of them"),
-        ({"context": "C"}, "context beside messages"),
+        ({"context": "C"}, "no field 'question'"),
+        ({"context": "C", "question": "Q"}, "context beside messages"),
         ({"metric": "classification"}, "metric 'classification' needs all_classes"),
-        ({"metric": "classification", "all_classes": ["B"]}, "answer 'A' is none of all_classes"),
-        ({"meta": {"metric": "classification", "classes": [1]}}, "meta: classes is [1], not a list of texts"),
+        ({"metric": "classification", "all_classes": ["B"]}, "answer 'A' scores 0 by metric 'classification'"),
+        ({"metric": "classification", "all_classes": [1]}, "all_classes.0 1: should be a valid string"),
+        ({"meta": {"metric": "classification", "classes": [1]}}, "meta.classes.0 1: should be a valid string"),
         ({"answer": " \n"}, r"answer is ' \n': give texts that are not empty"),
         *(
             ({"answer": nothing}, f"answer is {nothing!r}: give texts that are not empty, nor without")
             for nothing in ("-", "?", "。", "<think>x</think>", "\u200b")
         ),
         *(({"answer": listed}, f"answer {listed!r} is the text of a list") for listed in ('["a", 1]', "[1, 2]", "[]")),
-        (
-            {"metric": "retrieval"},
-            "answer 'A': metric 'retrieval' takes the name of a paragraph, such as 'Paragraph 3'",
-        ),
-        ({"metric": "count", "answer": "three"}, "answer 'three': metric 'count' takes a number in digits"),
+        ({"metric": "retrieval"}, "metric 'retrieval' takes the name of a paragraph, such as 'Paragraph 3'"),
+        ({"metric": "count", "answer": "three"}, "answer 'three' scores 0 by metric 'count'"),
         ({"metric": "qa_f1", "answer": "The."}, "answer 'The.' scores 0 by metric 'qa_f1' even where"),
         ({"metric": "code_similarity", "answer": "# one"}, "answer '# one' scores 0 by metric 'code_similarity'"),
+        ({"metric": "count", "answer": " 3"}, "answer ' 3' scores 0 by metric 'count'"),
         ({"meta": {"metric": "ruler_all", "answers": ["A", ""]}}, "answer is '': give texts that are not empty"),
         ({"meta": {"answers": ["B", "C"]}}, "answer 'A' beside meta's answers, which count instead"),
-        ({"id": True}, "id is True, not a text"),
+        ({"id": True}, "id True: should be a valid string"),
+        ({"task": False}, "task False: should be a valid string"),
         ({"task": " "}, "task is ' ', not a text"),
+        ({"messages": []}, "no field 'question'"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "messages hold no text"),
     ],
 )
@@ -178,7 +181,7 @@ def test_a_key_that_stands_twice_is_a_bad_row(tmp_path, line):
 
 @pytest.mark.parametrize("form", ["", "qasper"])
 def test_an_item_with_a_passage_can_be_written_and_read(tmp_path, form):
-    messages, marked = data._with_context(Item("q", "t", (), "A", question="Q", form=form), "C")
+    messages, marked = with_context(Item("q", "t", (), "A", question="Q", form=form), "C")
     item = Item("q", "t", messages, "A", marked, "C", "Q", {"answers": ["A", "B"]}, form)
     assert data.load_items(jsonl(tmp_path / "one.jsonl", asdict(item))) == [item]
 
@@ -200,7 +203,7 @@ def test_all_bad_lines_are_numbered_with_the_first_reason(tmp_path):
     rows = [good, {"answer": "A"}, ROW | {"id": "b"}, good, ROW | {"answer": 5}]
     with pytest.raises(InputError, match=r"some.jsonl, line 2: no field 'question'.*\(bad lines: 2, 4, 5\)$"):
         data.load_items(jsonl(tmp_path / "some.jsonl", *rows))
-    with pytest.raises(InputError, match="line 2: id 'a' is that of line 1"):
+    with pytest.raises(InputError, match="line 2: id 'a' stands in an earlier line"):
         data.load_items(jsonl(tmp_path / "some.jsonl", good, good))
     (tmp_path / "none.jsonl").write_text("\n\n")
     with pytest.raises(InputError, match="none.jsonl holds no items"):
@@ -290,7 +293,7 @@ def test_messages_that_do_not_fit_are_left_out_and_passages_are_not(tmp_path, ca
 
 
 def passage(words: int, question: str = "Which door is open?") -> Item:
-    return data._item({"context": " ".join(f"w{i}" for i in range(words)), "question": question, "answer": "x"}, "one")
+    return item_of_row({"context": " ".join(f"w{i}" for i in range(words)), "question": question, "answer": "x"}, "one")
 
 
 def test_a_prompt_that_fits_is_the_rendered_template():
@@ -396,13 +399,6 @@ def item_of(content: str) -> Item:
     return Item("x", "t", ({"role": "user", "content": content},), "")
 
 
-def test_a_template_of_another_model_is_refused_in_one_line():
-    with pytest.raises(InputError, match=r"writes '<\|im_start\|>user', which its tokenizer does not know") as error:
-        data.build_prompt(item_of("red door"), words_only("<|im_start|>user"), 500)
-    assert "\n" not in str(error.value)
-    assert "(<|unk|>)" in str(error.value)
-
-
 @pytest.mark.parametrize("content", ["red door", "red fox", "🦊", "<|unk|> <|im_start|>", " fox red "])
 def test_unknown_words_of_the_text_are_nobodys_fault(content):
     prompt = data.build_prompt(item_of(content), words_only(), 500)
@@ -451,8 +447,8 @@ def public(tmp_path, monkeypatch):
     }
     url = f"http://127.0.0.1:{server.server_port}/{{path}}"
     entry = {"title": "t", "url": url, "commit": "c", "licence": "l", "citation": "x", "files": files}
-    monkeypatch.setattr(data, "sources", lambda: {"letters": entry})
-    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(public_files, "sources", lambda: {"letters": entry})
+    monkeypatch.setattr(public_files, "CACHE", tmp_path / "cache")
     monkeypatch.delenv("KVREPRO_DATA", raising=False)
     yield served
     server.shutdown()
@@ -460,12 +456,12 @@ def public(tmp_path, monkeypatch):
 
 
 def test_fetch_downloads_verifies_and_keeps(public, tmp_path):
-    path = data.fetch("a.txt")
+    path = public_files.fetch("a.txt")
     assert path == tmp_path / "cache" / "letters" / "data" / "a.txt"
     assert path.read_bytes() == (public / "data" / "a.txt").read_bytes()
     (public / "data" / "a.txt").unlink()
-    assert data.fetch("letters/data/a.txt") == path  # from the cache
-    assert data.fetch("letters") == path.parents[1]
+    assert public_files.fetch("letters/data/a.txt") == path  # from the cache
+    assert public_files.fetch("letters") == path.parents[1]
     assert (path.parent / "b.txt").is_file()
 
 
@@ -474,10 +470,10 @@ def test_a_mirror_comes_first_and_is_not_written(public, tmp_path, monkeypatch):
     (mirror / "data").mkdir(parents=True)
     (mirror / "data" / "a.txt").write_bytes((public / "data" / "a.txt").read_bytes())
     monkeypatch.setenv("KVREPRO_DATA", os.pathsep.join([str(tmp_path / "nowhere"), str(mirror)]))
-    assert data.fetch("a.txt") == mirror / "data" / "a.txt"
+    assert public_files.fetch("a.txt") == mirror / "data" / "a.txt"
     monkeypatch.setenv("KVREPRO_DATA", str(mirror.parent))  # also one folder per source
-    assert data.fetch("a.txt") == mirror / "data" / "a.txt"
-    assert data.fetch("letters") == tmp_path / "cache" / "letters"  # the mirror is not complete
+    assert public_files.fetch("a.txt") == mirror / "data" / "a.txt"
+    assert public_files.fetch("letters") == tmp_path / "cache" / "letters"  # the mirror is not complete
     assert sorted(p.name for p in mirror.rglob("*.txt")) == ["a.txt"]
 
 
@@ -493,7 +489,7 @@ def test_damaged_files_are_refused_and_left(public, tmp_path, monkeypatch, where
     before = path.read_bytes()
     monkeypatch.setenv("KVREPRO_DATA", str(tmp_path / "mirror"))
     with pytest.raises(InputError, match=words) as error:
-        data.fetch("a.txt")
+        public_files.fetch("a.txt")
     assert str(path) in str(error.value)
     assert "remove it" in str(error.value)
     assert path.read_bytes() == before
@@ -502,7 +498,7 @@ def test_damaged_files_are_refused_and_left(public, tmp_path, monkeypatch, where
 def test_a_wrong_download_never_takes_the_name(public, tmp_path):
     (public / "data" / "a.txt").write_text("an error page")
     with pytest.raises(InputError, match="not the file of the manifest"):
-        data.fetch("a.txt")
+        public_files.fetch("a.txt")
     assert not list((tmp_path / "cache").rglob("*.*"))
 
 
@@ -510,11 +506,11 @@ def test_no_network_and_unknown_names_are_one_line(public, monkeypatch):
     (public / "data" / "a.txt").unlink()
     way_out = "set KVREPRO_DATA to a folder that holds it as letters/data/a.txt$"
     with pytest.raises(InputError, match=f"^cannot download http.*{way_out}") as error:
-        data.fetch("a.txt")
+        public_files.fetch("a.txt")
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="'c.txt' is not in"):
-        data.fetch("c.txt")
-    manifest = data.sources()
-    monkeypatch.setattr(data, "sources", lambda: manifest | {"more": manifest["letters"]})
+        public_files.fetch("c.txt")
+    manifest = public_files.sources()
+    monkeypatch.setattr(public_files, "sources", lambda: manifest | {"more": manifest["letters"]})
     with pytest.raises(InputError, match="names 2 files of"):
-        data.fetch("a.txt")
+        public_files.fetch("a.txt")

@@ -25,7 +25,9 @@ FIELD = st.sampled_from(
 SPAN = st.fixed_dictionaries(
     {"name": st.text(max_size=3) | JSON, "message": st.integers(-1, 2) | JSON, "start": JSON, "end": JSON}
 )
-TURN = st.fixed_dictionaries({"role": st.sampled_from(data.ROLES) | JSON, "content": st.text(max_size=9) | JSON})
+TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant"]) | JSON, "content": st.text(max_size=9) | JSON}
+)
 ROW = st.dictionaries(FIELD, st.text(max_size=20) | st.lists(TURN | SPAN | JSON, max_size=3) | JSON, max_size=6)
 
 

@@ -183,7 +183,7 @@ def test_the_page_s_example_is_read(tmp_path):
         ({"answer": ""}, "answer is '': give texts that are not empty"),  # every text contains it
         ({"answer": ["tea", " "]}, "answer is ' '"),
         ({"defense": "Hush.", "phrase": "Quiet."}, "phrase 'Quiet.' is no part of the defense"),
-        ({"id": "port 0"}, "id 'port 0' is that of line 1: give each its own"),
+        ({"id": "port 0"}, "id 'port 0' stands in an earlier line: give each its own"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, changes, why):

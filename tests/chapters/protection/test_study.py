@@ -12,10 +12,11 @@ from kvrepro.chapters.protection.settings import Settings
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment.data import Item
+from kvrepro.experiment.prompt import passage_messages
 
 PASSAGE = "The red door is open and the blue door is shut. " * 60
 ITEM = Item(
-    "door-0", "doors", data._passage_messages(PASSAGE, "Which door?")[0], "red", context=PASSAGE, question="Which door?"
+    "door-0", "doors", passage_messages(PASSAGE, "Which door?")[0], "red", context=PASSAGE, question="Which door?"
 )
 
 

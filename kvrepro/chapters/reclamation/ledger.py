@@ -16,7 +16,7 @@ from kvrepro.engine.allowed import ensure
 from kvrepro.errors import InputError
 
 Copies = tuple[np.ndarray, np.ndarray]  # flat slots (block * block_size + offset): read all of the first, then write
-LAYOUTS = ("none", "repack", "fill", "emptiest")
+LAYOUTS = ("none", "repack", "fill")
 NONE: Copies = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
@@ -139,18 +139,14 @@ class Ledger:
         target = np.array([starts[int(r)] for r in run[source]], np.int64) + rank
         return self._compact(number, s, source, target)
 
-    def fill(self, number: int, emptiest: bool = False) -> tuple[int, Copies]:
+    def fill(self, number: int) -> tuple[int, Copies]:
         """Hole filling: (blocks freed, copies). Of n survivors those behind the first n slots move into holes among
-        these; the position map remembers the order of the text.
-
-        It vacates the last blocks, or with `emptiest` those with the fewest survivors: a block table may list blocks in
-        any order. Shared blocks come first in the new table; none is moved, read or written.
+        these; the position map remembers the order of the text. Shared blocks come first in the new table; none is
+        moved, read or written.
         """
         s, size = self.sequences[number], self.block_size
         shared = self.references[s.blocks] > 1
-        living = (s.positions >= 0).reshape(-1, size).sum(1)
-        order = np.lexsort((-living * emptiest, ~shared))
-        s = _blocks_of(s, order, size)
+        s = _blocks_of(s, np.argsort(~shared, kind="stable"), size)
         first = int(shared.sum()) * size
         alive = s.positions[first:] >= 0  # of unshared slots
         dense = int(alive.sum())
@@ -159,11 +155,11 @@ class Ledger:
         return self._compact(number, s, source, target)
 
     def compact(self, number: int, layout: str) -> tuple[int, Copies]:
-        """A compaction by its name: "none", "repack", "fill", or "emptiest", which fills from the emptiest blocks."""
+        """A compaction by its name: "none", "repack" or "fill"."""
         ensure(LAYOUTS, layout=layout)
         if layout == "none":
             return 0, NONE
-        return self.repack(number) if layout == "repack" else self.fill(number, layout == "emptiest")
+        return self.repack(number) if layout == "repack" else self.fill(number)
 
     # ---- state
 
@@ -224,3 +220,13 @@ def _blocks_of(s: Entry, order: np.ndarray, size: int) -> Entry:
     """The sequence with only these entries of its block table, in this order."""
     slots = (order[:, None] * size + np.arange(size)).ravel()
     return replace(s, blocks=s.blocks[order], positions=s.positions[slots], alive=s.alive[..., slots])
+
+
+def evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Generator) -> None:
+    """Evict a sequence down to `budget` living tokens: random ones, but none of the newest eight."""
+    s = ledger.sequences[number]
+    living = np.sort(s.positions[s.positions >= 0])
+    keep = np.ones(s.seen, bool)
+    gone = max(0, len(living) - budget)  # a layer that slides forgets on its own
+    keep[random.choice(living[:-8], gone, replace=False)] = False
+    ledger.evict(number, keep)

@@ -8,74 +8,27 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.reclamation import quoted
+from kvrepro.chapters.reclamation.settings import Settings
 from kvrepro.chapters.reclamation.survivors import label
 from kvrepro.engine.policy import is_own
-from kvrepro.experiment import claims, history
+from kvrepro.experiment import history
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
+from kvrepro.experiment.models import Loaded
 
 NEEDS = {"quoted": f": {quoted.NEEDS}"}
 CASES = ("item", "policy", "granularity", "shared", "pattern", "check", "tokens", "repeat", "draw")  # these name a row
 
 
-def verdicts(
-    tables: Mapping[str, pd.DataFrame], model: str, profile: str, policies: Sequence[str] = ()
-) -> pd.DataFrame:
-    """Verdict of every claim of data/claims/reclamation.yml (`judge.verdicts`), then the claims about policies in
-    general, asked of each of a reader's own among `policies`.
-
-    tables: the studies, by the name that the claims use. Verdicts on a study that was not run say so.
+def verdicts(book: Mapping, tables: Mapping[str, pd.DataFrame], loaded: Loaded, settings: Settings) -> pd.DataFrame:
+    """Verdict of every claim of a book (`judge.verdicts`), then the claims about policies in general, asked of each of
+    a reader's own. tables: the studies, by the name that the claims use. Verdicts on a study that was not run say so.
     """
-    book, own_labels = claims.load_claims("reclamation")["claims"], [label(name) for name in policies if is_own(name)]
-    tables = {name: DERIVED[name](table) if name in DERIVED else table for name, table in tables.items() if len(table)}
+    own_labels = [label(name) for name in settings.policies if is_own(name)]
     without_own = {name: t[~t.policy.isin(own_labels)] if "policy" in t else t for name, t in tables.items()}
     return history.verdicts(
-        book, lambda claim, _: members(claim, tables if "own" in claim else without_own),
-        own=claims_on_own(book, own_labels), whose="guide", model=model, profile=profile,
+        book["claims"], lambda claim, _: members(claim, tables if "own" in claim else without_own),
+        own=claims_on_own(book["claims"], own_labels), whose="guide", model=loaded.name, profile=settings.profile,
     )  # fmt: skip
-
-
-# ---- columns that compare the rows of a study
-
-
-def _identity(rows: pd.DataFrame) -> pd.DataFrame:
-    """moved: copies were made, so that something could go wrong. pinned: without compaction fewer blocks are free than
-    arithmetic says. noticed_*: the test fails, as it should in a control. copies_ratio: copies while decoding, over
-    those of a repack of the same choice."""
-    choice = [name for name in ("item", "source", "policy", "granularity") if name in rows]
-    missed = rows.as_predicted < 1
-    plain = rows.assign(pinned=missed)[(rows.layout == "none") & ~rows.shared]
-    rows = rows.assign(moved=rows.slot_copies > 0, noticed_blocks=1.0 * missed, noticed_tokens=1 - rows.identical)
-    rows = rows.merge(plain[[*choice, "pinned"]], on=choice, how="left")
-    return rows.assign(copies_ratio=_over_repack(rows, "decode_copies", [*choice, "shared"]))
-
-
-def _traffic(rows: pd.DataFrame) -> pd.DataFrame:
-    """copies_ratio: copies over those of a repack in the same rounds."""
-    return rows.assign(copies_ratio=_over_repack(rows, "copies_per_pass", ["every", "draw"]))
-
-
-def _over_repack(rows: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
-    """A column over its value in the repack's row with the same `keys`; missing where that is 0."""
-    repack = rows[rows.layout == "repack"].set_index(keys)[column].replace(0, np.nan)
-    return rows[column] / repack.reindex(pd.MultiIndex.from_frame(rows[keys])).to_numpy()
-
-
-def _passes(rows: pd.DataFrame) -> pd.DataFrame:
-    """slower, larger: time and memory over those of fused attention on the same draw."""
-    keys = ["tokens", "repeat"]
-    fused = rows[rows.way == "fused attention"].set_index(keys).reindex(pd.MultiIndex.from_frame(rows[keys]))
-    return rows.assign(slower=rows.seconds / fused.seconds.to_numpy(), larger=rows.held_mib / fused.held_mib.to_numpy())
-
-
-def _published(rows: pd.DataFrame) -> pd.DataFrame:
-    """times_smaller: blocks before eviction over blocks after a repack of slots, which all heads share."""
-    return rows.assign(times_smaller=rows.blocks / (rows.blocks - rows.freed_repack))
-
-
-DERIVED = {"identity": _identity, "traffic": _traffic, "passes": _passes, "published": _published}
-
-
-# ---- members
 
 
 def claims_on_own(book: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> list[dict[str, Any]]:
@@ -120,7 +73,7 @@ def members(claim: Mapping, tables: Mapping[str, pd.DataFrame]) -> list[Member |
     members_or_reasons: list[Member | NotTestable] = []
     for member in claim.get("members", [{"label": "all"}]):
         study = member.get("study", claim["study"])
-        if study not in tables:
+        if study not in tables or tables[study].empty:
             raise NotTestable(f"the study {study!r} was not run" + NEEDS.get(study, ""))
         table = tables[study]
         where = {**claim.get("where", {}), **member.get("where", {})}

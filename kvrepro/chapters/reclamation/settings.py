@@ -9,11 +9,6 @@ from kvrepro.chapters.reclamation.survivors import POLICIES, PUBLISHED
 from kvrepro.engine.allowed import ProperShare, Size, ensure_once_each
 from kvrepro.experiment import run
 
-SHAPES = {  # layers, KV heads, dimension of a head, bytes of the weights in bfloat16
-    "Qwen3-8B": (36, 8, 128, 16.4e9),
-    "Llama-3.1-8B": (32, 8, 128, 16.1e9),
-}
-
 
 @dataclass(frozen=True)
 class Settings(run.Settings):
@@ -32,7 +27,6 @@ class Settings(run.Settings):
     lengths: tuple[Size, ...] = (512, 1024, 2048)  #: prompts for which the extra pass over the keys is timed, in tokens
     quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted.NEEDS`)
     quoted_tokens: Size = 32_768  #: of an answer to these
-    shape: Literal["Qwen3-8B", "Llama-3.1-8B"] = "Qwen3-8B"  #: of the larger model in the cost of copies
 
     def __post_init__(self) -> None:
         super().__post_init__()

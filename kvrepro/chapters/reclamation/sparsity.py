@@ -64,14 +64,11 @@ def _held(scores: Tensor, mass: Tensor, share: float) -> float:
     return float((mass.gather(1, chosen).sum(1) / mass.sum(1)).mean())
 
 
-def pages(
-    loaded: Loaded, ids: list[int], kept: Sequence[float] = (0.1, 0.5), block_size: int = 16,
-    policy: str = "quest_pages",
-) -> pd.DataFrame:  # fmt: skip
+def pages(loaded: Loaded, ids: list[int], kept: Sequence[float] = (0.1, 0.5), block_size: int = 16) -> pd.DataFrame:
     """Quest, which selects pages: rows (kept) with `held`, its bytes over those of a cache that evicts nothing, and
     `read`, the share of the tokens that a query reads."""
     page = (("page", block_size),)
-    conditions = [Condition(), *(Condition(policy, round(n * len(ids)), Prefill(), switches=page) for n in kept)]
+    conditions = [Condition(), *(Condition("quest_pages", round(n * len(ids)), Prefill(), switches=page) for n in kept)]
     [[full, *answers]] = engine.generate(loaded.model, [ids], conditions, max_new_tokens=2, stop_ids=())
     return pd.DataFrame([
         {"kept": share, "held": g.bytes_held / full.bytes_held, "read": (g.pages or 0) * block_size / len(ids)}

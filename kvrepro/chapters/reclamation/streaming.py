@@ -66,10 +66,6 @@ def wall() -> pd.DataFrame:
         "denominator of the two caches": _gap(a["denominator"], b["denominator"]),
         "scores swapped": _gap(scores, other[::-1]),
         "score gap of the swapped tokens": abs(float(scores[0] - scores[1])),
-        "score of the first token, first cache": float(scores[0]),
-        "score of the second token, first cache": float(scores[1]),
-        "score of the first token, second cache": float(other[0]),
-        "score of the second token, second cache": float(other[1]),
     }
     return pd.DataFrame({"check": list(values), "value": list(values.values())})
 
@@ -95,9 +91,9 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, tile: int = 32) -> Tensor:
 
 
 def passes(tokens: Sequence[int], heads: int = 3, dim: int = 64, tile: int = 32, repeats: int = 6) -> pd.DataFrame:
-    """What cumulative scores cost on this machine: rows (tokens, way, repeat) with `seconds`, `held_mib` (the most
-    memory allocated at once, measured), `share_of_matrix` (the same over the float32 scores of tokens x tokens per
-    head) and `score_difference` (from float64 eager attention).
+    """What cumulative scores cost on this machine: rows (tokens, way, repeat) with `share_of_matrix` (the most memory
+    allocated at once, measured, over the float32 scores of tokens x tokens per head), `score_difference` (from float64
+    eager attention), `slower` and `larger` (time and memory over those of fused attention on the same draw).
 
     Ways: fused attention alone (no scores), the one extra pass by itself, eager attention with its matrix. Causal,
     float32 on the CPU; every repeat draws new queries and keys.
@@ -115,14 +111,16 @@ def passes(tokens: Sequence[int], heads: int = 3, dim: int = 64, tile: int = 32,
             if repeat == 0:  # memory does not depend on the draw, and the first call of each warms up
                 held = {name: _peak_bytes(call) for name, call in calls.items()}
             exact = _eager(q.double(), k.double(), v.double())
+            seconds = {}
             for name, call in calls.items():
                 start = time.perf_counter()
                 output = call()
-                seconds = time.perf_counter() - start
+                seconds[name] = time.perf_counter() - start
                 gap = np.nan if name == "fused attention" else float((output - exact).abs().max())
-                rows.append({"tokens": n, "way": name, "repeat": repeat, "seconds": seconds,
-                             "held_mib": held[name] / 2**20, "share_of_matrix": held[name] / (4 * heads * n * n),
-                             "score_difference": gap})  # fmt: skip
+                rows.append({"tokens": n, "way": name, "repeat": repeat, "score_difference": gap,
+                             "share_of_matrix": held[name] / (4 * heads * n * n),
+                             "slower": seconds[name] / seconds["fused attention"],
+                             "larger": held[name] / held["fused attention"]})  # fmt: skip
     return pd.DataFrame(rows)
 
 

@@ -6,16 +6,23 @@ A granularity is an `across` of the policy: heads or layers that choose together
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
+from kvrepro.engine import generate as engine
 from kvrepro.engine.allocate import joint_layers, one_set, per_layer
 from kvrepro.engine.allowed import ensure
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, find, is_own, own
-from kvrepro.engine.regime import Regime
+from kvrepro.engine.regime import Prefill, Regime
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
+from kvrepro.experiment.answers import REPEAT
+from kvrepro.experiment.models import Loaded
+
+Cells: TypeAlias = list[tuple[dict[str, Any], Condition]]  # first columns of a row, and its condition
 
 POLICIES = {  # the chapter's names: the catalogue's policy, the reading
     "sinks_recency": ("streaming_llm", "as_described"),  # 4 sinks
@@ -28,8 +35,6 @@ WINDOW = 32  # queries that "window" looks at; half of a budget below 64
 # DuoAttention protects sinks and recent tokens in every head, whatever the budget. The chapter's prompts are short, so
 # it gets an eighth of its usual 128 and 256.
 SWITCHES = {"duo_attention": (("sinks", 16), ("recent", 32))}
-
-
 ACROSS = {"one set": one_set, "per layer": per_layer, "per head": None, "joint": joint_layers}
 JOINT = tuple(ACROSS)
 GRANULARITIES = JOINT[:3]
@@ -44,6 +49,31 @@ def condition(policy: str, granularity: str, budget: int | float, regime: Regime
     if granularity != "per head" and policy != "sinks_recency":
         name = own(f"{name}, {granularity}", replace(find(name), across=ACROSS[granularity]))
     return Condition(name, budget, regime, reading=reading, switches=switches)
+
+
+def once(policy: str, budget: int | float) -> Condition:
+    """A policy as it was published, which compresses the prompt once."""
+    return condition(policy, "per head", budget, Prefill())
+
+
+def cells(policies: Sequence[str], granularities: Sequence[str], budget: int, regime: Regime) -> Cells:
+    """Policies at each granularity; "sinks_recency", which chooses the same tokens at all of them, has the first."""
+    return [
+        ({"policy": label(p), "granularity": g}, condition(p, g, budget, regime))
+        for p in policies
+        for g in (granularities[:1] if p == "sinks_recency" else granularities)
+    ]
+
+
+def kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -> list[np.ndarray | Exception]:
+    """Which tokens of a prompt stay under each condition, bool [layers, kv_heads, tokens], or what a policy raised."""
+    if not conditions:
+        return []
+    repeat = loaded.tokenizer.encode(REPEAT, add_special_tokens=False) if loaded.tokenizer else ()
+    [answers] = engine.generate(
+        loaded.model, [ids], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True, repeat=repeat, errors="return"
+    )
+    return [answer if isinstance(answer, Exception) else np.stack(answer.kept_sets or ()) for answer in answers]
 
 
 def label(policy: str) -> str:

@@ -1,9 +1,13 @@
 """What the guide quotes: answers are read, and rows are held against what is printed."""
 
+from types import SimpleNamespace
+
 import pandas as pd
 import pytest
 
-from kvrepro.chapters.reclamation import members, quoted
+from kvrepro.chapters.reclamation import quoted
+from kvrepro.chapters.reclamation.settings import Settings
+from kvrepro.experiment import verdict
 
 
 @pytest.mark.parametrize(
@@ -25,14 +29,19 @@ def rows(items=40):
     ])  # fmt: skip
 
 
+def judged(rows: pd.DataFrame) -> pd.DataFrame:
+    tables = {"quoted": quoted.table(rows)}
+    return verdict.verdicts("reclamation", tables, SimpleNamespace(name="Qwen3-8B"), Settings()).set_index("claim")
+
+
 def test_the_quoted_claims_are_judged_once_there_are_rows():
-    frame = members.verdicts({"quoted": quoted.table(rows())}, "Qwen3-8B", "full").set_index("claim")
+    frame = judged(rows())
     assert frame.verdict["R5"] == "not testable here"  # no problem of 2024
     assert frame.verdict["R5c"] == "not reproduced"
-    for longest, verdict in ((32_000, "reproduced"), (12_000, "not reproduced")):  # tokens of full answers
+    for longest, expected in ((32_000, "reproduced"), (12_000, "not reproduced")):  # tokens of full answers
         ended = rows().assign(bytes_held=lambda x, n=longest: x.bytes_held.where(x.policy != "full", n + x.index))
-        frame = members.verdicts({"quoted": quoted.table(ended)}, "Qwen3-8B", "full").set_index("claim")
-        assert frame.verdict["R5e"] == verdict
+        frame = judged(ended)
+        assert frame.verdict["R5e"] == expected
     same = rows().assign(prediction="5", decode_seconds=[1.0 + 0.01 * (i % 7) for i in range(200)])
-    frame = members.verdicts({"quoted": quoted.table(same)}, "Qwen3-8B", "full").set_index("claim")
+    frame = judged(same)
     assert frame.verdict["R5d"] == "not reproduced"

@@ -1,6 +1,10 @@
 """Sums of memory, against numbers worked out by hand."""
 
-from kvrepro.chapters.reclamation import arithmetic, members
+from types import SimpleNamespace
+
+from kvrepro.chapters.reclamation import arithmetic
+from kvrepro.chapters.reclamation.settings import Settings
+from kvrepro.experiment import verdict
 
 
 def test_bytes_of_a_token_and_tokens_beside_the_weights():
@@ -14,9 +18,8 @@ def test_bytes_of_a_token_and_tokens_beside_the_weights():
 
 
 def test_one_model_with_four_times_as_many_query_heads_refutes_eight_and_is_named():
-    table = arithmetic.memory()
-    frame = members.verdicts({"memory": table}, "none", "quick").set_index("claim")
-    assert frame.verdict["R8"] == "not reproduced"
+    table, model = arithmetic.memory(), SimpleNamespace(name="none")
     few = table[(table.check != "smaller by GQA") | (table.value >= 8)]
-    frame = members.verdicts({"memory": few}, "none", "quick").set_index("claim")
-    assert frame.verdict["R8"] == "reproduced"
+    for rows, expected in ((table, "not reproduced"), (few, "reproduced")):
+        frame = verdict.verdicts("reclamation", {"memory": rows}, model, Settings(), ["R8"])
+        assert frame.verdict.tolist() == [expected]

@@ -174,7 +174,7 @@ def ensure_known(kind: str, names: Iterable[str], choices: Collection[str], also
 def invalid(error: Any, fields: Collection[str]) -> str:
     """What pydantic says first of the values of some fields: which, what was given, what it may be."""
     first, *others = error.errors(include_url=False)
-    place = ".".join(str(part) for part in first["loc"] if part not in ("str", "int"))  # of `str | int`
+    place = ".".join(str(part) for part in first["loc"] if "int" not in str(part) and part != "str")
     if first["type"] == "extra_forbidden":
         return f"unknown field {place!r}{suggestion(place, fields)}"
     same = [one for one in (first, *others) if one["loc"][:1] == first["loc"][:1]]

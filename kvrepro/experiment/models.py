@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 import multiprocessing
 import re
 from collections.abc import Sequence
@@ -16,10 +15,11 @@ from typing import Annotated, Any, Literal, get_args
 
 import psutil
 from annotated_types import Ge, Le
+from pydantic import BaseModel, ValidationError
 
 from kvrepro.chat import rendered, thinking
 from kvrepro.engine.allowed import ensure
-from kvrepro.errors import LONGEST, InputError, ensure_documented, first_line
+from kvrepro.errors import LONGEST, InputError, ensure_documented, first_line, invalid
 from kvrepro.item import plain
 from kvrepro.paths import CACHE, DATA, INSTALLED, WORK, replaced
 
@@ -31,13 +31,29 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transform
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # fetched and checked before the weights
 READ = (*SMALL_FILES, "*.safetensors")
 LARGEST = 100_000_000  # bytes of a small file, at most: three times the largest tokenizer.json that we know
-SIZES = {"num_hidden_layers": 1000, "vocab_size": 10**7, "hidden_size": 10**6, "intermediate_size": 10**7,
-         "num_attention_heads": 10**4, "num_key_value_heads": 10**4, "max_position_embeddings": 10**9}  # fmt: skip
 TALK, TALK_SECONDS, TALK_BYTES = ("system", "user", "assistant", "user"), 10, 2 << 30  # to try a chat template on
-TALKS = "works"
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name for a warning that comes once
 # Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's run_v3_jax.py:397-403).
 STOP_TOKENS = ("<|im_end|>", "<|end|>", "<|endoftext|>")
+
+
+Token = Annotated[int, Ge(0), Le(2**31)]
+Width = Annotated[int, Ge(1), Le(10**6)]
+
+
+class Config(BaseModel, extra="allow", strict=True):
+    """What is looked at of config.json, before a model is built with it: sizes, code, where the weights lie."""
+
+    num_hidden_layers: Annotated[int, Ge(1), Le(1000)] | None = None
+    vocab_size: Annotated[int, Ge(1), Le(10**7)] | None = None
+    hidden_size: Width | None = None
+    intermediate_size: Width | None = None
+    num_attention_heads: Annotated[int, Ge(1), Le(10**4)] | None = None
+    num_key_value_heads: Annotated[int, Ge(1), Le(10**4)] | None = None
+    max_position_embeddings: Annotated[int, Ge(1), Le(10**9)] | None = None
+    eos_token_id: Token | list[Token] | None = None
+    transformers_weights: str | None = None
+    text_config: "Config | None" = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_
     model that thinks before it answers; None: what the template does by itself.
     Raises InputError before any weight is read or fetched for: an unknown name, .bin-only weights, remote code, no
     tokenizer, no chat template, no network, no such device, a family that the engine cannot drive. Raises it afterwards
-    for weights that do not fit or are not finite, and for a model whose logits differ in the engine.
+    for weights that do not fit, and for a model whose logits differ in the engine.
     """
     ensure_documented()
     ensure(get_args(Dtype), dtype=dtype)
@@ -116,14 +132,12 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_
             f"fetch both again"
         )
     network = (network if where == "balanced" else network.to(where)).eval().requires_grad_(False)
-    _check_finite(name, network)
     usable(network)
     return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
 
 
 def _check_talk(name: str, folder: Path, tokenizer: Any) -> None:
-    """Raise InputError for a chat template, or a tokenizer, that fails on four turns or does not finish, or whose text
-    differs each time.
+    """Raise InputError for a chat template that fails on four turns, does not finish, or differs each time.
 
     A template is a program by whoever made the checkpoint. Jinja's sandbox limits a loop, but not loops within loops.
     So the template is tried here in a process of its own, which the system stops.
@@ -140,13 +154,13 @@ def _check_talk(name: str, folder: Path, tokenizer: Any) -> None:
         why = reader.recv() if reader.poll(2 * TALK_SECONDS) else why
     child.kill()
     child.join()
-    if why != TALKS:
+    if why:
         raise InputError(f"{name}: its chat template {why}: mend chat_template.jinja in {folder}")
 
 
 def _talk(tokenizer: Any) -> str:
-    """`TALKS` if the template writes some of four turns, short and long, and the same each time; otherwise what it does
-    instead. It may refuse roles that it does not know."""
+    """What the template does wrong with turns, short and long; empty if it writes some, the same each time. It may
+    refuse roles that it does not know."""
     import resource
 
     from jinja2 import TemplateError
@@ -154,7 +168,7 @@ def _talk(tokenizer: Any) -> str:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + TALK_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (TALK_SECONDS, TALK_SECONDS))
-    outcome = ""
+    problem: str | None = None
     for roles, repeats in itertools.product((TALK[1:2], TALK[1:], TALK), (1, 400)):
         turns = [{"role": role, "content": " ".join([f"{role} says: yes."] * repeats)} for role in roles]
         try:
@@ -162,12 +176,13 @@ def _talk(tokenizer: Any) -> str:
             tokenizer(text)
             if rendered(tokenizer, turns) != text:
                 return "says something else each time"
-            outcome = TALKS
-        except TemplateError as error:
-            outcome = outcome or f"fails on four turns ({first_line(error)})"
+            problem = ""
         except BaseException as error:
-            return f"fails on four turns ({first_line(error)})"
-    return outcome
+            failure = f"fails on four turns ({first_line(error)})"
+            if not isinstance(error, TemplateError):
+                return failure
+            problem = failure if problem is None else problem
+    return problem or ""
 
 
 def tokenizer(model: str) -> Any:
@@ -190,8 +205,7 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _check_family(name: str, folder: Path) -> None:
-    """Raise InputError if the engine cannot drive a model of this configuration, which is built without weights, or if
-    the weight files do not fit it."""
+    """Raise InputError if the engine cannot drive a model of this configuration, which is built without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -204,39 +218,7 @@ def _check_family(name: str, folder: Path) -> None:
     except Exception as error:  # whatever a configuration makes transformers raise
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(f"{name} cannot be built from its config.json ({why}): mend it, or take another") from error
-    shapes = _stored_shapes(name, folder)
-    needed, stored = sum(p.numel() for p in network.parameters()), sum(map(math.prod, shapes.values()))
-    if stored and needed > 4 * stored:  # four: quantised weights are packed
-        raise InputError(f"{name}: config.json asks for {needed:,} weights, its files hold {stored:,}: they do not fit")
-    for key, weights in network.named_parameters() if not hasattr(config, "quantization_config") else ():
-        if weights.numel() != math.prod(shapes.get(key, weights.shape)):  # transformers transposes some by itself
-            problem = f"config.json asks for {key} of shape {list(weights.shape)}, its files hold {list(shapes[key])}"
-            raise InputError(f"{name}: {problem}: save or fetch both again")
     check_family(network)
-
-
-def _check_finite(name: str, network: Any) -> None:
-    """Raise InputError for a weight that is NaN or infinite: all logits may be so then, and no row would say why."""
-    for key, weights in network.named_parameters():
-        ends = weights.aminmax() if weights.dtype.is_floating_point and weights.dtype.itemsize > 1 else ()
-        if not all(end.isfinite() for end in ends):
-            kind = str(weights.dtype).removeprefix("torch.")
-            way_out = "fetch or save the checkpoint again, or take another dtype"
-            raise InputError(f"{name}: weights of {key} are NaN or infinite in {kind}: {way_out}")
-
-
-def _stored_shapes(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of what a folder's .safetensors files hold, by their headers, which safetensors checks."""
-    from safetensors import SafetensorError, safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as weights:
-                shapes |= {key: tuple(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
-            raise InputError(f"{name}: {file.name} is broken ({first_line(error)}): save or fetch it again") from None
-    return shapes
 
 
 def stop_ids(loaded: Loaded) -> frozenset[int]:
@@ -298,30 +280,22 @@ def located(model: str) -> tuple[str, Path | None]:
 def _fetched(model: str) -> Path:
     """Snapshot folder of a hub checkpoint: first the small files, checked, then the weights."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         files = HfApi().list_repo_files(model)
-    except RepositoryNotFoundError:
-        way_out = "check the name, or give a checkpoint folder"
-        raise InputError(f"the hub knows no model '{model}' (or it is private): {way_out}") from None
-    except Exception as error:  # no network, whatever the client calls it: a complete local copy will do
-        try:
-            return _checked(model, Path(snapshot_download(model, local_files_only=True)))
-        except (LocalEntryNotFoundError, InputError):
-            raise _unreachable(model, error) from None
-    try:
         _checked(model, Path(snapshot_download(model, allow_patterns=list(SMALL_FILES))), files)
         return _checked(model, Path(snapshot_download(model, allow_patterns=list(READ))))
     except InputError:
         raise
-    except Exception as error:
-        raise _unreachable(model, error) from None
-
-
-def _unreachable(model: str, error: Exception) -> InputError:
-    what = f"cannot reach the hub for '{model}' ({type(error).__name__}), none is cached"
-    return InputError(f"{what}: connect, or give a folder")
+    except RepositoryNotFoundError:
+        way_out = "check the name, or give a checkpoint folder"
+        raise InputError(f"the hub knows no model '{model}' (or it is private): {way_out}") from None
+    except Exception as error:  # no network, whatever the client calls it: a complete local copy will do
+        with contextlib.suppress(Exception):
+            return _checked(model, Path(snapshot_download(model, local_files_only=True)))
+        what = f"cannot reach the hub for '{model}' ({type(error).__name__}), none is cached"
+        raise InputError(f"{what}: connect, or give a folder") from None
 
 
 def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
@@ -334,18 +308,17 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
             raise InputError(f"{name}: {path.name} is {what}: give a folder that save_pretrained wrote")
     config = _json(name, folder / "config.json")
     tokenizer = _json(name, folder / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
-    for part in (config, config.get("text_config")):
-        _check_sizes(name, part if isinstance(part, dict) else {})
     generation = _json(name, folder / "generation_config.json") if "generation_config.json" in files else {}
-    for part in (config, generation):
-        ends = part.get("eos_token_id")
-        for token in ends if isinstance(ends, list) else [ends]:
-            if token is not None:
-                ensure(Annotated[int, Ge(0), Le(2**31)], f"{name} (its configuration)", eos_token_id=token)
-    if "auto_map" in config or "auto_map" in tokenizer:
+    try:
+        declared = Config(**config).transformers_weights
+        Config(eos_token_id=generation.get("eos_token_id"))
+    except ValidationError as error:
+        raise InputError(f"{name} (its configuration): {invalid(error, [])}: mend it, or take another") from None
+    kernels = [config.get(key) for key in ("attn_implementation", "_attn_implementation", "experts_implementation")]
+    if "auto_map" in config or "auto_map" in tokenizer or any("/" in str(kernel) for kernel in kernels):
         raise InputError(
-            f"{name} asks for remote code (auto_map), which is never run here: if transformers has "
-            f"{config.get('model_type')} built in, remove auto_map from a local copy and give that folder"
+            f"{name} asks for remote code (auto_map, or kernels of the hub), which is never run here: if transformers "
+            f"has {config.get('model_type')} built in, remove that from a local copy and give that folder"
         )
     if not any(file.endswith(".safetensors") for file in files):
         binary = any(file.endswith(".bin") for file in files)
@@ -354,7 +327,7 @@ def _checked(name: str, folder: Path, files: list[str] | None = None) -> Path:
         raise InputError(f"{name} has {weights}: {way_out}")
     if "adapter_config.json" in files:
         raise InputError(f"{name} has an adapter (adapter_config.json): merge it into its model and save that")
-    _check_weights(name, folder, config.get("transformers_weights"), files)
+    _check_weights(name, folder, declared, files)
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(files):
         raise InputError(f"{name} has no tokenizer (tokenizer.json): add the one it was trained with")
     if not tokenizer.get("chat_template") and not {"chat_template.jinja", "chat_template.json"} & set(files):
@@ -370,28 +343,18 @@ def _read(folder: Path) -> list[Path]:
     return sorted(files) + sorted(folder.glob("additional_chat_templates/*.jinja"))
 
 
-def _check_sizes(name: str, config: dict[str, Any]) -> None:
-    """Raise InputError for sizes that no model has, before one is built with them, and for kernels from the hub."""
-    for key, most in SIZES.items():
-        if config.get(key) is not None:
-            ensure(Annotated[int, Ge(1), Le(most)], f"{name} (config.json)", **{key: config[key]})
-    for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
-        if "/" in str(config.get(key)):
-            raise InputError(f"{name} asks for remote code ({key} {config[key]!r}): remove that from a local copy")
-
-
-def _check_weights(name: str, folder: Path, declared: object, files: Sequence[str]) -> None:
+def _check_weights(name: str, folder: Path, declared: str | None, files: Sequence[str]) -> None:
     """Raise InputError unless transformers would read weights from .safetensors files of the folder and no others.
 
     declared: the file that config.json names, if it names one.
     """
     first = declared or next((file for file in (SINGLE, INDEX) if file in files), SINGLE)
     shards = [first]
-    if first in files and Path(str(first)).name == first and first.endswith(".index.json"):
+    if first in files and first.endswith(".index.json"):
         parts = _json(name, folder / first).get("weight_map")
-        shards = list(parts.values()) if isinstance(parts, dict) else [None]
-    for file in shards:
-        if file not in files or Path(str(file)).name != file or not file.endswith(".safetensors"):
+        shards = list(parts.values()) if isinstance(parts, dict) else []
+    for file in shards or ["nothing"]:
+        if file not in files or not str(file).endswith(".safetensors"):
             named_by = "" if file == SINGLE else f", which {'config.json' if file == declared else first} names"
             way_out = "keep all weights as .safetensors files in its folder, as save_pretrained does"
             raise InputError(f"{name} reads weights from {file!r}{named_by}: {way_out}")
@@ -411,22 +374,17 @@ def device_of(device: str) -> str:
     import torch
 
     ensure(str, device=device)
+    count = torch.cuda.device_count()
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "balanced":
-        if torch.cuda.device_count() < 2:
-            raise InputError(f"device 'balanced' spreads layers, torch sees {torch.cuda.device_count()} GPUs: use auto")
-        if find_spec("accelerate") is None:
-            raise InputError("device 'balanced' needs the package accelerate: pip install 'kvrepro[hub]'")
-        return device
-    kind, _, index = device.partition(":")
-    if kind == "cpu" and not index:
-        return device
-    if kind != "cuda" or (index and not re.fullmatch("[0-9]{1,3}", index)):
-        raise InputError(f"unknown device {device[:200]!r}: use cpu, cuda, cuda:0, balanced, or auto")
-    count = torch.cuda.device_count()
-    if int(index or 0) >= count:
-        raise InputError(f"device '{device}' asked for, torch sees {count} CUDA devices: use cpu or auto")
+    if device == "balanced" and (count < 2 or find_spec("accelerate") is None):
+        needed = "GPUs, with the package accelerate (pip install 'kvrepro[hub]')"
+        raise InputError(f"device 'balanced' spreads layers over several {needed}; torch sees {count} GPUs: use auto")
+    if device not in ("cpu", "balanced"):
+        if not re.fullmatch("cuda(:[0-9]{1,3})?", device):
+            raise InputError(f"unknown device {device[:200]!r}: use cpu, cuda, cuda:0, balanced, or auto")
+        if int(device.partition(":")[2] or 0) >= count:
+            raise InputError(f"device '{device}' asked for, torch sees {count} CUDA devices: use cpu or auto")
     return device
 
 

@@ -9,6 +9,7 @@ import pytest
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, data
 from kvrepro.experiment.store import COLUMNS
+from studies import scores
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ needs_artifact = pytest.mark.skipif(not mirrored(), reason="KVREPRO_DATA names n
     + [pytest.param("", marks=pytest.mark.slow)],
 )
 def test_the_shipped_scores_are_what_the_artifact_gives(part):
-    results, shipped = artifact.results(part, rouge=True), artifact.scores(part)
+    results, shipped = scores.results(part), artifact.scores(part)
     texts = ["prediction", "answer"]
     same = {"check_dtype": False, "check_exact": False, "atol": 1e-6, "rtol": 0}
     pd.testing.assert_frame_equal(results.drop(columns=texts), shipped.drop(columns=texts), **same)
@@ -79,7 +80,7 @@ def test_the_shipped_scores_are_what_the_artifact_gives(part):
 def test_the_panel_pairs_with_the_authors_rows_by_item():
     panel = {item.id: item for item in data.load_items("protection-panel")}
     assert len(panel) == 162
-    rows = pd.concat([artifact.results(part) for part in ("ablation", "confound", "credit", "phi35-multiarch")])
+    rows = pd.concat([scores.results(part) for part in ("ablation", "confound", "credit", "phi35-multiarch")])
     for _, group in rows.groupby("name"):
         assert set(group["item"]) == set(panel)
     assert all(

@@ -8,11 +8,10 @@ import fnmatch
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 
 import pandas as pd
 
-from kvrepro.experiment import artifact, claims, stats
+from kvrepro.experiment import claims, stats
 
 TABLES = {
     "3": "protection_t03_policies_qwen25_3b.csv", "8": "protection_t08_protection_sweep_qwen25_3b.csv",
@@ -29,7 +28,7 @@ CEILING = {  # the run that is 100%, for tables that do not name it; in table 25
 }
 
 
-def beside(scores: pd.DataFrame, tables: Sequence[str] = tuple(TABLES)) -> pd.DataFrame:
+def beside(scores: pd.DataFrame, tables: Sequence[str]) -> pd.DataFrame:
     """A row for every printed number of these tables: what was printed, what the scores give in each of `MEASURES`, its
     95% interval in token F1, whether both are the same in the printed digits, and why not.
 
@@ -39,12 +38,6 @@ def beside(scores: pd.DataFrame, tables: Sequence[str] = tuple(TABLES)) -> pd.Da
     cells = pd.concat([claims.published(TABLES[table]) for table in tables], ignore_index=True)
     cells = cells[~cells.metric.str.startswith(UNCOMPUTED) & (cells.value != "")]
     return pd.DataFrame([_row(cell, files) for _, cell in cells.iterrows()])
-
-
-@cache
-def beside_public_scores() -> pd.DataFrame:
-    """`beside` of the scores that the project ships, in all tables. Several pages read it; none may change it."""
-    return beside(artifact.scores())
 
 
 def runs(scores: pd.DataFrame, table: str) -> pd.DataFrame:

@@ -8,6 +8,7 @@ different factors meet about equally often. Then main effects and interactions o
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,9 +16,8 @@ import pandas as pd
 from kvrepro.chapters.synthesis.policies import NAMES, OF_WINDOW, SCORERS, SPLITS
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import find
-from kvrepro.engine.regime import DecodeCap, Prefill, Regime
+from kvrepro.engine.regime import DecodeCap, Prefill
 from kvrepro.errors import InputError
 
 FILE = "kvrepro/chapters/synthesis/policies.py"
@@ -41,25 +41,21 @@ def factors(kept: Sequence[float]) -> dict[str, tuple[object, ...]]:
     return {**FACTORS, "kept": tuple(kept)}
 
 
-def cells(kept: Sequence[float], *, kv_heads: int = 2, slides: bool = False) -> pd.DataFrame:
+def cells(kept: Sequence[float], *, kv_heads: int = 2, slides: bool = False, asks: bool = True) -> pd.DataFrame:
     """Every cell that exists, a column per factor; None where it does not have the factor.
 
-    Also left out are heads that compete within a layer if it has only one (`kv_heads`), and one set of tokens for all
-    layers if some layers slide and hold other tokens than the rest (`slides`).
+    Also left out are heads that compete within a layer if it has only one (`kv_heads`), one set of tokens for all
+    layers if some layers slide and hold other tokens than the rest (`slides`), and "question unseen" for prompts that
+    mark no question (`asks`).
     """
     every = factors(kept)
     frame = pd.DataFrame(itertools.product(*every.values()), columns=list(every)).astype(object)
     frame.loc[~frame.scorer.isin(OF_WINDOW), ["aggregator", "pooling"]] = None
     frame.loc[frame.scorer == "position", "split"] = None  # the same tokens everywhere, however a budget is shared out
     frame.loc[frame.regime == "decode cap", "quota"] = None  # a quota is set once, for a prompt
-    frame = frame[~((kv_heads == 1) & (frame.split == "per head")) & ~(slides & (frame.split == "one set"))]
+    gone = {"split": ["per head"] * (kv_heads == 1) + ["one set"] * slides, "regime": ["question unseen"] * (not asks)}
+    frame = frame[~frame.split.isin(gone["split"]) & ~frame.regime.isin(gone["regime"])]
     return frame.where(frame.notna(), None).drop_duplicates().reset_index(drop=True)
-
-
-def cells_of(model: object, kept: Sequence[float]) -> pd.DataFrame:
-    """The cells that exist on a model."""
-    facts = ModelFacts.of(model)
-    return cells(kept, kv_heads=max(facts.kv_heads.values()), slides=bool(facts.sliding))
 
 
 def design(frame: pd.DataFrame, count: int, seed: int = 0) -> pd.DataFrame:
@@ -85,31 +81,27 @@ def design(frame: pd.DataFrame, count: int, seed: int = 0) -> pd.DataFrame:
     return frame.iloc[taken].reset_index(drop=True)
 
 
-def regime(name: str, quota: str | None, settings: Settings) -> Regime:
-    """The engine's regime for a cell's."""
-    if name == "decode cap":
-        return DecodeCap(settings.interval)
-    parts = part_names(settings) if quota == "parts" else ()
-    return Prefill(until="question" if name == "question unseen" else "", fair=1.0 if parts else None, spans=parts)
-
-
 def part_names(settings: Settings) -> tuple[str, ...]:
     """Spans that a quota counts."""
     return tuple(f"part {i + 1}" for i in range(settings.parts))
 
 
-def condition(cell: Mapping[str, object], settings: Settings) -> Condition:
+def condition(cell: Mapping[str, Any], settings: Settings) -> Condition:
     """The engine's condition for a cell."""
     switches: dict[str, object] = {"window": settings.window}
     if cell["aggregator"] is not None:
         switches |= {"aggregate": cell["aggregator"], "pool": cell["pooling"], "kernel": settings.kernel}
     if cell["guard"] == "sinks":
         switches["sinks"] = 4
+    parts = part_names(settings) if cell["quota"] == "parts" else ()
+    until = "question" if cell["regime"] == "question unseen" else ""
+    capped, prefill = DecodeCap(settings.interval), Prefill(until=until, fair=1.0 if parts else None, spans=parts)
     side = settings.guarded if cell["guard"] == "ends" else 0.0
-    policy = f"{FILE}:{NAMES[str(cell['scorer']), str(cell['split'] or 'uniform')]}"
-    when = regime(str(cell["regime"]), cell["quota"], settings)  # type: ignore[arg-type]
-    return Condition(policy, float(cell["kept"]), when, side, side, reading="as_described",  # type: ignore[arg-type]
-                     switches=tuple(sorted(switches.items())))  # fmt: skip
+    return Condition(
+        f"{FILE}:{NAMES[cell['scorer'], cell['split'] or 'uniform']}", float(cell["kept"]),
+        capped if cell["regime"] == "decode cap" else prefill, side, side,
+        reading="as_described", switches=tuple(sorted(switches.items())),
+    )  # fmt: skip
 
 
 def published(policies: Sequence[str], settings: Settings) -> list[Condition]:

@@ -9,17 +9,12 @@ from kvrepro.chapters.synthesis import grid
 from kvrepro.chapters.synthesis.policies import NAMES
 from kvrepro.experiment import measure
 
-SHOWN = [
-    "model", "item", "task", "prompt_tokens", "answer", "prediction", "token_f1", "rest_f1", "evidence_at",
-    "evidence_coverage", "bytes_full",
-]  # fmt: skip
 CELLS = {f"{grid.FILE}:{name}": pair for pair, name in NAMES.items()}  # policy of a cell -> its scorer and split
 
 
 def tidy(table: pd.DataFrame) -> pd.DataFrame:
-    """Columns `SHOWN` of the runner's rows, the factors of `grid.FACTORS`, `kept`, `kind` ("full", "published",
-    "grid"), `method`, `score`, what `study.kept_of` says of the kept set, and `bytes_kept`, of keys and values after
-    the prompt."""
+    """What a row says of its item and answer, the factors of `grid.FACTORS`, `kept`, `kind` ("full", "published",
+    "grid"), `method`, `score`, and what `study.kept_of` says of the kept set."""
     table = table.reset_index(drop=True)
     switches = pd.DataFrame([json.loads(text) for text in table.switches])
     switches = switches.reindex(columns=["aggregate", "pool", "sinks"])
@@ -33,10 +28,9 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
         "quota": pd.Series(np.where(table.fair.notna(), "parts", "none")).where(~capped),
         "regime": np.where(capped, "decode cap", unseen),
     }).where(of_grid)  # fmt: skip
-    shown = table[SHOWN].assign(
+    shown = table[["model", "item", "task", "prediction", "rest_f1", "evidence_at"]].assign(
         kind=np.where(full, "full", np.where(of_grid, "grid", "published")), kept=table.share,
         method=table.policy.where(~of_grid & ~full), score=measure.scores(table),
     )  # fmt: skip
     notes = pd.DataFrame([json.loads(note) if isinstance(note, str) else {} for note in table.note])  # {}: it failed
-    rows = pd.concat([shown, factors.astype(object).where(factors.notna(), None), notes], axis=1)
-    return rows.assign(bytes_kept=rows.held * rows.bytes_full)
+    return pd.concat([shown, factors.astype(object).where(factors.notna(), None), notes], axis=1)

@@ -12,6 +12,7 @@ import pandas as pd
 from kvrepro.chapters.synthesis import grid, kept, stored
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import is_own
 from kvrepro.engine.rule import check
 from kvrepro.errors import InputError
@@ -73,10 +74,9 @@ def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> l
 
 
 def _cells(loaded: Loaded, prompts: Sequence[Prompt], shares: Sequence[float]) -> pd.DataFrame:
-    """The grid's cells at these shares; without those of "question unseen" if a prompt marks no question."""
-    cells = grid.cells_of(loaded.model, shares)
-    marked = all("question" in prompt.spans for prompt in prompts)
-    return cells if marked else cells[cells.regime != "question unseen"]
+    """The grid's cells for a model and its prompts at these shares."""
+    facts, asks = ModelFacts.of(loaded.model), all("question" in prompt.spans for prompt in prompts)
+    return grid.cells(shares, kv_heads=max(facts.kv_heads.values()), slides=bool(facts.sliding), asks=asks)
 
 
 def middle(settings: Settings) -> float:
@@ -132,24 +132,20 @@ def planned(
 ) -> list[Condition]:
     """The conditions of a run: the full cache, published methods, and `cells` cells of the grid.
 
-    If a prompt marks no question, cells of the regime "question unseen" are left out. Methods of the catalogue whose
-    window is larger than their share of the shortest prompt are left out, and a printed line says so; a reader's own
-    policy raises InputError instead.
+    Methods of the catalogue whose window is larger than their share of the shortest prompt are left out, and a printed
+    line says so; a reader's own policy raises InputError instead.
     """
     chosen = grid.design(_cells(loaded, prompts, settings.kept), cells, settings.seed)
-    of_grid = [grid.condition(cell, settings) for cell in chosen.to_dict("records")]
-    shortest = min(len(prompt.ids) for prompt in prompts)
-    methods = []
+    shortest, methods = min(len(prompt.ids) for prompt in prompts), []
     for condition in grid.published(policies, settings):
         try:
             check(condition, shortest)
+            methods.append(condition)
         except InputError as error:
             if is_own(condition.policy):
                 raise
             print(f"{condition.label} is left out: {error}")
-        else:
-            methods.append(condition)
-    return [Condition(), *methods, *of_grid]
+    return [Condition(), *methods, *(grid.condition(cell, settings) for cell in chosen.to_dict("records"))]
 
 
 def answers(

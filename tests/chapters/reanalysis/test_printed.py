@@ -13,10 +13,10 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def beside():
-    """Every printed number beside its scores, as other tests and pages of this process read it."""
-    return printed.beside_public_scores()
+    """Every printed number beside its scores."""
+    return printed.beside(SCORES, list(printed.TABLES))
 
 
 def test_every_public_mean_comes_out_to_three_decimals_or_is_rounded_twice(beside):

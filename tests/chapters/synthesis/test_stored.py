@@ -18,7 +18,7 @@ def test_rows_know_the_cell_that_they_belong_to(tmp_path):
     cells = grid.design(grid.cells([0.1, 0.2]), 80)
     conditions = [grid.condition(cell, settings) for cell in cells.to_dict("records")]
     published = kv.Condition("snapkv", 0.1, kv.Prefill(), reading="as_described")
-    columns = {"model": "m", "task": "t", "token_f1": 0.5, "bytes_full": 100, "note": NOTE}
+    columns = {"model": "m", "task": "t", "token_f1": 0.5, "note": NOTE}
     every = enumerate([*conditions, published, kv.Condition()])
     written = Store(tmp_path, "synthesis", "grid", "m")
     written.add([columns | condition.columns() | {"key": str(i), "item": "i"} for i, condition in every])
@@ -29,4 +29,3 @@ def test_rows_know_the_cell_that_they_belong_to(tmp_path):
     assert list(of_grid.kept) == list(cells.kept)
     assert rows.kind.value_counts().to_dict() == {"grid": len(cells), "published": 1, "full": 1}
     assert rows[rows.kind == "published"].method.item() == "snapkv"
-    assert set(rows.bytes_kept) == {10.0}

@@ -5,7 +5,6 @@ rule or members were), each with the reason. `first:` holds the first form's ent
 null takes an entry away. What a claim `presumes` is no part of its first form.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,9 +51,3 @@ def _note(claim: Mapping[str, Any], first: pd.DataFrame) -> str:
         verdicts = label(first.verdict.iloc[0]) if len(set(first.verdict)) == 1 else ", ".join(texts)
         notes.append(f"as first written ({first.rule.iloc[0]}): *{verdicts}*")
     return f"({'; '.join(notes)}.)" if notes else ""
-
-
-def first_form(statement: str) -> tuple[str, str] | None:
-    """(rule, verdicts) of a claim's first form, which `verdicts` has written into its statement; None: it has none."""
-    noted = re.search(r"as first written \((.*)\): \*(.+?)\*", statement)
-    return (noted[1], noted[2]) if noted else None

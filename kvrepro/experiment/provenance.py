@@ -4,7 +4,6 @@ import ast
 import datetime
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -41,15 +40,9 @@ def provenance(chapter: str, loaded: Loaded | None = None, settings: Settings = 
         "Machine": machine(),
         "Versions": ", ".join([f"Python {platform.python_version()}", *versions()]),
         "Time": f"{clock(time.monotonic() - STARTED)} for this execution; what was stored before is not computed again",
-        "Again": code_span(command(chapter, injected())),
+        "Again": f"`{command(chapter, injected())}`",
     }
     return Markdown("\n".join(f"- **{name}**: {text}" for name, text in facts.items()))
-
-
-def code_span(text: str) -> str:
-    """A text as code in markdown, also where it holds backticks."""
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence} {text} {fence}" if len(fence) > 1 else f"`{text}`"
 
 
 def commit(root: Path = ROOT) -> str:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -54,7 +54,7 @@ RARE = 1 / 16  # of an item: the weight of an unseen item at either end of a sco
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
 ANY = (-math.inf, math.inf)
-NO_VALUE = "(no value)"  # stands for a number that does not exist; `wording.findings` leaves such sentences out
+NO_VALUE = "(no value)"  # stands for a number that does not exist
 Columns = Mapping[str, np.ndarray]
 Rule = Callable[[np.ndarray, np.ndarray | None], tuple[float, float]]  # `_reach` of values and their extremes
 
@@ -423,43 +423,6 @@ def by_group(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd
         e = estimate(group)
         records.append((*key, *e.triple, e.n))
     return pd.DataFrame(records, columns=[*names, "value", "low", "high", "n"])
-
-
-def as_text(table: pd.DataFrame, unit: str = "", *, digits: int | None = None, **where: Any) -> str:
-    """One row of a table with columns value, low, high, as text for the prose: `0.281 [0.243, 0.320]`, in a unit.
-
-    unit: "%" for shares as percent. digits: after the point; None: three, or one for percent. where: column=value of
-    the row. `NO_VALUE` where there is no such row.
-    """
-    rows = table
-    for name, value in where.items():
-        rows = rows[rows[name] == value]
-    if len(rows) > 1:
-        raise InputError(f"{len(rows)} rows with {where}: name more columns")
-    if rows.empty or pd.isna(rows.value.iloc[0]):
-        return NO_VALUE
-    places = (1 if unit == "%" else 3) if digits is None else digits
-    row, spec = rows.iloc[0], f"z.{places}%" if unit == "%" else f"z.{places}f"  # z: no "-0.00"
-    after = f" {unit}" if unit not in ("", "%") else ""
-    if pd.isna(row.low):
-        return f"{row.value:{spec}}{after}"
-    return f"{row.value:{spec}} [{row.low:{spec}}, {row.high:{spec}}]{after}"
-
-
-def number(value: float) -> str:
-    """A number without its interval for the prose, `0.28`; `NO_VALUE` where it is nan."""
-    return NO_VALUE if math.isnan(value) else f"{value:.2f}"
-
-
-def percent(share: float) -> str:
-    """A share without its interval for the prose, `28%`; `NO_VALUE` where it is nan."""
-    return NO_VALUE if math.isnan(share) else f"{share:.0%}"
-
-
-def percents(shares: Iterable[float]) -> str:
-    """The least and the largest share, `7% to 12%`; one number where both read alike; `NO_VALUE` if there is none."""
-    numbers = [share for share in shares if not math.isnan(share)]
-    return " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(numbers), max(numbers)))) if numbers else NO_VALUE
 
 
 # ---------------------------------------------------------------- tests

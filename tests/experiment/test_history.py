@@ -49,11 +49,3 @@ def test_a_premise_is_no_part_of_a_first_form_and_null_takes_an_entry_away():
     assert verdicts.statement["X5"].endswith(" as first written (above 0): *reproduced*.)")
     assert verdicts.statement["X7"] == "It helps. (Its premise was added when results were known.)"
     assert verdicts.note["X7"].endswith("Without this premise it would be reproduced")
-
-
-def test_a_statement_tells_its_first_form():
-    assert history.first_form("X. (Changed when results were known; as first written (at least 2): *partly*.)") == (
-        "at least 2",
-        "partly",
-    )
-    assert history.first_form("X. (Exploratory: written when results were known.)") is None

@@ -7,6 +7,7 @@ different factors meet about equally often. Then main effects and interactions o
 """
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -102,6 +103,24 @@ def condition(cell: Mapping[str, Any], settings: Settings) -> Condition:
         capped if cell["regime"] == "decode cap" else prefill, side, side,
         reading="as_described", switches=tuple(sorted(switches.items())),
     )  # fmt: skip
+
+
+def levels(rows: pd.DataFrame) -> pd.DataFrame:
+    """The levels of the cells that stored rows belong to, a column per factor but the share; None for other rows."""
+    switches = pd.DataFrame([json.loads(text) for text in rows.switches], rows.index)
+    switches = switches.reindex(columns=["aggregate", "pool", "sinks"])
+    pairs = {f"{FILE}:{name}": pair for pair, name in NAMES.items()}
+    scorer, split = (rows.policy.map({policy: pair[i] for policy, pair in pairs.items()}) for i in range(2))
+    capped = rows.regime == "decode cap"
+    unseen = np.where(rows.until == "question", "question unseen", "question seen")
+    quota = pd.Series(np.where(rows.fair.notna(), "parts", "none"), rows.index)
+    table = pd.DataFrame({
+        "scorer": scorer, "aggregator": switches["aggregate"], "pooling": switches["pool"],
+        "guard": np.where(rows.prefix > 0, "ends", np.where(switches.sinks.notna(), "sinks", "none")),
+        "split": split.where(scorer != "position"), "quota": quota.where(~capped),
+        "regime": np.where(capped, "decode cap", unseen),
+    }).where(scorer.notna()).astype(object)  # fmt: skip
+    return table.where(table.notna(), None)
 
 
 def published(policies: Sequence[str], settings: Settings) -> list[Condition]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvrepro.chapters.synthesis.settings import Settings
-from kvrepro.engine.attention import attend, attend_prompt, read_once
+from kvrepro.engine.attention import attend, read_once
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
@@ -79,18 +79,16 @@ def _layers(loaded: Loaded, ids: Sequence[int]) -> dict[int, tuple[Tensor, Tenso
     """By layer, of those that evict: keys and values [kv_heads, tokens, dim], the last query's attention [kv_heads,
     group, tokens]."""
     seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-    all_positions = torch.arange(len(ids), device=loaded.model.device)[None]
 
     class Looking:
         def attend(
             self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Any, sliding: int | None = None
-        ) -> Tensor:
-            at, attention = all_positions.to(query.device), []
-            parts = [(key, value, at[:, None])]
-            attend(query[:, :, -1:], at[:, -1:], parts, scaling, sliding, lambda p, _: attention.append(p[0, :, :, 0]))
-            seen[layer] = key[0], value[0], attention[0].float()
-            plain = sliding is None or sliding >= len(ids)
-            return attend_prompt(query, key, value, scaling) if plain else attend(query, at, parts, scaling, sliding)
+        ):
+            at = torch.arange(len(ids), device=query.device)[None]
+            parts, last = [(key, value, at[:, None])], []
+            attend(query[:, :, -1:], at[:, -1:], parts, scaling, sliding, lambda p, _: last.append(p[0, :, :, 0]))
+            seen[layer] = key[0], value[0], last[0].float()
+            return attend(query, at, parts, scaling, sliding, prompt=True)
 
     read_once(loaded.model, ids, Looking())
     return {layer: seen[layer] for layer in ModelFacts.of(loaded.model).evictable}

@@ -1,5 +1,6 @@
 """The chapter's rows: common items under the grid and under published methods, on every model of a family."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from kvrepro.chapters.synthesis import grid, kept, stored
+from kvrepro.chapters.synthesis import grid, kept
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import is_own
 from kvrepro.engine.rule import check
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, models
+from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.answers import able
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, run
@@ -43,14 +44,11 @@ class Size(NamedTuple):
     others: int
 
 
-SIZES = {"quick": Size(data.AtMost(6), 140, 48), "full": Size(data.AtMost(48), 240, 240)}
-
-
 def size(profile: str, n_items: int | None = None, cells: int | None = None) -> Size:
     """The profile's size, with `n_items` and `cells` in place of its numbers where they are given."""
-    chosen = SIZES[profile]
-    chosen = chosen if n_items is None else chosen._replace(items=n_items)
-    return chosen if cells is None else chosen._replace(cells=cells, others=min(cells, chosen.others))
+    most, first, others = {"quick": (6, 140, 48), "full": (48, 240, 240)}[profile]
+    first = first if cells is None else cells
+    return Size(data.AtMost(most) if n_items is None else n_items, first, min(first, others))
 
 
 def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
@@ -151,11 +149,23 @@ def planned(
 def answers(
     loaded: Loaded, items: Sequence[Item], cells: int, policies: Sequence[str], settings: Settings
 ) -> pd.DataFrame:
-    """Rows of one model, as `stored.tidy` gives them; of a dry run those of its estimate."""
+    """Rows of one model, as `tidy` gives them; of a dry run those of its estimate."""
     prompts = [with_parts(loaded, item, settings) for item in items]
     conditions = planned(loaded, prompts, cells, policies, settings)
     rows = run(_study(items, conditions, settings), loaded, settings)
-    return rows if settings.dry_run else stored.tidy(rows)
+    return rows if settings.dry_run else tidy(rows)
+
+
+def tidy(rows: pd.DataFrame) -> pd.DataFrame:
+    """The runner's rows with their `grid.levels`, `kept`, `kind` ("full", "published", "grid"), `method`, `score`, and
+    what `kept_of` says of the kept set."""
+    rows = rows.reset_index(drop=True)
+    levels = grid.levels(rows)
+    kind = rows.policy.where(rows.policy == "full", "published").mask(levels.scorer.notna(), "grid")
+    shown = rows[["model", "item", "task", "prediction", "rest_f1", "evidence_at"]]
+    shown = shown.assign(kind=kind, kept=rows.share, method=rows.policy.where(kind == "published"))
+    notes = [json.loads(note) if isinstance(note, str) else {} for note in rows.note]  # {}: it failed
+    return pd.concat([shown.assign(score=measure.scores(rows)), levels, pd.DataFrame(notes)], axis=1)
 
 
 def _study(items: Sequence[Item], conditions: Sequence[Condition], settings: Settings) -> Answers:

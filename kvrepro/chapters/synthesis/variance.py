@@ -14,7 +14,6 @@ solve these moment equations (as in Henderson's methods for variance components;
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -22,34 +21,10 @@ import pandas as pd
 from kvrepro.errors import InputError
 from kvrepro.experiment import stats
 
-Term = tuple[str, ...]  # one factor, or two
+Columns = dict[tuple[str, ...], np.ndarray]  # of a factor, or of two
 SMALL = 1e-8  # of a column that others explain
 BEYOND = "conditions, beyond these"
 ENOUGH = 100  # from so many conditions on, interactions of two factors can be told apart
-
-
-@dataclass(frozen=True)
-class Design:
-    """Orthonormal columns [conditions, columns] of each term.
-
-    bases: the columns that measure a term; a main effect's are free of the other factors, an interaction's of all main
-    effects. carriers: the columns in which its effect may lie; an interaction's are free of its own two factors only.
-    """
-
-    bases: dict[Term, np.ndarray]
-    carriers: dict[Term, np.ndarray]
-
-    @property
-    def unmixed(self) -> np.ndarray:
-        """[terms + 1, terms + 1]: a matrix from what the bases take up (last: all differences between conditions) to
-        each term's variance over conditions (last: the variance beyond all terms)."""
-        rows = len(next(iter(self.bases.values())))
-        taken = [[float(((basis.T @ c) ** 2).sum()) for c in self.carriers.values()] for basis in self.bases.values()]
-        sizes = np.array([c.shape[1] for c in self.carriers.values()] + [rows - 1], float)
-        mixing = np.zeros((len(sizes), len(sizes)))
-        mixing[:-1, :-1], mixing[-1] = taken, sizes
-        mixing[:-1, -1] = [basis.shape[1] for basis in self.bases.values()]
-        return sizes[:, None] * np.linalg.pinv(mixing)
 
 
 def coded(levels: pd.Series) -> tuple[np.ndarray, list]:
@@ -60,13 +35,18 @@ def coded(levels: pd.Series) -> tuple[np.ndarray, list]:
     return indicators[:, :-1] - indicators[:, -1:], list(names)
 
 
-def design(conditions: pd.DataFrame, interactions: bool = True) -> Design:
-    """Columns of every factor (a column of `conditions`) that varies, and of the interactions of two."""
+def design(conditions: pd.DataFrame, interactions: bool = True) -> tuple[Columns, Columns]:
+    """Orthonormal columns [conditions, columns] of every factor (a column of `conditions`) that varies, and of the
+    interactions of two: (those that measure it, those in which its effect may lie).
+
+    What measures a factor is free of the other factors, and an interaction of all main effects. The effect of an
+    interaction is free of its own two factors only.
+    """
     columns_of = {name: columns for name in conditions if (columns := coded(conditions[name])[0]).shape[1]}
     constant = np.ones((len(conditions), 1))
     main = np.concatenate([constant, *columns_of.values()], 1)
-    bases: dict[Term, np.ndarray] = {}
-    carriers: dict[Term, np.ndarray] = {}
+    bases: Columns = {}
+    carriers: Columns = {}
     for name, columns in columns_of.items():
         others = [other for other_name, other in columns_of.items() if other_name != name]
         carriers[name,] = _free(columns, constant)
@@ -76,7 +56,7 @@ def design(conditions: pd.DataFrame, interactions: bool = True) -> Design:
         if (basis := _free(products, main)).shape[1]:
             factors = np.concatenate([constant, columns_of[a], columns_of[b]], 1)
             bases[a, b], carriers[a, b] = basis, _free(products, factors)
-    return Design(bases, carriers)
+    return bases, carriers
 
 
 def _free(columns: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -99,7 +79,17 @@ def wide(rows: pd.DataFrame, factors: Sequence[str], score: str) -> tuple[pd.Dat
     return conditions.where(conditions != "-", None), table.reset_index(drop=True)
 
 
-def shares(d: Design, scores: pd.DataFrame, draws: int = 1000, seed: int = 0) -> pd.DataFrame:
+def _unmixed(bases: Columns, carriers: Columns) -> np.ndarray:
+    """[terms + 1, terms + 1]: a matrix from what the bases take up (last: all differences between conditions) to each
+    term's variance over conditions (last: the variance beyond all terms)."""
+    taken = [[float(((basis.T @ c) ** 2).sum()) for c in carriers.values()] for basis in bases.values()]
+    sizes = np.array([*(c.shape[1] for c in carriers.values()), len(next(iter(bases.values()))) - 1], float)
+    own = [[basis.shape[1]] for basis in bases.values()]
+    mixing = np.vstack([np.hstack([taken, own]), sizes])
+    return sizes[:, None] * np.linalg.pinv(mixing)
+
+
+def shares(d: tuple[Columns, Columns], scores: pd.DataFrame, draws: int = 1000, seed: int = 0) -> pd.DataFrame:
     """The share of each term in the variance of scores [conditions, items]: columns term, value (what all items have in
     common), low, high, n.
 
@@ -107,11 +97,11 @@ def shares(d: Design, scores: pd.DataFrame, draws: int = 1000, seed: int = 0) ->
     Intervals are the book's for values that are no means, by resampling whole items. On simulated tables of 6 to 24
     items they held the truth in nine of ten; those of the item's share, which has heavy tails, in eight.
     """
-    y, n = scores.to_numpy(float), scores.shape[1]
+    (bases, carriers), y, n = d, scores.to_numpy(float), scores.shape[1]
     picks = np.random.default_rng(seed).integers(0, n, (draws, n))
     weights = np.stack([np.ones(n), *(np.bincount(pick, minlength=n) for pick in picks)])  # how often an item counts
     within, mean = y - y.mean(0), y.mean(0)
-    parts = [*(basis.T @ within for basis in d.bases.values()), within]
+    parts = [*(basis.T @ within for basis in bases.values()), within]
     grams = [part.T @ part / len(y) for part in parts]  # <c_i, c_k> / conditions, [items, items]; last: all differences
     others = 1 - np.eye(n)
     pairs = np.einsum("di,ik,dk->d", weights, others, weights)
@@ -119,9 +109,11 @@ def shares(d: Design, scores: pd.DataFrame, draws: int = 1000, seed: int = 0) ->
         common = np.stack([np.einsum("di,ik,dk->d", weights, gram * others, weights) / pairs for gram in grams], 1)
     item = weights @ mean**2 / n - (weights @ mean / n) ** 2
     total = weights @ np.diag(grams[-1]) / n + item
-    values = np.column_stack([common @ d.unmixed.T, item]) / np.where(total > SMALL, total, np.nan)[:, None]
+    values = (
+        np.column_stack([common @ _unmixed(bases, carriers).T, item]) / np.where(total > SMALL, total, np.nan)[:, None]
+    )
     rows = []
-    for i, term in enumerate([*(" x ".join(term) for term in d.bases), BEYOND, "item"]):
+    for i, term in enumerate([*(" x ".join(term) for term in bases), BEYOND, "item"]):
         estimate = stats.spread_of(float(values[0, i]), values[1:, i], n, limits=stats.UNIT)
         rows.append((term, *estimate.triple, n))
     return pd.DataFrame(rows, columns=["term", "value", "low", "high", "n"])

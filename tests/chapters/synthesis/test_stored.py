@@ -5,7 +5,7 @@ import json
 import pandas as pd
 
 import kvrepro as kv
-from kvrepro.chapters.synthesis import grid, stored
+from kvrepro.chapters.synthesis import grid, study
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.experiment import store
 from kvrepro.experiment.store import Store
@@ -22,7 +22,7 @@ def test_rows_know_the_cell_that_they_belong_to(tmp_path):
     every = enumerate([*conditions, published, kv.Condition()])
     written = Store(tmp_path, "synthesis", "grid", "m")
     written.add([columns | condition.columns() | {"key": str(i), "item": "i"} for i, condition in every])
-    rows = stored.tidy(store.read(tmp_path / "synthesis" / "grid"))
+    rows = study.tidy(store.read(tmp_path / "synthesis" / "grid"))
     of_grid = rows[rows.kind == "grid"].reset_index(drop=True)
     factors = list(grid.FACTORS)
     pd.testing.assert_frame_equal(of_grid[factors].fillna("-"), cells[factors].fillna("-"), check_dtype=False)

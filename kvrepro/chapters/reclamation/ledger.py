@@ -36,8 +36,6 @@ class Ledger:
     """The ledger of `blocks` blocks. Methods that move tokens return copies, which the caller must make at once."""
 
     def __init__(self, blocks: int, block_size: int = 16):
-        if blocks < 1 or block_size < 1:
-            raise InputError(f"{blocks} blocks of {block_size} slots: both must be at least 1")
         self.block_size = block_size
         self.references = np.zeros(blocks, np.int64)
         self.free_list = list(range(blocks))[::-1]  # the lowest block goes first
@@ -45,11 +43,6 @@ class Ledger:
         self.freed = 0  # blocks so far, by eviction or compaction, not by the end of a sequence
         self.copied = 0  # slots so far, by compaction
         self._next = 0
-
-    @property
-    def held(self) -> int:
-        """Blocks that some sequence holds."""
-        return len(self.references) - len(self.free_list)
 
     # ---- sequences
 
@@ -60,15 +53,11 @@ class Ledger:
 
     def fork(self, number: int, share: int | None = None) -> tuple[int, Copies]:
         """A new sequence with the same tokens, and the copies to make. It shares the first `share` blocks (None: all,
-        and nothing is copied until one of the two writes) and has copies of the others. Raises InputError where too few
-        blocks are free."""
+        and nothing is copied until one of the two writes) and has copies of the others."""
         parent = self.sequences[number]
         share = len(parent.blocks) if share is None else share
-        common, others = parent.blocks[:share], parent.blocks[share:]
-        if len(others) > len(self.free_list):
-            raise InputError(f"{len(others)} blocks to copy, {len(self.free_list)} are free: share more, or free some")
-        self.references[common] += 1
-        child = replace(parent, blocks=np.append(common, self._take(len(others))))
+        child = replace(parent, blocks=np.append(parent.blocks[:share], self._take(len(parent.blocks[share:]))))
+        self.references[parent.blocks[:share]] += 1
         slots = np.flatnonzero(parent.positions >= 0)
         slots = slots[slots >= share * self.block_size]
         return self._add(child), (self._flat(parent, slots), self._flat(child, slots))
@@ -80,27 +69,19 @@ class Ledger:
     def append(self, number: int, tokens: int = 1) -> tuple[np.ndarray, Copies]:
         """Make room for the next `tokens`: their flat slots [tokens], and the copies to make before writing.
 
-        A last block that is shared and not yet full is replaced by a copy. Raises InputError, and changes nothing,
-        where too few blocks are free.
+        A last block that is shared and not yet full is replaced by a copy.
         """
         s, size = self.sequences[number], self.block_size
         copy_last = s.tail < len(s.positions) and self.references[s.blocks[-1]] > 1
         fresh = max(0, -(-(s.tail + tokens - len(s.positions)) // size))
-        if fresh + copy_last > len(self.free_list):
-            raise InputError(
-                f"{tokens} tokens need {fresh + copy_last} blocks, {len(self.free_list)} of {len(self.references)} are "
-                "free: evict, free a sequence, or make the cache larger"
-            )
-        copies = NONE
+        taken, copies = self._take(fresh + copy_last), NONE
         if copy_last:
             inside = np.flatnonzero(s.positions[-size:] >= 0)
-            [block] = self._take(1)
-            copies = (s.blocks[-1] * size + inside, block * size + inside)
+            copies = (s.blocks[-1] * size + inside, taken[0] * size + inside)
             self._release(s.blocks[-1:])
-            s = replace(s, blocks=np.append(s.blocks[:-1], block))
         s = replace(
             s,
-            blocks=np.append(s.blocks, self._take(fresh)),
+            blocks=np.append(s.blocks[: len(s.blocks) - copy_last], taken),
             positions=np.append(s.positions, np.full(fresh * size, -1)),
             alive=np.append(s.alive, np.zeros((*s.alive.shape[:2], fresh * size), bool), -1),
         )
@@ -127,39 +108,30 @@ class Ledger:
         self.sequences[number] = replace(s, positions=np.where(dead, -1, s.positions), alive=alive)
         return self._drop(number)
 
-    def repack(self, number: int) -> tuple[int, Copies]:
-        """Order-preserving compaction: (blocks freed, copies). Survivors move forward in order, but not past a shared
-        block, which stays where it is."""
-        s = self.sequences[number]
-        shared = np.repeat(self.references[s.blocks] > 1, self.block_size)  # per slot
-        run = np.cumsum(shared)  # unshared slots between two shared blocks have the same number
-        source = np.flatnonzero((s.positions >= 0) & ~shared)
-        starts = {int(r): int(np.flatnonzero((run == r) & ~shared)[0]) for r in np.unique(run[source])}
-        rank = np.arange(len(source)) - np.searchsorted(run[source], run[source])
-        target = np.array([starts[int(r)] for r in run[source]], np.int64) + rank
-        return self._compact(number, s, source, target)
-
-    def fill(self, number: int) -> tuple[int, Copies]:
-        """Hole filling: (blocks freed, copies). Of n survivors those behind the first n slots move into holes among
-        these; the position map remembers the order of the text. Shared blocks come first in the new table; none is
-        moved, read or written.
-        """
-        s, size = self.sequences[number], self.block_size
-        shared = self.references[s.blocks] > 1
-        s = _blocks_of(s, np.argsort(~shared, kind="stable"), size)
-        first = int(shared.sum()) * size
-        alive = s.positions[first:] >= 0  # of unshared slots
-        dense = int(alive.sum())
-        source = first + dense + np.flatnonzero(alive[dense:])
-        target = first + np.flatnonzero(~alive[:dense])
-        return self._compact(number, s, source, target)
-
     def compact(self, number: int, layout: str) -> tuple[int, Copies]:
-        """A compaction by its name: "none", "repack" or "fill"."""
+        """Compaction: (blocks freed, copies). Blocks up to the last shared one stay; of the slots behind it, with n
+        survivors, a "repack" moves all forward in order, and hole filling ("fill") only those that lie behind the first
+        n slots, into holes among these: the position map remembers the order of the text. "none" does nothing."""
         ensure(LAYOUTS, layout=layout)
         if layout == "none":
             return 0, NONE
-        return self.repack(number) if layout == "repack" else self.fill(number)
+        s = self.sequences[number]
+        start = self.block_size * int(1 + np.flatnonzero(self.references[s.blocks] > 1).max(initial=-1))
+        living = start + np.flatnonzero(s.positions[start:] >= 0)
+        dense = np.arange(start, start + len(living))
+        if layout == "repack":
+            source, target = living[living != dense], dense[living != dense]
+        else:
+            source, target = np.setdiff1d(living, dense), np.setdiff1d(dense, living)
+        positions, alive = s.positions.copy(), s.alive.copy()
+        positions[source], alive[..., source] = -1, False
+        positions[target], alive[..., target] = s.positions[source], s.alive[..., source]
+        self.sequences[number] = replace(s, positions=positions, alive=alive)
+        freed, kept = self._drop(number), self.sequences[number]
+        last = int(np.flatnonzero(kept.positions >= 0).max(initial=-1))
+        self.sequences[number] = replace(kept, tail=last + 1)
+        self.copied += len(source)
+        return freed, (self._flat(s, source), self._flat(s, target))
 
     # ---- state
 
@@ -177,6 +149,9 @@ class Ledger:
         return self._next
 
     def _take(self, blocks: int) -> np.ndarray:
+        """Blocks off the free list. Raises InputError, and changes nothing, where too few are free."""
+        if blocks > len(self.free_list):
+            raise InputError(f"{blocks} blocks are needed, {len(self.free_list)} of {len(self.references)} are free")
         taken = np.array([self.free_list.pop() for _ in range(blocks)], np.int64)
         self.references[taken] = 1
         return taken
@@ -195,31 +170,13 @@ class Ledger:
         """Give up a sequence's blocks in which all slots are dead. Returns how many became free."""
         s, size = self.sequences[number], self.block_size
         living = (s.positions >= 0).reshape(-1, size).any(1)
-        kept = _blocks_of(s, np.flatnonzero(living), size)
+        slots = np.repeat(living, size)
+        kept = replace(s, blocks=s.blocks[living], positions=s.positions[slots], alive=s.alive[..., slots])
         tail = len(kept.positions) if not living[-1:].any() else s.tail - int((~living).sum()) * size
         self.sequences[number] = replace(kept, tail=tail)
         freed = self._release(s.blocks[~living])
         self.freed += freed
         return freed
-
-    def _compact(self, number: int, s: Entry, source: np.ndarray, target: np.ndarray) -> tuple[int, Copies]:
-        moved = source != target
-        source, target = source[moved], target[moved]
-        positions, alive = s.positions.copy(), s.alive.copy()
-        positions[source], alive[..., source] = -1, False
-        positions[target], alive[..., target] = s.positions[source], s.alive[..., source]
-        self.sequences[number] = replace(s, positions=positions, alive=alive)
-        freed, kept = self._drop(number), self.sequences[number]
-        last = np.flatnonzero(kept.positions >= 0)[-1:]
-        self.sequences[number] = replace(kept, tail=int(last[0]) + 1 if len(last) else 0)
-        self.copied += len(source)
-        return freed, (self._flat(s, source), self._flat(s, target))
-
-
-def _blocks_of(s: Entry, order: np.ndarray, size: int) -> Entry:
-    """The sequence with only these entries of its block table, in this order."""
-    slots = (order[:, None] * size + np.arange(size)).ravel()
-    return replace(s, blocks=s.blocks[order], positions=s.positions[slots], alive=s.alive[..., slots])
 
 
 def evict_to(ledger: Ledger, number: int, budget: int, random: np.random.Generator) -> None:

@@ -38,33 +38,21 @@ def claims_on_own(book: Sequence[Mapping[str, Any]], titles: Sequence[str]) -> l
     guide quotes or that `where` restricts to the chapter's policies, nor a member with a study of its own. A new
     claim's id is the old one with the title: `R1f Mine`.
     """
-    general = []
-    for claim in book:
-        in_study = [member for member in claim.get("members", []) if "study" not in member]
-        names_policies = any("policy" in member.get("where", {}) for member in in_study)
+    new_claims = []
+    for title, claim in itertools.product(titles, book):
+        wheres = [member.get("where", {}) for member in claim.get("members", []) if "study" not in member]
         holds_for_any = claim["study"] == "identity" and "column" in claim
         restricted = claim["study"] == "quoted" or claim.get("where", {}).get("source") == "chapter"
-        if not restricted and (names_policies or holds_for_any):
-            general.append({**claim, "members": in_study})
-    new_claims = []
-    for title, claim in itertools.product(titles, general):
-        wheres: list[dict[str, Any]] = []
-        for member in claim["members"]:
-            where = {name: value for name, value in member["where"].items() if name != "policy"}
-            if where not in wheres:
-                wheres.append(where)
-        titled = [{"label": _label(title, where), "where": where | {"policy": title}} for where in wheres]
-        new_claims.append({**claim, "id": f"{claim['id']} {title}", "own": title, "members": titled})
+        if restricted or not (holds_for_any or any("policy" in where for where in wheres)):
+            continue
+        rest = [{name: value for name, value in where.items() if name != "policy"} for where in wheres]
+        titled = {
+            ", ".join([title, *(f"{name} {value}" for name, value in where.items())]): where | {"policy": title}
+            for where in rest
+        }
+        asked = [{"label": text, "where": where} for text, where in titled.items()]
+        new_claims.append({**claim, "id": f"{claim['id']} {title}", "own": title, "members": asked})
     return new_claims
-
-
-def _label(title: str, where: Mapping[str, Any]) -> str:
-    """A member's name: `Mine, one set, 10% kept`."""
-    texts = [
-        f"{value:.0%} kept" if name == "kept" else "shared prefix" if value is True else str(value)
-        for name, value in where.items()
-    ]
-    return ", ".join([title, *texts])
 
 
 def members(claim: Mapping, tables: Mapping[str, pd.DataFrame]) -> list[Member | NotTestable]:

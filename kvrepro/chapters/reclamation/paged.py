@@ -18,7 +18,7 @@ from torch import Tensor
 from kvrepro.chapters.reclamation.ledger import Copies, Entry, Ledger
 from kvrepro.chapters.reclamation.survivors import GIVEN, WINDOW
 from kvrepro.engine.attention import Part, installed
-from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown, bytes_of
+from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.decode import decode
 from kvrepro.engine.evict import EvictionJob, Prompts
@@ -29,7 +29,6 @@ from kvrepro.engine.policy import Policy, find
 from kvrepro.engine.rows import Rows, evict_rows
 from kvrepro.engine.rule import budget_of
 from kvrepro.engine.shapes import KeyValue, Mask, RowInts, TokenInts
-from kvrepro.errors import InputError
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
@@ -245,9 +244,7 @@ class PagedLayer:
         return holds if self.cache.keeps is None else holds & self.cache.keeps[:, self.number]
 
     def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
-        """Of the tokens that `shown` gave, hold on to those in `keep`. Raises InputError for `masked`."""
-        if masked:
-            raise InputError("execution masked on a paged cache, which gives memory back: take physical")
+        """Of the tokens that `shown` gave, hold on to those in `keep`. Evicted tokens always leave memory."""
         kept = torch.zeros(*self.shape, self.cache.seen + 1, dtype=torch.bool, device=index.device)
         kept.scatter_(2, index.where(keep, -1) + 1, True)
         self._keep(kept[..., 1:].cpu().numpy())
@@ -269,18 +266,7 @@ class PagedLayer:
         return torch.from_numpy(self.holds().sum(-1))
 
     seen = held
-    overhead_bytes = 0
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of this layer's keys and values in the rows' blocks, including shared ones."""
-        blocks = sum(len(entry.blocks) for entry in self.cache.entries)
-        return 2 * self.keys.nbytes * blocks // len(self.cache.ledger.references)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of what the next eviction needs: sums per token, the last queries."""
-        return bytes_of(*self.sums.values(), self.queries, self.query_positions)
+    bytes = state_bytes = overhead_bytes = 0  # blocks are what is counted here
 
 
 # ---- the engine on paged rows

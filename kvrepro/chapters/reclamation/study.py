@@ -351,13 +351,14 @@ def runnable(
             [keep] = kept_sets(loaded, longest if is_own(name) else shortest[:128], [once(name, 0.5)])
             if isinstance(keep, Exception):
                 raise keep
-            possible.append(name)
-        except InputError as error:
-            if is_own(name):
+        except Exception as error:
+            refused = isinstance(error, InputError)
+            if is_own(name) and not refused:
+                message = f"{name} raised {error_line(error)}: mend it, or leave it out of `policies`"
+                raise InputError(message) from error
+            if is_own(name) or not refused:
                 raise
             print(f"{name} is left out: {error}")
-        except Exception as error:
-            if not is_own(name):
-                raise
-            raise InputError(f"{name} raised {error_line(error)}: mend it, or leave it out of `policies`") from error
+        else:
+            possible.append(name)
     return possible

@@ -16,7 +16,7 @@ def test_too_few_blocks_are_refused_before_anything_changes():
     ledger = Ledger(2, 4)
     number = ledger.new()
     ledger.append(number, 5)
-    with pytest.raises(InputError, match="4 tokens need 1 blocks, 0 of 2 are free"):
+    with pytest.raises(InputError, match="1 blocks are needed, 0 of 2 are free"):
         ledger.append(number, 4)
     assert ledger.sequences[number].seen == 5
     ledger.append(number, 3)
@@ -24,8 +24,6 @@ def test_too_few_blocks_are_refused_before_anything_changes():
         ledger.evict(number, np.ones(7, bool))
     with pytest.raises(InputError, match="layout 'head': "):
         ledger.compact(number, "head")
-    with pytest.raises(InputError, match="0 blocks of 16 slots"):
-        Ledger(0)
 
 
 # ---- the books against a naive model

@@ -11,10 +11,18 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvrepro.chapters.reclamation.paged import LoggedSteps, PagedRows, Pass, call_for, extend, generate, read
-from kvrepro.chapters.reclamation.survivors import JOINT, POLICIES, WINDOW, cells, condition, kept_sets, label, once
+from kvrepro.chapters.reclamation.paged import PagedRows, Pass, extend, generate, read
+from kvrepro.chapters.reclamation.survivors import (
+    JOINT,
+    POLICIES,
+    cells,
+    condition,
+    kept_sets,
+    label,
+    once,
+    while_decoding,
+)
 from kvrepro.engine.attention import installed
-from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import find
 from kvrepro.engine.regime import DecodeCap
 from kvrepro.errors import error_line
@@ -27,11 +35,10 @@ IGNORED = "references ignored"
 
 
 class Choice(NamedTuple):
-    """Which policy chooses the survivors of a generation, and how long the generation is."""
+    """The survivors of a generation, and how long the generation is."""
 
     who: dict[str, str]  # columns source ("chapter"; "catalogue", also for a reader's own), policy and granularity
-    condition: Condition
-    survivors: dict[int, Tensor]  # as `survivors.given` takes them; empty: the condition's policy chooses
+    survivors: dict[int, np.ndarray]  # as `generate` takes them
     new_tokens: int
 
 
@@ -41,15 +48,18 @@ def choices(
 ) -> tuple[list[Choice], list[dict[str, Any]]]:  # fmt: skip
     """The chapter's policies at each granularity, which evict again while decoding, and those of the catalogue or a
     reader's own, which compress the prompt once and generate half as many tokens. Then rows of policies that raised."""
-    chapter = cells(policies, JOINT, budget, DecodeCap(every))
-    chosen = [Choice({"source": "chapter"} | cell, c, {}, new_tokens) for cell, c in chapter]
-    failed, conditions = [], [once(name, budget) for name in catalogue]
-    for name, c, keep in zip(catalogue, conditions, kept_sets(loaded, ids, conditions), strict=True):
+    chosen = [
+        Choice({"source": "chapter"} | cell, while_decoding(loaded.model, ids, c, new_tokens), new_tokens)
+        for cell, c in cells(policies, JOINT, budget, DecodeCap(every))
+    ]
+    failed: list[dict[str, Any]] = []
+    keeps = kept_sets(loaded, ids, [once(name, budget) for name in catalogue])
+    for name, keep in zip(catalogue, keeps, strict=True):
         who = {"source": "catalogue", "policy": label(name), "granularity": find(name).budget}
         if isinstance(keep, Exception):
             failed.append(who | {"error": error_line(keep)})
         else:
-            chosen.append(Choice(who, c, {len(ids): torch.from_numpy(keep)}, max(1, new_tokens // 2)))
+            chosen.append(Choice(who, {len(ids): keep}, max(1, new_tokens // 2)))
     return chosen, failed
 
 
@@ -65,28 +75,20 @@ def identity(
     `error`. shared: the first part of the prompt belongs to another living sequence, too. Layout "storage positions" is
     hole filling without its position map, a control on "one set": new tokens are told their storage index.
     """
-    cut, model = int(PREFIX * len(ids)), loaded.model
-    call, prefix, _ = read(model, ids[:cut], len(ids) - cut + new_tokens, len(COMPACTED) + 3, block_size, ("mass",))
+    cut = int(PREFIX * len(ids))
+    call, prefix, _ = read(loaded.model, ids[:cut], len(ids) - cut + new_tokens, len(COMPACTED) + 3, block_size)
     whole = prefix.fork()
-    with installed(model):
-        logits = extend(call, whole, ids[cut:], WINDOW)
+    with installed(loaded.model):
+        logits = extend(call, whole, ids[cut:])
     chosen, failed = choices(loaded, ids, budget, policies, catalogue, new_tokens, every)
     tables = [pd.DataFrame(failed)] if failed else []
     for choice in chosen:
-        new = choice.new_tokens + 1
-        if not choice.survivors:
-            alone = whole.fork(0)
-            generate(call_for(model, ids, new), alone, logits, [choice.condition])
-            alone.free()
-            evictable = list(call.facts.evictable)
-            choice.survivors.update({p.seen: torch.from_numpy(p.survivors[evictable]) for p in alone.passes[0]})
         tried = [*COMPACTED, *[(CONTROL, False)] * (choice.who["granularity"] == "one set")]
         layouts = ["fill" if layout == CONTROL else layout for layout, _ in tried]
         rows = whole.fork(*(cut // block_size * shared for _, shared in tried), layouts=layouts)
-        steps = call_for(model, ids, new, LoggedSteps, misplaced=[layout == CONTROL for layout, _ in tried])
-        generate(steps, rows, logits, [choice.condition] * len(tried), [choice.survivors] * len(tried))
-        rows.free()
-        answers = torch.stack(steps.logits, 1)  # [rows, steps, vocabulary]; the first row is not compacted
+        misplaced = [layout == CONTROL for layout, _ in tried]
+        answers = generate(call, rows, logits, choice.survivors, choice.new_tokens, misplaced)
+        rows.free()  # the first of `answers` is not compacted
         tables.append(compared(pd.DataFrame([
             {**choice.who, "layout": layout, "shared": shared, "tokens": choice.new_tokens}
             | _agreement(ours, answers[0]) | _summed(passes)
@@ -107,7 +109,7 @@ def _summed(passes: list[Pass]) -> dict[str, float]:
     arithmetic says; decode_copies: slots that moved after the prompt's own pass; share: what these copies read and
     write, over what attention reads meanwhile; shared_slots_touched: by copies."""
     copies = sum(p.copies for p in passes[1:])
-    read = sum((b.seen - a.seen) * int(b.survivors.any((0, 1)).sum()) for a, b in pairwise(passes))
+    read = sum((b.seen - a.seen) * b.living for a, b in pairwise(passes))
     return {
         "passes": len(passes),
         "as_predicted": float(np.mean([p.freed == p.predicted for p in passes])),
@@ -146,13 +148,14 @@ def sharing(
     last, since it ruins the cache.
     """
     cut = int(PREFIX * len(ids)) // block_size * block_size
-    call, prefix, _ = read(loaded.model, ids[:cut], len(ids) - cut + new_tokens, 4, block_size, ("mass",))
-    evicting, ledger = [condition("window", "one set", budget, DecodeCap(every))], prefix.ledger
+    call, prefix, _ = read(loaded.model, ids[:cut], len(ids) - cut + new_tokens, 4, block_size)
+    evicting, ledger = condition("window", "one set", budget, DecodeCap(every)), prefix.ledger
+    survivors = while_decoding(loaded.model, ids, evicting, new_tokens)
 
     def read_on(layout: str = "none") -> tuple[PagedRows, Tensor]:
         child = prefix.fork(layouts=[layout])
         with installed(loaded.model):
-            return child, extend(call, child, ids[cut:], WINDOW)
+            return child, extend(call, child, ids[cut:])
 
     def blocks() -> Tensor:
         """A copy of the prefix's keys and values, [2 * layers, blocks, block_size, kv_heads, dim]."""
@@ -166,7 +169,7 @@ def sharing(
         second, logits = read_on("fill" if layout == IGNORED else layout)
         if layout == IGNORED:
             ledger.references[:] = ledger.references.clip(max=1)
-        generate(call_for(loaded.model, ids, new_tokens + 1), second, logits, evicting)
+        generate(call, second, logits, survivors, new_tokens)
         hits = float((blocks() == before).flatten(2).all(2).all(0).float().mean())
         second.free()
         third, logits_after = read_on()

@@ -1,34 +1,27 @@
-"""A paged KV cache for experiments, on which the engine attends, evicts and decodes as on any cache.
+"""A paged KV cache for experiments, on which a model reads, decodes and evicts.
 
 `PagedCache` holds keys and values in blocks and makes the copies that its ledger asks for. `PagedRows` gives sequences
-of it to the engine (`extend`, `generate`).
+of it to the model (`extend`, `generate`). Which tokens stay has been decided elsewhere.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvrepro.chapters.reclamation.ledger import Copies, Entry, Ledger
-from kvrepro.chapters.reclamation.survivors import GIVEN, WINDOW
 from kvrepro.engine.attention import Part, installed
-from kvrepro.engine.cache import EngineCache, RaggedLayer, Shown
-from kvrepro.engine.condition import Condition, Generation, Prompt
-from kvrepro.engine.decode import decode
-from kvrepro.engine.evict import EvictionJob, Prompts
+from kvrepro.engine.cache import EngineCache
+from kvrepro.engine.condition import Prompt
 from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import Call
-from kvrepro.engine.policy import Policy, find
-from kvrepro.engine.rows import Rows, evict_rows
-from kvrepro.engine.rule import budget_of
-from kvrepro.engine.shapes import KeyValue, Mask, RowInts, TokenInts
+from kvrepro.engine.shapes import KeyValue, TokenInts
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
@@ -68,8 +61,7 @@ class PagedCache:
         return freed, copies
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """What an eviction and the compaction after it did to a sequence."""
 
     freed: int  # blocks
@@ -77,25 +69,20 @@ class Pass:
     copies: int  # slots that moved
     foreign: int  # slots, read or written, of blocks that other sequences share
     seen: int  # tokens so far
-    survivors: np.ndarray  # bool [layers, kv_heads, seen] over true positions
+    living: int  # tokens that some head holds
 
 
 class PagedRows(EngineCache):
     """Sequences of a paged cache that have seen equally many tokens, as a cache of the engine with a row for each."""
 
-    def __init__(
-        self, pages: PagedCache, sums: Collection[str] = (), layouts: Sequence[str] = ("none",),
-        numbers: Sequence[int] = (),
-    ):  # fmt: skip
-        """sums: what is added up per token (`policy.SUMS`). layouts: each row's compaction after an eviction. numbers:
-        of existing sequences; without them new ones begin."""
+    def __init__(self, pages: PagedCache, layouts: Sequence[str] = ("none",), numbers: Sequence[int] = ()):
+        """layouts: each row's compaction after an eviction. numbers: of existing sequences; without them new ones
+        begin."""
         super().__init__(pages.config)
         self.pages, self.ledger, self.layouts = pages, pages.ledger, list(layouts)
         self.numbers = list(numbers) or [self.ledger.new() for _ in layouts]
         self.passes: list[list[Pass]] = [[] for _ in layouts]
-        self._freed = [0] * len(layouts)  # blocks, since the last tokens came
-        self.keeps: np.ndarray | None = None  # bool [rows, layers, kv_heads, seen]: evictions not yet in the ledger
-        self.ragged = {n: PagedLayer(self, n, sums) for n in range(len(pages.keys))}  # type: ignore[misc]
+        self.ragged = {n: PagedLayer(self, n) for n in range(len(pages.keys))}
 
     @property
     def entries(self) -> list[Entry]:
@@ -108,21 +95,14 @@ class PagedRows(EngineCache):
         return self.entries[0].seen
 
     def fork(self, *shares: int | None, layouts: Sequence[str] = ("none",)) -> PagedRows:
-        """`Ledger.fork` of a single row, with its copies: rows with the same tokens, sums and last queries, one for
-        each of `layouts`. shares: how many of the first blocks each shares (none given: all)."""
+        """`Ledger.fork` of a single row, with its copies: rows with the same tokens, one for each of `layouts`.
+        shares: how many of the first blocks each shares (none given: all)."""
         numbers: list[int] = []
         for share, _ in zip(shares or (None,) * len(layouts), layouts, strict=True):
             number, copies = self.ledger.fork(self.numbers[0], share)
             self.pages.copy(copies)
             numbers.append(number)
-        child = PagedRows(self.pages, (), layouts, numbers)
-        child.scalings = self.scalings
-        for layer, copy in zip(self.ragged.values(), child.ragged.values(), strict=True):
-            copy.sums.update({name: s.repeat(len(numbers), 1, 1) for name, s in layer.sums.items()})
-            if layer.queries is not None and layer.query_positions is not None:
-                copy.queries = layer.queries.expand(len(numbers), -1, -1, -1)
-                copy.query_positions = layer.query_positions.expand(len(numbers), -1)
-        return child
+        return PagedRows(self.pages, layouts, numbers)
 
     def free(self) -> None:
         """End the sequences."""
@@ -131,8 +111,6 @@ class PagedRows(EngineCache):
 
     def begin(self, tokens: int) -> None:
         """Make room for the next `tokens` in all layers."""
-        self.settle()
-        self._freed = [0] * len(self.numbers)
         written, living = [], []
         for number in self.numbers:
             slots, copies = self.ledger.append(number, tokens)
@@ -141,205 +119,108 @@ class PagedRows(EngineCache):
             living.append(self.ledger.living(number))
         longest = max(len(flat) for flat, _, _ in living)
         kinds = np.broadcast_shapes(*(alive.shape[:2] for _, _, alive in living))
-        read, at = np.zeros((2, len(living), longest), np.int64)
+        read = np.zeros((len(living), longest), np.int64)
         where = np.full((len(living), *kinds, longest), -1)
         for row, (flat, positions, alive) in enumerate(living):
             first = longest - len(flat)
-            read[row, first:], at[row, first:] = flat, positions
-            where[row, ..., first:] = np.where(alive, positions, -1)
+            read[row, first:], where[row, ..., first:] = flat, np.where(alive, positions, -1)
         device = self.pages.keys[0].device
         self.written = torch.from_numpy(np.stack(written)).to(device)  # [rows, tokens]
-        self.read, self.at = torch.from_numpy(read).to(device), torch.from_numpy(at).to(device)  # [rows, longest]
+        self.read = torch.from_numpy(read).to(device)  # [rows, longest]
         self.where = torch.from_numpy(where).to(device)  # [rows, layers or 1, kv_heads or 1, longest]
 
-    def survivors(self) -> np.ndarray:
-        """Which tokens are left, bool [rows, layers, kv_heads, seen] over true positions."""
-        return np.stack([layer.holds() for layer in self.ragged.values()], 1)
-
-    def settle(self) -> None:
-        """Enter into the ledger what the layers have evicted."""
-        if self.keeps is not None:
-            for row, (number, keep) in enumerate(zip(self.numbers, self.keeps, strict=True)):
-                self._freed[row] += self.ledger.evict(number, keep)
-        self.keeps = None
-
-    def evicted(self) -> None:
-        """Compact, now that every layer has evicted, and record what the pass did."""
-        self.settle()
-        survivors = self.survivors()
-        for row, (number, entry) in enumerate(zip(self.numbers, self.entries, strict=True)):
+    def evict(self, keep: np.ndarray) -> None:
+        """Evict all tokens but those in `keep`, bool [layers, kv_heads, seen] over true positions, from every row;
+        compact; and record what the pass did."""
+        size = self.ledger.block_size
+        for number, layout, passes in zip(self.numbers, self.layouts, self.passes, strict=True):
+            freed = self.ledger.evict(number, keep)
+            entry = self.ledger.sequences[number]
             unshared = self.ledger.references[entry.blocks] == 1
-            living = int((entry.positions >= 0).reshape(-1, self.ledger.block_size)[unshared].sum())
-            before = int(unshared.sum()) + self._freed[row]
-            freed, copies = self.pages.compact(number, self.layouts[row])
-            self._freed[row] += freed
-            touched = np.concatenate(copies) // self.ledger.block_size
-            self.passes[row].append(Pass(
-                self._freed[row], before - -(-living // self.ledger.block_size), len(copies[0]),
-                int((~np.isin(touched, entry.blocks[unshared])).sum()), entry.seen, survivors[row],
-            ))  # fmt: skip
+            living = (entry.positions >= 0).reshape(-1, size).sum(1)
+            predicted = freed + int(unshared.sum()) - -(-int(living[unshared].sum()) // size)
+            more, copies = self.pages.compact(number, layout)
+            foreign = int((~np.isin(np.concatenate(copies) // size, entry.blocks[unshared])).sum())
+            passes.append(Pass(freed + more, predicted, len(copies[0]), foreign, entry.seen, int(living.sum())))
 
 
 class PagedLayer:
-    """A layer of `PagedRows`, in blocks; to `Extend`, `evict_rows` and `decode` it is a `RaggedLayer`.
+    """A layer of `PagedRows`, in blocks, as `Extend` takes it. Nothing slides: what a sliding layer no longer sees goes
+    with the next eviction."""
 
-    Sums [rows, kv_heads, seen] are by true position, outside the blocks, which other sequences may share.
-    """
+    sums: Mapping[str, Tensor] = {}
+    tail = 0
 
-    remember = RaggedLayer.remember
-
-    def __init__(self, rows: PagedRows, number: int, sums: Collection[str]):
+    def __init__(self, rows: PagedRows, number: int):
         self.cache: Any = weakref.proxy(rows)  # a reference in a circle would keep the pages in memory
-        self.number, self.tail = number, 0
-        self._keys, self._values = (x[number].flatten(0, 1) for x in (rows.pages.keys, rows.pages.values))
-        self.shape = (len(rows.numbers), self._keys.shape[1])  # batch, kv_heads
-        self.keys = self._keys.flatten(0, 1)  # [tokens, dim], as a ragged layer's
-        self.sums = {name: torch.zeros(*self.shape, 0, device=self.keys.device) for name in sums}
-        self.tail_sums = self.sums
-        self.queries: Tensor | None = None
-        self.query_positions: Tensor | None = None
+        self.number = number
+        self.keys, self.values = (x[number].flatten(0, 1) for x in (rows.pages.keys, rows.pages.values))
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
         """Store the new tokens `[rows, kv_heads, new, dim]`; the first layer of a pass makes room for all."""
-        new = keys.shape[2]
         if self.number == 0:
-            self.cache.begin(new)
-        self._keys[self.cache.written] = keys.transpose(1, 2)
-        self._values[self.cache.written] = values.transpose(1, 2)
-        self.sums.update({name: torch.nn.functional.pad(s, (0, new)) for name, s in self.sums.items()})
-        self.tail += new
+            self.cache.begin(keys.shape[2])
+        self.keys[self.cache.written] = keys.transpose(1, 2)
+        self.values[self.cache.written] = values.transpose(1, 2)
 
     def parts(self) -> list[Part]:
         """Keys, values and positions that a query attends to: each row's living slots in table order, flush right;
         position -1 where a head has evicted the token."""
-        keys, values = (x[self.cache.read].transpose(1, 2) for x in (self._keys, self._values))
+        keys, values = (x[self.cache.read].transpose(1, 2) for x in (self.keys, self.values))
         where = self.cache.where
         return [(keys, values, where[:, self.number % where.shape[1]])]
 
-    def add(self, name: str, p: Tensor, flat_tokens: int) -> None:
-        """Add `p` [rows, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
-        self.sums[name].scatter_add_(2, self.cache.at[:, None].expand(p.shape), p)
 
-    def shown(self) -> Shown:
-        """The tokens that each head holds, by ascending position; `index` is the position."""
-        holds = self.holds()
-        seen = holds.shape[2]
-        slots = np.zeros((len(holds), seen), np.int64)
-        for row, number in enumerate(self.cache.numbers):
-            flat, positions, _ = self.cache.ledger.living(number)
-            slots[row, positions] = flat
-        held = np.sort(np.where(holds, np.arange(seen), -1))[..., seen - holds.sum(-1).max() :]
-        slot = np.take_along_axis(slots[:, None], held.clip(min=0), 2)
-        slot, at = (torch.from_numpy(x).to(self.keys.device) for x in (slot, held))
-        heads = torch.arange(at.shape[1], device=at.device)[:, None]
-        sums = {n: s.gather(2, at.clamp(min=0)).masked_fill(at < 0, 0) for n, s in self.sums.items()}
-        return Shown(self._keys[slot, heads], self._values[slot, heads], at, sums, at)
-
-    def holds(self) -> np.ndarray:
-        """Which tokens are left in this layer, bool [rows, kv_heads, seen] over true positions."""
-        holds = np.zeros((*self.shape, self.cache.seen), bool)
-        for row, entry in enumerate(self.cache.entries):
-            slots = np.flatnonzero(entry.positions >= 0)
-            holds[row][:, entry.positions[slots]] = entry.alive[self.number % len(entry.alive)][:, slots]
-        return holds if self.cache.keeps is None else holds & self.cache.keeps[:, self.number]
-
-    def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
-        """Of the tokens that `shown` gave, hold on to those in `keep`. Evicted tokens always leave memory."""
-        kept = torch.zeros(*self.shape, self.cache.seen + 1, dtype=torch.bool, device=index.device)
-        kept.scatter_(2, index.where(keep, -1) + 1, True)
-        self._keep(kept[..., 1:].cpu().numpy())
-
-    def slide(self, oldest: RowInts) -> None:
-        """Forget the tokens before each row's `oldest` position: a sliding layer never sees them again."""
-        self.tail = 0
-        self._keep((np.arange(self.cache.seen) >= oldest.cpu().numpy()[:, None])[:, None])
-        self.cache.settle()
-
-    def _keep(self, keep: np.ndarray) -> None:
-        """keep: bool [rows, kv_heads or 1, seen]."""
-        if self.cache.keeps is None:
-            self.cache.keeps = np.ones((self.shape[0], len(self.cache.ragged), self.shape[1], self.cache.seen), bool)
-        self.cache.keeps[:, self.number] &= keep
-
-    def held(self) -> Tensor:
-        """How many tokens each head holds, int64 [rows, kv_heads]; more slots may be in use, for other heads."""
-        return torch.from_numpy(self.holds().sum(-1))
-
-    seen = held
-    bytes = state_bytes = overhead_bytes = 0  # blocks are what is counted here
+# ---- a model on paged rows
 
 
-# ---- the engine on paged rows
-
-
-@dataclass
-class LoggedSteps(Call):
-    """A call of the engine that keeps the logits of every step. misplaced: for each row, whether the model gets storage
-    indices instead of positions."""
-
-    misplaced: Sequence[bool] = ()
-    logits: list[Tensor] = field(default_factory=list)
-
-    def forward(self, ids: Tensor, positions: Tensor, cache: PagedRows, attention: Extend) -> Tensor:  # type: ignore[override]
-        if any(self.misplaced):
-            shifts = [int((e.positions >= 0).sum()) - e.seen for e in cache.entries]
-            moved = positions.new_tensor([s * m for s, m in zip(shifts, self.misplaced, strict=True)])
-            positions = positions + moved[:, None]
-        self.logits.append(super().forward(ids, positions, cache, attention))
-        return self.logits[-1]
-
-
-def call_for(model: PreTrainedModel, ids: list[int], new_tokens: int = 1, kind: type[Call] = Call, **more: Any) -> Any:
-    """A call of the engine for one prompt."""
-    return kind(model, [Prompt(ids, {})], [], [new_tokens], ModelFacts.of(model), **more)
+def call_for(model: PreTrainedModel) -> Call:
+    """A call of the engine, for its `forward`."""
+    return Call(model, [Prompt([0], {})], [], [1], ModelFacts.of(model))
 
 
 @torch.inference_mode()
-def extend(call: Call, rows: PagedRows, ids: list[int], window: int = 0) -> Tensor:
-    """Run the next tokens of a single row through the model, in `installed(model)`: logits [1, vocabulary] of the last.
-
-    window: queries that an eviction will ask for.
-    """
-    device = rows.pages.keys[0].device
-    positions = torch.arange(rows.seen, rows.seen + len(ids), device=device)[None]
-    return call.forward(torch.tensor([ids], device=device), positions, rows, Extend(rows, positions, window))
+def extend(call: Call, rows: PagedRows, ids: Tensor | Sequence[int], misplaced: Sequence[bool] = (False,)) -> Tensor:
+    """Run the next tokens [rows, new], or of a single row [new], through the model, in `installed(model)`: logits
+    [rows, vocabulary] of the last. misplaced: which rows are told storage indices for positions."""
+    tokens = torch.as_tensor(ids, device=rows.pages.keys[0].device).view(len(rows.numbers), -1)
+    shifts = [
+        wrong * (int((e.positions >= 0).sum()) - e.seen) for e, wrong in zip(rows.entries, misplaced, strict=True)
+    ]
+    positions = torch.arange(rows.seen, rows.seen + tokens.shape[1]) + torch.tensor(shifts)[:, None]
+    positions = positions.to(tokens.device)
+    return call.forward(tokens, positions, rows, Extend(rows, positions))
 
 
 def read(
-    model: PreTrainedModel, ids: list[int], more: int, copies: int, block_size: int, sums: Collection[str] = ()
+    model: PreTrainedModel, ids: Sequence[int], more: int, copies: int, block_size: int
 ) -> tuple[Call, PagedRows, Tensor]:
     """Prefill `ids` into a cache with room for `more` tokens and for `copies` of the sequence: a call, a single row,
-    logits [1, vocabulary]. sums: those that the policies need which evict from it."""
+    logits [1, vocabulary]."""
     blocks = copies * (-(-(len(ids) + more) // block_size) + 1)
-    call, row = call_for(model, ids), PagedRows(PagedCache(model, blocks, block_size), sums)
+    call, row = call_for(model), PagedRows(PagedCache(model, blocks, block_size))
     with installed(model):
-        logits = extend(call, row, ids, WINDOW if sums else 0)
-    return call, row, logits
+        return call, row, extend(call, row, ids)
 
 
-@torch.inference_mode()
 def generate(
-    call: Call, paged: PagedRows, logits: Tensor, conditions: Sequence[Condition],
-    survivors: Sequence[Mapping[int, Tensor]] = (),
-) -> list[Generation]:  # fmt: skip
-    """Evict from rows that have read their prompt, and decode from `logits` [1, vocabulary], by the engine's loop. Each
-    row keeps the `survivors` of another run (as `survivors.given` takes them), or what its condition's policy keeps."""
-    budgets = [budget_of(c, paged.seen) for c in conditions]
-    prompts = Prompts.of(call.texts, logits.device)
-    jobs = []
-    for row, (c, budget) in enumerate(zip(conditions, budgets, strict=True)):
-        policy: Policy = GIVEN if survivors else find(c.policy)
-        parameters = {"survivors": survivors[row]} if survivors else policy.reading(c.reading, c.switches)
-        jobs.append(EvictionJob([c], policy, parameters, [budget], prompts))
-    for layer in paged.ragged.values() if survivors else ():  # given survivors need no sums
-        layer.sums.clear()
-    seen = torch.full((len(jobs),), paged.seen, device=logits.device)
-    tags = [(0, row) for row in range(len(jobs))]
-    call.notes |= {tag: {"kept_positions": [], "kept_positions_hash": "", "prefill_seconds": 0.0} for tag in tags}
-    start = logits.repeat(len(jobs), 1)
-    rows = Rows(tags, jobs, call.texts * len(jobs), paged, start, seen, torch.zeros_like(seen))
+    call: Call, rows: PagedRows, logits: Tensor, survivors: Mapping[int, np.ndarray], new_tokens: int,
+    misplaced: Sequence[bool] = (),
+) -> Tensor:  # fmt: skip
+    """Decode greedily from `logits` [1, vocabulary] on rows that have read their prompt: logits of each step [rows,
+    new_tokens, vocabulary]. survivors: bool [evictable layers, kv_heads, seen] by the number of tokens seen, where an
+    eviction is due."""
+    last, steps, facts = logits.repeat(len(rows.numbers), 1), [], call.facts
     with installed(call.model):
-        evict_rows(call.facts, rows, budgets)
-        call.fail({tags[row]: error for row, error in rows.failed.items()})
-        by_tag = dict(decode(call, rows, ()))
-    return [by_tag[tag] for tag in tags]
+        for step in range(new_tokens + 1):
+            if step:
+                last = extend(call, rows, last.argmax(1), misplaced or [False] * len(rows.numbers))
+                steps.append(last)
+            if rows.seen in survivors:
+                given = survivors[rows.seen]
+                keep = np.ones((len(rows.ragged), *given.shape[1:]), bool)
+                for layer, window in facts.sliding.items():
+                    keep[layer] = np.arange(rows.seen) >= rows.seen - window + 1
+                keep[list(facts.evictable)] = given
+                rows.evict(keep)
+    return torch.stack(steps, 1)

@@ -1,24 +1,29 @@
-"""Which tokens survive: a policy of the catalogue or of a reader chooses them at one of four granularities, or another
-run has chosen them.
+"""Which tokens survive: a policy of the catalogue or of a reader chooses them at one of four granularities.
 
 A granularity is an `across` of the policy: heads or layers that choose together do so by their mean scores.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.allocate import joint_layers, one_set, per_layer
 from kvrepro.engine.allowed import ensure
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import Policy, find, is_own, own
+from kvrepro.engine.attention import installed
+from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.decode import decode
+from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.passes import Call, read
+from kvrepro.engine.policy import find, is_own, own
 from kvrepro.engine.regime import Prefill, Regime
-from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
+from kvrepro.engine.rows import Rows
+from kvrepro.engine.rows import kept_sets as kept_by_layer
+from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.experiment.answers import REPEAT
 from kvrepro.experiment.models import Loaded
 
@@ -76,6 +81,24 @@ def kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -
     return [answer if isinstance(answer, Exception) else np.stack(answer.kept_sets or ()) for answer in answers]
 
 
+@torch.inference_mode()
+def while_decoding(model: PreTrainedModel, ids: list[int], c: Condition, new_tokens: int) -> dict[int, np.ndarray]:
+    """Which tokens stay after each eviction of a generation, bool [layers, kv_heads, seen], by the tokens seen."""
+    facts, kept = ModelFacts.of(model), {}
+
+    def watch(rows: Rows, picked: Tensor) -> None:
+        seen = int(rows.seen[0])
+        if (seen - len(ids)) % (c.every or new_tokens + 1) == 0:
+            [sets] = kept_by_layer(facts, rows.cache, [seen], True)
+            kept[seen] = np.stack(sets["kept_sets"])
+
+    call = Call(model, [Prompt(ids, {})], [c], [new_tokens + 1], facts, watch=watch)
+    with installed(model):
+        [rows] = read(call, [0], [0])
+        list(decode(call, rows, ()))
+    return kept
+
+
 def label(policy: str) -> str:
     """A policy's name in tables: one of `POLICIES` as it is, any other by its title."""
     return policy if policy in POLICIES else find(policy).title
@@ -90,19 +113,3 @@ def published(policies: Sequence[str]) -> list[str]:
     """The policies to try as published: the catalogue's and a reader's own, or if there are none of these, those from
     which the chapter's come."""
     return [name for name in policies if name not in POLICIES] or [POLICIES[name][0] for name in policies]
-
-
-def given(o: Observation, survivors: Mapping[int, Tensor]) -> Scores:
-    """1 for the tokens that another run kept at this point, 0 for the others. survivors: bool [layers, kv_heads, seen]
-    over true positions, by the number of tokens seen."""
-    [seen] = set(o.seen.tolist())
-    kept = survivors[seen][o.layer].to(o.positions.device)
-    return kept.expand(len(o.positions), -1, -1).gather(2, o.positions.clamp(min=0)).float()
-
-
-def as_many(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
-    """Each head keeps as many tokens as have a score above 0."""
-    return (scores > 0).sum(-1)
-
-
-GIVEN = Policy("Another run's survivors", "", given, allocate=as_many)

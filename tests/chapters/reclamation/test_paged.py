@@ -6,21 +6,21 @@ import tiny
 import torch
 
 from kvrepro.chapters.reclamation.paged import PagedCache, PagedRows, call_for, extend, generate
+from kvrepro.chapters.reclamation.survivors import while_decoding
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import find
 from kvrepro.engine.regime import DecodeCap, Prefill
 
 
-def sequence(model, blocks: int = 32, size: int = 8, **given) -> PagedRows:
-    return PagedRows(PagedCache(model, blocks, size), **given)
+def sequence(model, blocks: int = 32, size: int = 8) -> PagedRows:
+    return PagedRows(PagedCache(model, blocks, size))
 
 
-def logits(model, rows: PagedRows, ids: list[int], window: int = 0) -> torch.Tensor:
+def logits(model, rows: PagedRows, ids: list[int]) -> torch.Tensor:
     """Of the last of `ids`, which the model reads."""
     with installed(model):
-        return extend(call_for(model, ids), rows, ids, window)
+        return extend(call_for(model), rows, ids)
 
 
 def answer(model, rows: PagedRows, ids: list[int], tokens: int) -> list[int]:
@@ -32,14 +32,15 @@ def answer(model, rows: PagedRows, ids: list[int], tokens: int) -> list[int]:
 
 
 def decoded(model, ids: list[int], condition: Condition, layout: str, tokens: int) -> tuple[list[int], PagedRows]:
-    """What the engine's loop generates on a paged cache, the first of whose blocks another sequence shares."""
-    parent, call = sequence(model, 64, sums=find(condition.policy).needs), call_for(model, ids, tokens)
+    """What is generated on a paged cache, the first of whose blocks another sequence shares."""
+    parent, call = sequence(model, 64), call_for(model)
     with installed(model):
-        extend(call, parent, ids[:40], 16)
+        extend(call, parent, ids[:40])
         rows = parent.fork(layouts=[layout])
-        last = extend(call, rows, ids[40:], 16)
-    [generation] = generate(call, rows, last, [condition])
-    return generation.tokens, rows
+        last = extend(call, rows, ids[40:])
+    kept = while_decoding(model, ids, condition, tokens - 1)
+    steps = generate(call, rows, last, kept, tokens - 1)
+    return [int(last.argmax()), *steps[0].argmax(1).tolist()], rows
 
 
 WINDOW = (("window", 12),)
@@ -61,8 +62,8 @@ def test_the_engine_generates_on_a_paged_cache_what_it_generates_on_its_own(cond
     tokens, rows = decoded(model, ids, condition, layout, 14)
     assert tokens == ragged.tokens
     assert [p.seen for p in rows.passes[0]] == [90, *range(90 + (condition.every or 99), 104, condition.every or 99)]
-    assert rows.passes[0][0].survivors.any((0, 1)).nonzero()[0].tolist() == ragged.kept_positions
-    assert [round(held) for held in rows.survivors()[0].sum(-1).mean(1)] == ragged.kept
+    assert rows.passes[0][0].living == len(ragged.kept_positions)
+    assert [round(held) for held in rows.entries[0].alive.sum(-1).mean(1)] == ragged.kept
     if layout != "none":
         assert all(p.freed == p.predicted for p in rows.passes[0])
     assert not any(p.foreign for p in rows.passes[0])
@@ -104,18 +105,3 @@ def test_two_questions_share_a_prefix_and_neither_sees_the_other(compact):
     for sequences in (parent, *children):
         sequences.free()
     assert len(pages.ledger.free_list) == 32
-
-
-def test_sums_are_the_column_sums_of_eager_attention_and_each_fork_has_its_own():
-    model, [ids] = tiny.model(), tiny.prompts(40)
-    parent = sequence(model, sums=["mass"])
-    logits(model, parent, ids[:33])
-    before = parent.ragged[0].sums["mass"].clone()
-    child = parent.fork()
-    for token in ids[33:]:
-        logits(model, child, [token])
-    p = torch.stack(model(torch.tensor([ids]), output_attentions=True).attentions)[:, 0]  # [layers, heads, n, n]
-    exact = p.unflatten(1, (2, 3)).mean(2).sum(2)
-    for layer in range(3):
-        torch.testing.assert_close(child.ragged[layer].sums["mass"][0], exact[layer], rtol=0, atol=1e-4)
-    assert torch.equal(parent.ragged[0].sums["mass"], before)

@@ -3,13 +3,9 @@
 import numpy as np
 import pytest
 import tiny
-import torch
 
 from kvrepro.chapters.reclamation import survivors as s
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.evict import EvictionJob, Prompts, select_tokens
 from kvrepro.engine.generate import generate
-from kvrepro.engine.observe import Observation
 from kvrepro.engine.regime import DecodeCap, Prefill
 
 PAIRS = [(p, g) for p in s.POLICIES for g in (s.JOINT if p != "sinks_recency" else s.JOINT[:1])]
@@ -40,19 +36,3 @@ def test_an_evicted_token_is_never_kept_again():
         [[once, again]] = generate(tiny.model(), tiny.prompts(120), conditions, max_new_tokens=20, stop_ids=())
         assert once.kept_positions == again.kept_positions
         assert sum(again.kept) == 43 * 3  # three tokens each since the last eviction
-
-
-def test_another_runs_survivors_are_kept_head_by_head():
-    random = torch.Generator().manual_seed(3)
-    wanted = torch.rand(2, 3, 30, generator=random) < 0.4
-    wanted[1, 2] = False  # a head that keeps nothing
-    at = torch.arange(30).expand(1, 3, 30)
-    job = EvictionJob(
-        [Condition("random", 9, Prefill())], s.GIVEN, {"survivors": {30: wanted}}, [9], Prompts(at[:, 0], [{}])
-    )
-    for layer in range(2):
-        o = Observation(
-            layer, 2, torch.zeros(1, 3, 30, 4), torch.zeros(1, 3, 30, 4), at, torch.zeros(1, 3, 0, 4),
-            torch.zeros(1, 0, dtype=torch.long), torch.tensor([30]), 1.0,
-        )  # fmt: skip
-        assert torch.equal(select_tokens(job, o)[0], wanted[layer])

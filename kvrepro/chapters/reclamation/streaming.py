@@ -90,7 +90,9 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, tile: int = 32) -> Tensor:
     return sums
 
 
-def passes(tokens: Sequence[int], heads: int = 3, dim: int = 64, tile: int = 32, repeats: int = 6) -> pd.DataFrame:
+def passes(
+    loaded: None, tokens: Sequence[int], heads: int = 3, dim: int = 64, tile: int = 32, repeats: int = 6
+) -> pd.DataFrame:
     """What cumulative scores cost on this machine: rows (tokens, way, repeat) with `share_of_matrix` (the most memory
     allocated at once, measured, over the float32 scores of tokens x tokens per head), `score_difference` (from float64
     eager attention), `slower` and `larger` (time and memory over those of fused attention on the same draw).

@@ -6,7 +6,6 @@ a prompt stay. `run` makes all tables, with those of `acceptance`, `latency`, `s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -263,21 +262,17 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         raise InputError(f"two of the policies are called {min(repeated)}: give each a title of its own")
     for name, ids in prompts.items():
         _check_length(name, len(ids), settings, loaded.context)
-    block_size = settings.block_size
-    with_model = _model_studies(loaded, prompts, settings)
-    without_model: dict[str, Callable[[], pd.DataFrame]] = {
-        "synthetic": partial(synthetic, seed=settings.seed, block_size=block_size),
-        "toy": toy,
-        "traffic": partial(traffic, settings.cadences, settings.budget, block_size=block_size),
-        "wall": streaming.wall,
-        "passes": partial(streaming.passes, settings.lengths),
-        "memory": arithmetic.memory,
+    studies, block_size = _studies(loaded, prompts, settings), settings.block_size
+    times = PerItem("reclamation", "passes", {"all": settings.lengths}, streaming.passes)
+    tables = {
+        "synthetic": synthetic(seed=settings.seed, block_size=block_size),
+        "toy": toy(),
+        "traffic": traffic(settings.cadences, settings.budget, block_size=block_size),
+        "wall": streaming.wall(),
+        "passes": runner.run(times, None, settings).drop(columns="item"),
+        "memory": arithmetic.memory(),
     }
-    tables = {}
-    for name, study in without_model.items():
-        job = PerItem("reclamation", name, {name: study}, index_work)
-        tables[name] = runner.run(job, None, settings).drop(columns="item")
-    for name, (function, arguments) in with_model.items():
+    for name, (function, arguments) in studies.items():
         items = dict(islice(prompts.items(), None if name == "arising" else SIZES[settings.profile][name]))
         job = PerItem("reclamation", name, items, function, arguments, alone=name == "latency")
         tables[name] = _without_failed(name, runner.run(job, loaded, settings))
@@ -285,11 +280,6 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         problems = quoted.study(data.load_items(settings.quoted), settings.quoted_tokens)
         tables["quoted"] = quoted.table(runner.run(problems, loaded, settings))
     return tables
-
-
-def index_work(loaded: None, study: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-    """A study that is index work on a ledger."""
-    return study()
 
 
 def _without_failed(name: str, table: pd.DataFrame) -> pd.DataFrame:
@@ -303,7 +293,7 @@ def _without_failed(name: str, table: pd.DataFrame) -> pd.DataFrame:
     return table[table.error.isna()].drop(columns="error").infer_objects()
 
 
-def _model_studies(
+def _studies(
     loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings
 ) -> dict[str, tuple[Callable[..., pd.DataFrame], dict[str, Any]]]:
     """The studies with a model: the function that computes each, and its arguments. Policies that cannot run with this

@@ -184,12 +184,11 @@ def extend(call: Call, rows: PagedRows, ids: Tensor | Sequence[int], misplaced: 
     """Run the next tokens [rows, new], or of a single row [new], through the model, in `installed(model)`: logits
     [rows, vocabulary] of the last. misplaced: which rows are told storage indices for positions."""
     tokens = torch.as_tensor(ids, device=rows.pages.keys[0].device).view(len(rows.numbers), -1)
-    shifts = [
-        wrong * (int((e.positions >= 0).sum()) - e.seen) for e, wrong in zip(rows.entries, misplaced, strict=True)
-    ]
-    positions = torch.arange(rows.seen, rows.seen + tokens.shape[1]) + torch.tensor(shifts)[:, None]
-    positions = positions.to(tokens.device)
-    return call.forward(tokens, positions, rows, Extend(rows, positions))
+    positions = torch.arange(rows.seen, rows.seen + tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    held = [int((e.positions >= 0).sum()) for e in rows.entries]
+    shifts = [wrong * (living - rows.seen) for living, wrong in zip(held, misplaced, strict=True)]
+    told = positions + positions.new_tensor(shifts)[:, None]
+    return call.forward(tokens, told, rows, Extend(rows, positions))
 
 
 def read(

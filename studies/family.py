@@ -70,18 +70,10 @@ def _of_leakage(space: dict[str, Any]) -> pd.DataFrame:
 PER_ITEM = {"protection": _of_protection, "leakage": _of_leakage}
 
 
-def chosen_names(names: str, among: Sequence[str], what: str) -> list[str]:
-    """The names of a list with commas, or all of `among` if it is empty. what: the kind of name, for the error."""
-    chosen = [name.strip() for name in names.split(",") if name.strip()] or list(among)
-    ensure_known(what, chosen, among)
-    return chosen
-
-
 @app.command()
 def run(
     results: Annotated[Path, typer.Option(help="a folder for the runs, each in a folder of its own")],
-    models_: Annotated[str, typer.Option("--models", help="names with commas; otherwise all embedded models")] = "",
-    model: Annotated[str | None, typer.Option(help="in place of those: a checkpoint's folder, or a hub id")] = None,
+    names: Annotated[str, typer.Option("--models", help="embedded ones, folders, hub ids, with commas; or all")] = "",
     seeds: Annotated[str, typer.Option(help="of the items, with commas")] = "0",
     chapter_names: Annotated[str, typer.Option("--chapters", help="with commas; otherwise all that have claims")] = "",
     parameter: Annotated[list[str], typer.Option("-p", "--parameter", help="name=value")] = [],  # noqa: B006
@@ -89,11 +81,13 @@ def run(
     """Run chapters for models and seeds, one after another; a line for each. What fails leaves the others; the exit
     status is 1 then."""
     failed = False
-    chosen = [model] if model else chosen_names(models_, list(models.embedded()), "model")
+    chosen = names.split(",") if names else list(models.embedded())
+    chosen_chapters = chapter_names.split(",") if chapter_names else chapters.JUDGED
+    ensure_known("chapter", chosen_chapters, chapters.JUDGED)
     for seed, name_or_path in itertools.product(map(int, seeds.split(",")), chosen):
         folder = results.resolve() / f"{Path(name_or_path).name}-{seed}"
         parameters = {"model": name_or_path, "options": {"seed": seed, "progress": False}} | chapters.given(parameter)
-        for chapter in chosen_names(chapter_names, chapters.JUDGED, "chapter"):
+        for chapter in chosen_chapters:
             start = time.perf_counter()
             try:
                 outcome = "done" if run_chapter(chapter, folder, parameters) else "was done"
@@ -105,34 +99,34 @@ def run(
     raise typer.Exit(int(failed))
 
 
-def collected(results: Path, seed: int = 0, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
-    """A row per model, claim and reading of all runs with a seed, with these columns. The estimate and its interval are
+def collected(results: Path, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
+    """A row per model, claim and reading of all runs with seed 0, with these columns. The estimate and its interval are
     those of the member that decides. A chapter that failed has one row, without a claim. Raises InputError where there
     is no such run."""
     parts = []
-    for file in sorted(results.glob(f"*-{seed}/*/claims.csv")):
-        model, chapter = file.parent.parent.name.removesuffix(f"-{seed}"), file.parent.name
+    for file in sorted(results.glob("*-0/*/claims.csv")):
+        model, chapter = file.parent.parent.name.removesuffix("-0"), file.parent.name
         table = claims.read(file)
         verdicts = table[table.model == model].rename(columns={"ours": "estimate"})
         done = json.loads(file.with_name(DONE).read_text()) if file.with_name(DONE).is_file() else {}
         note = verdicts.note.where(verdicts.verdict == claims.NOT_TESTABLE, "")
         facts = {"date": done.get("date", ""), "items": done.get("items", "")}
         parts.append(verdicts.assign(chapter=chapter, note=note, **facts))
-    for file in sorted(results.glob(f"*-{seed}/*/{FAILED}")):
-        row = {"model": file.parent.parent.name.removesuffix(f"-{seed}"), "chapter": file.parent.name}
+    for file in sorted(results.glob(f"*-0/*/{FAILED}")):
+        row = {"model": file.parent.parent.name.removesuffix("-0"), "chapter": file.parent.name}
         parts.append(pd.DataFrame([row | {"verdict": NOT_RUN, "note": file.read_text()}]))
     if not parts:
-        raise InputError(f"no verdicts in {results}/<model>-{seed}/<chapter>/claims.csv: first family run")
+        raise InputError(f"no verdicts in {results}/<model>-0/<chapter>/claims.csv: first family run")
     return pd.concat(parts, ignore_index=True).reindex(columns=list(columns))
 
 
 @app.command()
-def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
-    """Store the verdicts of all runs with one seed in data/family.csv, and those of the claims about several models,
+def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")]) -> None:
+    """Store the verdicts of all runs with seed 0 in data/family.csv, and those of the claims about several models,
     judged now, with how often their rules err, in data/family_claims.csv."""
-    table = collected(results, seed)
+    table = collected(results)
     with error_rates.recorded() as tested_claims:
-        judged = family_claims.verdicts(*(family_claims.rows_of(results, name, seed) for name in PER_ITEM))
+        judged = family_claims.verdicts(*(family_claims.rows_of(results, name) for name in PER_ITEM))
     rates = error_rates.table("family", tested_claims, 1).reindex(columns=["claim", "reading", *family_claims.RATES])
     for file, frame in ((TABLE, table), (JUDGED, judged.merge(rates))):
         write_table(file, frame)
@@ -140,9 +134,9 @@ def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")
 
 
 @app.command()
-def full(results: Annotated[Path, typer.Option(help="the folder of the runs")], seed: int = 0) -> None:
+def full(results: Annotated[Path, typer.Option(help="the folder of the runs")]) -> None:
     """Store the verdicts of runs of the full profile in data/full_profile.csv."""
-    table = collected(results, seed)
+    table = collected(results)
     if others := sorted(set(table.profile.dropna()) - {"full"}):
         raise InputError(f"profile {', '.join(others)}: give runs of the full profile, by -p profile=full")
     write_table(FULL, table)

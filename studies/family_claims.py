@@ -153,9 +153,9 @@ def _of_leakage(claim: Mapping, rows: Mapping[str, pd.DataFrame]) -> Members:
 # ---------------------------------------------------------------- verdicts
 
 
-def rows_of(results: Path, chapter: str, seed: int = 0) -> dict[str, pd.DataFrame]:
-    """The rows that runs with a seed kept of a chapter, by model, of the models that ship with the project."""
-    files = {name: results / f"{name}-{seed}" / chapter / ROWS for name in models.embedded()}
+def rows_of(results: Path, chapter: str) -> dict[str, pd.DataFrame]:
+    """The rows that runs with seed 0 kept of a chapter, by model, of the models that ship with the project."""
+    files = {name: results / f"{name}-0" / chapter / ROWS for name in models.embedded()}
     return {name: pd.read_parquet(file) for name, file in files.items() if file.is_file()}
 
 

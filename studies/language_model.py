@@ -1,6 +1,6 @@
 """The chapters on a language model that others trained on real text: SmolLM2-135M-Instruct {cite}`smollm2`.
 
-    python -m studies.family run --results /tmp/needles --model smollm2-135m-instruct --chapters protection \\
+    python -m studies.family run --results /tmp/needles --models smollm2-135m-instruct --chapters protection \\
         -p items=ruler:niah_single_1,niah_single_2,niah_multikey_1,niah_multivalue -p n_items=80 -p device=cuda
     python -m studies.language_model /tmp/needles /tmp/texts      # data/language_model*.csv
 
@@ -110,7 +110,7 @@ def collected(results: Sequence[Path]) -> tuple[pd.DataFrame, pd.DataFrame, pd.D
     """The three tables. Raises InputError where a folder holds no run, or two runs of a chapter on the same items."""
     verdicts, runs, means = [], [], []
     for folder in results:
-        verdicts.append(family.collected(folder, columns=COLUMNS))
+        verdicts.append(family.collected(folder, COLUMNS))
         for chapter in sorted(file.parent for file in folder.glob(f"*/*/{family.DONE}")):
             study = main_study(chapter)
             runs.append(run_of(chapter, study))

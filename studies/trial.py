@@ -6,12 +6,10 @@ memory. A failed row fails the trial. Random weights answer nothing: this tests 
 """
 
 import datetime
-import multiprocessing
 import tempfile
 import time
 import traceback
 from collections.abc import Iterable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -26,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from kvrepro.engine.allowed import ensure
 from kvrepro.errors import InputError, error_line
 from kvrepro.experiment import data, models
-from kvrepro.item import Item
 from kvrepro.paths import GPU
 from studies import chapters
 from studies.table import answers_of, replace_rows, words
@@ -71,56 +68,29 @@ def checkpoint(
         network = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     network.save_pretrained(folder)
     del network
-    torch.cuda.empty_cache()  # the chapter's process needs the room
+    torch.cuda.empty_cache()  # the chapters need the room
     fast.save_pretrained(folder)
     return folder
 
 
-def checkpoint_for(items: Iterable[Item], folder: Path, shape: str, dtype: str = "float32") -> Path:
-    """A `checkpoint` in `folder` whose tokenizer knows the words of these items. Its hash is remembered, so that no
-    process reads the weights for it."""
-    texts = [message["content"] for item in items for message in item.messages]
-    path = checkpoint(folder / shape, shape, texts, dtype=dtype)
-    models.checkpoint_hash(path)
-    return path
-
-
-def _attempt(answer: Connection, name: str, parameters: dict[str, Any]) -> None:
-    """Run a chapter in this process, and send its seconds, peak GiB, and its error or ""."""
-    began, error = time.perf_counter(), ""
+def attempt(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """A chapter's row: results, failed ones, seconds, those of reading prompts and of decoding, peak memory, error."""
+    began, row = time.perf_counter(), {"chapter": name, "n_items": parameters["n_items"], "error": ""}
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     try:
         chapters.run(name, parameters)
-    except Exception as raised:
+    except Exception as raised:  # whatever a cell raises
         traceback.print_exc()
-        error = error_line(raised)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
-    answer.send({"seconds": round(time.perf_counter() - began, 1), "peak_gib": round(peak, 2), "error": error})
-
-
-def attempt(name: str, parameters: dict[str, Any], limit: float) -> dict[str, Any]:
-    """A chapter's row: results, failed ones, seconds, those of reading prompts and of decoding, peak memory. One that
-    takes longer than `limit` seconds is stopped, and its row says so."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_attempt, args=(sender, name, parameters))
-    process.start()
-    sender.close()
-    row: dict[str, Any] = {"seconds": limit, "error": f"not done after {limit:.0f} s"}
-    try:
-        if receiver.poll(limit):
-            row = receiver.recv()
-            process.join(10)  # it ends its workers
-    except EOFError:
-        process.join()
-        row["error"] = f"its process ended with exit code {process.exitcode}"
-    finally:
-        process.kill()
-        process.join()
-    rows = answers_of(Path(parameters["results"]) / name)
-    spent = {part: round(float(rows[f"{part}_seconds"].sum()), 1) for part in ("prefill", "decode") if len(rows)}
-    of_items = {file.parent for file in (Path(parameters["results"]) / name).glob("*/*/*.parquet")}
-    counts = {"results": max(len(rows), len(of_items)), "failed": int(rows.error.notna().sum())}
-    return {"chapter": name, "n_items": parameters["n_items"]} | counts | spent | row
+        row["error"] = error_line(raised)
+    row["seconds"] = round(time.perf_counter() - began, 1)
+    if torch.cuda.is_available():
+        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    folder = Path(parameters["results"]) / name
+    rows = answers_of(folder)
+    row |= {part: round(float(rows[f"{part}_seconds"].sum()), 1) for part in ("prefill", "decode") if len(rows)}
+    of_items = {file.parent for file in folder.glob("*/*/*.parquet")}
+    return row | {"results": max(len(rows), len(of_items)), "failed": int(rows.error.notna().sum())}
 
 
 def main(
@@ -130,10 +100,9 @@ def main(
     chapter: Annotated[list[str], typer.Option(help=f"these alone, of {', '.join(CHAPTERS)}")] = [],  # noqa: B006
     items: Annotated[str, typer.Option(help="longbench, or a .jsonl file; leakage takes ifeval instead")] = "longbench",
     n_items: Annotated[int, typer.Option(help="of each study")] = 2,
-    limit: Annotated[float, typer.Option(help="seconds for a chapter")] = 600,
     out: Annotated[Path, typer.Option(help="the table")] = GPU / "chapters.csv",
 ) -> None:
-    """Run the chapters on random weights of a real shape; exit 1 where a row failed or a chapter did not end."""
+    """Run the chapters on random weights of a real shape; exit 1 where a row or a chapter failed."""
     ensure(tuple(SHAPES), shape=shape)
     ensure(DTYPES, dtype=dtype)
     for name in chapter:
@@ -151,12 +120,13 @@ def main(
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        path = checkpoint_for(read, Path(folder), shape, dtype)
+        texts = [message["content"] for item in read for message in item.messages]
+        path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
         print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
         parameters = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
         parameters |= {"items": items, "n_items": n_items, "results": f"{folder}/results"}
         for name in chapter or CHAPTERS:
-            rows.append(attempt(name, parameters, limit) | run_facts)
+            rows.append(attempt(name, parameters) | run_facts)
             print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
             replace_rows(out, pd.DataFrame(rows), KEY)
     print(f"the table: {out}")

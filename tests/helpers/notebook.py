@@ -1,16 +1,11 @@
 """A chapter's notebook from top to bottom in this process, and what its cells display."""
 
-import ast
-import linecache
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import nbformat
 from IPython.core.formatters import DisplayFormatter
 
-from kvrepro.paths import ROOT
+from studies import chapters
 
 MINE = """
 from kvrepro.engine.observe import Observation
@@ -34,26 +29,6 @@ def own_policy(folder: Path, window: int = 16) -> str:
     return f"{folder / 'mine.py'}:MINE"
 
 
-def run_cells(name: str, given: dict[str, Any], display: Callable[..., None]) -> Iterator[str]:
-    """Run a notebook's code cells in this process, with these parameters in the place of its own, and yield each cell's
-    source. display: is called with what a cell shows."""
-    space: dict[str, Any] = {"display": display}
-    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
-    for number, cell in enumerate(cell for cell in notebook.cells if cell.cell_type == "code"):
-        tree, file = ast.parse(cell.source), f"<{name}.ipynb, cell {number}>"
-        linecache.cache[file] = len(cell.source), None, cell.source.splitlines(keepends=True), file  # for `inspect`
-        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-        shows = ("IPython.display.display", "kvrepro.experiment.figure.display")
-        with mock.patch(shows[0], display), mock.patch(shows[1], display):
-            exec(compile(tree, file, "exec"), space)
-            shown = eval(compile(ast.Expression(last.value), file, "eval"), space) if last else None
-        if shown is not None:
-            display(shown)
-        if "parameters" in cell.metadata.get("tags", []):
-            space |= given
-        yield cell.source
-
-
 def run(name: str, given: dict[str, Any]) -> list[tuple[str, Shown]]:
     """(source, what it displays) of every code cell, with these parameters in the place of its own."""
     shown: Shown = []
@@ -63,7 +38,7 @@ def run(name: str, given: dict[str, Any]) -> list[tuple[str, Shown]]:
         shown.extend(thing if raw else formatted(thing)[0] for thing in things)
 
     cells = []
-    for source in run_cells(name, given, display):
+    for source, _ in chapters.cells(name, given, display):
         cells.append((source, list(shown)))
         shown.clear()
     return cells

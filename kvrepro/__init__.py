@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kvrepro.engine.condition import Condition, Generation
-    from kvrepro.engine.evicting import evicting
+    from kvrepro.engine.condition import Chunked, Condition, DecodeCap, Generation, Offline, PerStep, Prefill, SharedCap
     from kvrepro.engine.generate import generate
-    from kvrepro.engine.prefix import compress, load_prefix
-    from kvrepro.engine.regime import Chunked, DecodeCap, Offline, PerStep, Prefill, SharedCap
+    from kvrepro.engine.hf import compress, evicting, load_prefix
     from kvrepro.experiment.data import build_prompt, load_items
     from kvrepro.experiment.measure import token_f1
     from kvrepro.experiment.models import load, stop_ids
@@ -29,12 +27,12 @@ __all__ = [
 ]  # fmt: skip
 _HOMES = {  # name: the module that defines it
     **dict.fromkeys(("Condition", "Generation"), "kvrepro.engine.condition"),
-    **dict.fromkeys(("Chunked", "DecodeCap", "Offline", "PerStep", "Prefill", "SharedCap"), "kvrepro.engine.regime"),
+    **dict.fromkeys(("Chunked", "DecodeCap", "Offline", "PerStep", "Prefill", "SharedCap"), "kvrepro.engine.condition"),
     **dict.fromkeys(("Answers", "PerItem", "Settings", "run"), "kvrepro.experiment.run"),
     **dict.fromkeys(("build_prompt", "load_items"), "kvrepro.experiment.data"),
-    **dict.fromkeys(("compress", "load_prefix"), "kvrepro.engine.prefix"),
+    **dict.fromkeys(("compress", "load_prefix"), "kvrepro.engine.hf"),
     **dict.fromkeys(("load", "stop_ids"), "kvrepro.experiment.models"),
-    "Item": "kvrepro.item", "evicting": "kvrepro.engine.evicting", "generate": "kvrepro.engine.generate",
+    "Item": "kvrepro.item", "evicting": "kvrepro.engine.hf", "generate": "kvrepro.engine.generate",
     "token_f1": "kvrepro.experiment.measure",
 }  # fmt: skip
 

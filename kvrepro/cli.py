@@ -205,10 +205,8 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, settings: 
     from dataclasses import fields
 
     from kvrepro.engine.allowed import ensure
-    from kvrepro.engine.condition import Condition
-    from kvrepro.engine.policy import find
-    from kvrepro.engine.regime import REGIMES
-    from kvrepro.engine.rule import check
+    from kvrepro.engine.condition import REGIMES, Condition
+    from kvrepro.engine.policy import check, find
 
     regime = regime.replace("-", " ").replace("_", " ")
     if regime:

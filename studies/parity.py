@@ -26,9 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvrepro.engine import attention
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, Prefill
 from kvrepro.engine.generate import generate
-from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.paths import write_table

@@ -20,11 +20,10 @@ from scipy import stats as scipy_stats
 from torch import Tensor
 
 from kvrepro.engine.attention import attend, read_once
-from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.condition import Condition, Prefill, Prompt
 from kvrepro.engine.generate import generate
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, own
-from kvrepro.engine.regime import Prefill
 from kvrepro.engine.shapes import Scores
 from kvrepro.experiment import data, models, stats
 from kvrepro.experiment.models import Loaded

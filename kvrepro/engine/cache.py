@@ -7,24 +7,55 @@ offsets. Tokens that came after the last eviction lie in a dense tail, because a
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from kvrepro.engine.attention import Part
-from kvrepro.engine.quantise import RESIDUAL, Packed
+from kvrepro.engine.attention import LOW_QUERIES, Part, attend, per_token
+from kvrepro.engine.score.cumulative import page_mask
 from kvrepro.engine.shapes import KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
+from kvrepro.engine.shared import StepSignals
+from kvrepro.errors import InputError
 
 NO_TOKENS, NO_POSITIONS = torch.empty(0, 0, 0, 0), torch.empty(0, 0, dtype=torch.long)  # of an empty tail
 ROOM = 256  # when the tail grows it gets one spare slot per ROOM tokens that a head holds
 SLIDE = 16  # tokens in the tail after which a sliding layer drops what is out of its window
+# transformers' defaults for caches that it quantises by optimum-quanto
+GROUP = 64  # numbers that share a scale and a shift
+RESIDUAL = 128  # newest tokens stay in the model's dtype until there are so many
+
+
+class Packed:
+    """A tensor `[tokens, dim]` in 4 bits, a scale and a shift for each 64 numbers; `dense()` gives it back, with every
+    number rounded to one of its group's 16 levels. Raises InputError for a head whose dim does not fit the groups."""
+
+    def __init__(self, dense: Tensor):
+        if dense.shape[1] % GROUP:
+            raise InputError(f"head dim {dense.shape[1]} is no multiple of {GROUP}, which share a scale: use bits=None")
+        self.shape, self.dtype, groups = dense.shape, dense.dtype, dense.reshape(-1, GROUP)
+        self.shift = -groups.amin(1, keepdim=True)
+        self.scale = (groups.amax(1, keepdim=True) + self.shift) / 15
+        levels = ((groups + self.shift) / self.scale).round().clamp(0, 15).to(torch.uint8)
+        self.codes = levels[:, ::2] << 4 | levels[:, 1::2]
+
+    def dense(self) -> Tensor:
+        levels = torch.stack([self.codes >> 4, self.codes & 15], -1).flatten(1)
+        return (self.scale * levels - self.shift).view(self.shape)
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of codes, scales and shifts."""
+        return sum(t.numel() * t.element_size() for t in (self.codes, self.scale, self.shift))
 
 
 class Shown(NamedTuple):
-    """The visible tokens of a layer, `[batch, kv_heads, tokens, ...]`, flush right; dead slots have position -1."""
+    """The tokens of a layer, `[batch, kv_heads, tokens, ...]`, flush right; dead slots have position -1."""
 
     keys: KeyValue
     values: KeyValue
@@ -53,47 +84,34 @@ class RaggedLayer:
     offsets: Tensor  # int64 [batch * kv_heads + 1]
     shape: tuple[int, int]  # batch, kv_heads
     sums: dict[str, Tensor]  # per token, float32 [total]
-    hidden: Tensor | None = None  # bool [total], masked execution: evicted but still in memory
     tail_keys: KeyValue = NO_TOKENS  # [batch, kv_heads, room, dim]
     tail_values: KeyValue = NO_TOKENS
     tail_positions: TokenInts = NO_POSITIONS  # [batch, used], -1 where a row got padding
     tail_sums: dict[str, Tensor] = field(default_factory=dict)  # [batch, kv_heads, used]
     queries: Query | None = None  # the last queries seen, for a policy with a window that evicts again
     query_positions: WindowPositions | None = None
-    _spread: tuple[Any, ...] | None = None  # the keys that `_flat` last padded, and its result
 
     @classmethod
     def of(
-        cls, keys: KeyValue, values: KeyValue, positions: Tensor, keep: Mask, sums: dict[str, Tensor],
-        total: int | None = None,
+        cls, keys: KeyValue, values: KeyValue, positions: Tensor, keep: Mask, sums: dict[str, Tensor]
     ) -> "RaggedLayer":  # fmt: skip
-        """The tokens that `keep` [batch, kv_heads, tokens] marks; positions and sums have the same shape. total: their
-        number, if it is known, so that the CPU need not wait for a GPU to count."""
-        at = keep.nonzero() if total is None else keep.nonzero_static(size=total)
-        return cls.taken(keys, values, positions[at.unbind(1)].int(), at, _offsets(keep.sum(-1)), sums)
-
-    @classmethod
-    def taken(
-        cls, keys: KeyValue, values: KeyValue, positions: Tensor, at: Tensor, offsets: Tensor, sums: dict[str, Tensor]
-    ) -> "RaggedLayer":  # fmt: skip
-        """The tokens `at` row, head and slot, int64 [kept, 3] in ascending order; their positions, int32 [kept]."""
-        where = at.unbind(1)
+        """The tokens that `keep` [batch, kv_heads, tokens] marks; positions and sums have the same shape."""
+        where = keep.nonzero().unbind(1)
         flat_sums = {name: s[where] for name, s in sums.items()}
-        return cls(keys[where], values[where], positions, offsets, keys.shape[:2], flat_sums)
+        return cls(
+            keys[where], values[where], positions[where].int(), _offsets(keep.sum(-1)), keys.shape[:2], flat_sums
+        )
 
     def layers(self, n: int) -> list["RaggedLayer"]:
-        """Split the rows of `n` layers that hold equally many tokens, one layer's rows after the other's, into the
-        layers; the tensors are not copied."""
+        """Split the rows of `n` layers, one layer's rows after the other's, into the layers; nothing is copied."""
         if n == 1:
             return [self]
-        shape = (self.shape[0] // n, self.shape[1])
-        total = len(self.positions) // n
-        starts = total * torch.arange(n, device=self.offsets.device)
-        offsets = pad(self.offsets[1:].view(n, -1) - starts[:, None], (1, 0))
-        keys, values, where = (_dense(x).split(total) for x in (self.keys, self.values, self.positions))
-        sums = {name: s.split(total) for name, s in self.sums.items()}
+        shape, lengths = (self.shape[0] // n, self.shape[1]), self.offsets.diff().view(n, -1)
+        totals = lengths.sum(1).tolist()
+        keys, values, where = (_dense(x).split(totals) for x in (self.keys, self.values, self.positions))
+        sums = {name: s.split(totals) for name, s in self.sums.items()}
         return [
-            RaggedLayer(keys[i], values[i], where[i], offsets[i], shape, {name: s[i] for name, s in sums.items()})
+            RaggedLayer(keys[i], values[i], where[i], _offsets(lengths[i]), shape, {x: s[i] for x, s in sums.items()})
             for i in range(n)
         ]
 
@@ -102,7 +120,10 @@ class RaggedLayer:
         """Tokens of each head in the flat part, int64 [batch, kv_heads]."""
         return self.offsets.diff().view(self.shape)
 
-    used: ClassVar[None] = None  # the tail's length is known to the CPU; a `FixedLayer` counts on the device
+    @property
+    def used(self) -> Tensor | None:
+        """None: the tail's length is known to the CPU; a `FixedLayer` counts on the device."""
+        return None
 
     @property
     def tail(self) -> int:
@@ -110,24 +131,10 @@ class RaggedLayer:
         return int(self.tail_positions.shape[1])
 
     def held(self) -> Tensor:
-        """Tokens that occupy memory, int64 [batch, kv_heads]."""
+        """Tokens held, int64 [batch, kv_heads]."""
         if not self.tail:
             return self.lengths
         return self.lengths + (self.tail_positions >= 0).sum(1)[:, None]
-
-    def seen(self) -> Tensor:
-        """Tokens that a query may see, int64 [batch, kv_heads]: held and not hidden."""
-        return self.held() if self.hidden is None else self.held() - self._counted(self.hidden)
-
-    def visible(self) -> tuple[Tensor, Tensor]:
-        """(number of each head's visible tokens in the flat part, int64 [batch, kv_heads]; their positions)."""
-        if self.hidden is None:
-            return self.lengths, self.positions
-        return self._counted(~self.hidden), self.positions[~self.hidden]
-
-    def _counted(self, mask: Tensor) -> Tensor:
-        """How many tokens of each head's flat part `mask` marks, int64 [batch, kv_heads]."""
-        return _offsets(mask.long())[self.offsets].diff().view(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -137,8 +144,8 @@ class RaggedLayer:
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes of positions, offsets and what is hidden."""
-        return bytes_of(self.positions, self.offsets, self.hidden, self.tail_positions)
+        """Bytes of positions and offsets."""
+        return bytes_of(self.positions, self.offsets, self.tail_positions)
 
     @property
     def state_bytes(self) -> int:
@@ -168,23 +175,11 @@ class RaggedLayer:
 
     def parts(self) -> list[Part]:
         """What a query attends to: the flat part, flush right per head, and the tail."""
-        keys, values, index = self._flat()
+        index = self.index()
         parts: list[Part] = []
         if index.shape[2]:
-            positions = self.positions if self.hidden is None else self.positions.masked_fill(self.hidden, -1)
-            parts.append((keys, values, self._positions(positions, index)))
+            parts.append((self._padded(self.keys, index), self._padded(self.values, index), self._positions(index)))
         return [*parts, self.newest()] if self.tail else parts
-
-    def _flat(self) -> tuple[KeyValue, KeyValue, Tensor]:
-        """Keys and values of the flat part `[batch, kv_heads, longest, dim]`, and `index`. On a CPU they are kept until
-        the flat part changes, instead of being padded anew for every token of an answer."""
-        if self._spread is None or self._spread[0] is not self.keys:
-            index = self.index()
-            padded = self._padded(self.keys, index), self._padded(self.values, index), index
-            if index.device.type != "cpu" or isinstance(self.keys, Packed):
-                return padded
-            self._spread = (self.keys, *padded)
-        return self._spread[1:]
 
     def index(self) -> Tensor:
         """Places in the flat tensors, int64 [batch, kv_heads, longest], flush right, -1 before a head's first token."""
@@ -194,12 +189,12 @@ class RaggedLayer:
 
     def _padded(self, flat: Tensor | Packed, index: Tensor) -> Tensor:
         flat = _dense(flat)
-        if index.numel() == len(flat) and (self.hidden is None or bool((index >= 0).all())):  # equal lengths: a view
+        if index.numel() == len(flat):  # equal lengths: a view
             return flat.view(*index.shape, *flat.shape[1:])
         return flat.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *flat.shape[1:])
 
-    def _positions(self, positions: Tensor, index: Tensor) -> Tensor:
-        return self._padded(positions, index).long().masked_fill(index < 0, -1)
+    def _positions(self, index: Tensor) -> Tensor:
+        return self._padded(self.positions, index).long().masked_fill(index < 0, -1)
 
     def settle(self) -> None:
         """Move the tail into the flat part."""
@@ -207,27 +202,16 @@ class RaggedLayer:
             self.keep(*self.chosen(lambda positions: positions >= 0))
 
     def shown(self) -> "Shown":
-        """The visible tokens, after `settle`."""
+        """All tokens, after `settle`."""
         self.settle()
         index = self.index()
-        if self.hidden is not None:
-            index = index.masked_fill((index >= 0) & self.hidden[index.clamp(min=0)], -1)
-            order = (index >= 0).to(torch.uint8).argsort(dim=-1, stable=True)
-            index = index.gather(2, order)[:, :, index.shape[2] - int((index >= 0).sum(-1).max()) :]
         sums = {n: self._padded(s, index).masked_fill(index < 0, 0) for n, s in self.sums.items()}
         return Shown(
-            self._padded(self.keys, index), self._padded(self.values, index), self._positions(self.positions, index),
-            sums, index,
+            self._padded(self.keys, index), self._padded(self.values, index), self._positions(index), sums, index
         )  # fmt: skip
 
-    def evict(self, keep: Mask, index: Tensor, masked: bool = False) -> None:
-        """Keep those tokens that `keep` marks among the ones that `shown` returned, with its `index`; `masked` hides
-        the others instead of dropping them."""
-        if masked:
-            if self.hidden is None:
-                self.hidden = torch.zeros_like(self.positions, dtype=torch.bool)
-            self.hidden[index[(index >= 0) & ~keep]] = True
-            return
+    def evict(self, keep: Mask, index: Tensor) -> None:
+        """Keep those tokens that `keep` marks among the ones that `shown` returned, with its `index`."""
         stays = keep & (index >= 0)
         source = index[stays]
         self.keep(source, self.positions[source], _offsets(stays.sum(-1)))
@@ -244,7 +228,7 @@ class RaggedLayer:
         """(place of each token, counted through the flat part and then the tail; its position), both int64 [batch,
         kv_heads, tokens]; the position is -1 where there is no token."""
         index = self.index()
-        positions = self._positions(self.positions, index)
+        positions = self._positions(index)
         if not self.tail:
             return index, positions
         tail = torch.arange(self.shape[0] * self.shape[1] * self.tail, device=index.device).view(*self.shape, self.tail)
@@ -257,7 +241,7 @@ class RaggedLayer:
         self.tail_keys, self.tail_values, self.tail_positions, self.tail_sums = NO_TOKENS, NO_TOKENS, NO_POSITIONS, {}
 
     def _taken(self, source: Tensor) -> dict[str, Any]:
-        """The fields `keys`, `values`, `sums` and `hidden` of the tokens at `source`."""
+        """The fields `keys`, `values` and `sums` of the tokens at `source`."""
         keys, values, _ = self.newest()
 
         def taken(flat: Tensor | Packed, tail: Tensor) -> Tensor:
@@ -265,17 +249,14 @@ class RaggedLayer:
             return (torch.cat([flat, tail.flatten(0, 2)]) if self.tail else flat).index_select(0, source)
 
         sums = {n: taken(s, self.tail_sums[n] if self.tail else s) for n, s in self.sums.items()}
-        hidden = self.hidden
-        if hidden is not None:
-            hidden = taken(hidden, hidden.new_zeros(*self.shape, self.tail))
-        return {"keys": taken(self.keys, keys), "values": taken(self.values, values), "sums": sums, "hidden": hidden}
+        return {"keys": taken(self.keys, keys), "values": taken(self.values, values), "sums": sums}
 
     def slide(self, oldest: RowInts) -> None:
         """Drop the tokens before each row's `oldest` position, which a sliding layer never sees again. Settles."""
         packed = isinstance(self.keys, Packed)
         self.settle()
         index = self.index()
-        gone = self._positions(self.positions, index) < oldest.to(index.device)[:, None, None]
+        gone = self._positions(index) < oldest.to(index.device)[:, None, None]
         if bool((gone & (index >= 0)).any()):
             self.evict(~gone, index)
         if packed:
@@ -343,11 +324,6 @@ def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
     for layer in layers:
         layer.settle()
     lengths = torch.cat([layer.lengths for layer in layers])
-    hidden = None
-    if any(layer.hidden is not None for layer in layers):
-        hidden = torch.cat(
-            [torch.zeros_like(x.positions, dtype=torch.bool) if x.hidden is None else x.hidden for x in layers]
-        )
     names = set().union(*(layer.sums for layer in layers))
     remembered = [x.queries for x in layers if x.queries is not None]
     window = max((queries.shape[2] for queries in remembered), default=0)
@@ -366,7 +342,7 @@ def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
         torch.cat([_dense(x.keys) for x in layers]), torch.cat([_dense(x.values) for x in layers]),
         torch.cat([x.positions for x in layers]), _offsets(lengths), (len(lengths), lengths.shape[1]),
         {n: torch.cat([x.sums.get(n, x.positions.new_zeros(len(x.positions), dtype=torch.float32)) for x in layers])
-         for n in names}, hidden,
+         for n in names},
         queries=torch.cat([q for q, _ in queries]) if window else None,
         query_positions=torch.cat([at for _, at in queries]) if window else None,
     )  # fmt: skip
@@ -428,3 +404,80 @@ def _states(layers: Sequence[Any], change: Callable[..., Tensor]) -> Any:
             states = {k: change(*(v[k] for v in values)) for k, state in values[0].items() if isinstance(state, Tensor)}
             setattr(new, name, values[0] | states)
     return new
+
+
+class Extend:
+    """Attention of new tokens `[batch, new]` of rows that hold a cache: each layer stores them, then attends."""
+
+    def __init__(self, cache: EngineCache, positions: TokenInts, window: int = 0,
+                 pages: tuple[int, int, int] | None = None, backend: str = "torch",
+                 step: StepSignals | None = None, slides: bool = True):  # fmt: skip
+        """window: queries that a later eviction needs. pages: (page, dense layers, budget) of Quest. backend: "triton"
+        computes single tokens by a kernel where no layer slides. step: of `SharedCap`, sums up
+        a decode step's attention over layers and hides tokens. slides: sliding layers drop tokens that no later query
+        sees; otherwise, as in a captured step where no tensor may move, they only hide them."""
+        self.step, self.slides = step, slides
+        self.cache, self.positions, self.window, self.pages, self.backend = cache, positions, window, pages, backend
+
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
+    ) -> Tensor:
+        stored, step = self.cache.ragged[layer], self.step
+        at = self.positions.to(query.device)
+        self.cache.scalings[layer] = scaling
+        stored.append(key, value, at)
+        if self.window:
+            stored.remember(query, at, self.window)
+        if self.backend == "triton" and query.shape[2] == 1 and step is None and sliding is None:
+            return self._decode(stored, query, scaling)
+        parts = stored.parts()
+        watch = None
+        if "low" in stored.sums and query.shape[2] >= LOW_QUERIES:  # older queries have left the window
+            for low in (stored.sums["low"], stored.tail_sums["low"]):
+                low.zero_()
+        hide = self._unchosen(layer, query, parts)
+        if stored.sums or step is not None:
+            where = torch.cat([tokens.expand(*stored.shape, -1) for _, _, tokens in parts], 2)
+        if stored.sums:
+            newest, flat = at.amax(1), 0 if len(parts) == 1 else parts[0][0].shape[2]
+
+            def watch(p: Tensor, queries: slice) -> None:
+                for name in stored.sums:
+                    stored.add(name, per_token(name, p, at[:, queries], where, newest), flat)
+
+        if step is not None:
+            hide = step.hidden(where)
+
+            def watch(p: Tensor, queries: slice) -> None:
+                step.see(p, where)
+
+        out = attend(query, at, parts, scaling, sliding, watch, hide)
+        if sliding is not None and self.slides and stored.tail >= SLIDE:
+            stored.slide(at.amax(1) - sliding + 2)  # the first position that the next query sees
+        return out
+
+    def _decode(self, stored: Any, query: Query, scaling: float) -> Tensor:
+        """One token per row by the ragged decode kernel, which also returns each token's attention if it is summed."""
+        from kvrepro_kernels import ragged_decode
+
+        done = ragged_decode(
+            query, stored.keys, stored.values, stored.offsets, stored.tail_keys, stored.tail_values, stored.tail,
+            used=stored.used, scale=scaling, emit=("mean",) if stored.sums else (),
+        )  # fmt: skip
+        for name in stored.sums:  # only "mass": the backend refuses conditions with other sums
+            flat, tail = done.attention["mean"]
+            stored.sums[name] += flat
+            stored.tail_sums[name] += tail
+        return done.output.transpose(1, 2)
+
+    def _unchosen(self, layer: int, query: Query, parts: Any) -> Tensor | None:
+        """Quest: tokens of pages that this step's query does not select, bool [batch, kv_heads, group, 1, tokens]."""
+        if self.pages is None:
+            return None
+        page, dense_layers, budget = self.pages
+        if list(self.cache.ragged).index(layer) < dense_layers:
+            return None
+        keys = torch.cat([k for k, _, _ in parts], 2)
+        alive = torch.cat([w.expand(*keys.shape[:2], -1) for _, _, w in parts], 2) >= 0
+        chosen = page_mask(query[:, :, -1], keys, alive, page, budget)
+        return ~chosen.unflatten(1, (keys.shape[1], -1))[:, :, :, None]

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvrepro.engine import allocate, shared
 from kvrepro.engine.policy import SUMS, Policy
-from kvrepro.engine.score import cumulative, keys, learned, position, window
+from kvrepro.engine.score import cumulative, keys, learned, window
 from kvrepro.engine.shapes import Scores
 
 # ---- windows: indicator x aggregator x pooling (see `kvrepro.engine.score.window`)
@@ -91,12 +91,12 @@ WHOLE = "its retrieval heads keep every generated token: no cap can hold"
 
 TOKENS: dict[str, Policy] = {
     "streaming_llm": Policy(
-        "StreamingLLM", "Xiao et al. 2023, section 3.2", position.streaming_llm, {"sinks": 4, "ramps": False},
+        "StreamingLLM", "Xiao et al. 2023, section 3.2", keys.streaming_llm, {"sinks": 4, "ramps": False},
         {"ramps": True}, code="leakage artifact@fc0f5df streamingllm_fair_eviction_press.py, under quotas",
         together=True,
     ),
     "random": Policy(
-        "Random", "a baseline of kvpress", position.random, {"draw": "float32"}, {"draw": "keys"},
+        "Random", "a baseline of kvpress", keys.random, {"draw": "float32"}, {"draw": "keys"},
         code="NVIDIA/kvpress@8bb29b9 random_press.py",
     ),
     "k_norm": Policy(
@@ -163,7 +163,7 @@ TOKENS: dict[str, Policy] = {
         across=allocate.joint_layers, needs=("reconstruction_per_norm",), budget="joint", refuses=REPEATS,
     ),
     "duo_attention": Policy(
-        "DuoAttention", "Xiao et al. 2024", position.streaming_llm,
+        "DuoAttention", "Xiao et al. 2024", keys.streaming_llm,
         {"sinks": 128, "recent": 256, "gates_file": learned.GATES, "count": "tokens"}, {"count": "heads"},
         code="NVIDIA/kvpress@8bb29b9 duo_attention_press.py",
         across=learned.duo_attention, budget="joint", refuses={"decode cap": WHOLE, "per step": WHOLE},

@@ -1,16 +1,88 @@
-"""The engine's input and output: prompts, conditions and generations."""
+"""The engine's input and output: prompts, conditions with their regimes, and generations."""
 
 import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le, Lt
 from pydantic import Field, InstanceOf
 
-from kvrepro.engine.allowed import PositiveShare, Size, ensure_fields, pythonic, whole_numbers
-from kvrepro.engine.regime import PerStep, Regime, SharedCap
+from kvrepro.engine.allowed import PositiveShare, Share, Size, ensure_fields, pythonic, whole_numbers
 from kvrepro.errors import InputError
+
+
+@dataclass(frozen=True)
+class Regime:
+    """The base of all regimes. `name` is shown in rows and labels. Raises InputError for settings of another kind."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if type(self) is Regime:
+            raise InputError(f"Regime() is none by itself: take {', '.join(r.__name__ for r in REGIMES.values())}")
+        ensure_fields(self, type(self), self.name)
+        if hasattr(self, "spans"):
+            object.__setattr__(self, "spans", tuple(self.spans))
+
+
+@dataclass(frozen=True)
+class Prefill(Regime):
+    """Each layer is reduced as soon as the prompt has passed through it."""
+
+    name: ClassVar[str] = "prefill"
+    until: str = ""  # compress the tokens before this span ("question") or turn ("user"); "": the whole prompt
+    # 1: every span keeps its share, and unmarked text joins the span before it. Below 1: debias, a mixture with the
+    # policy's own split.
+    fair: Share | None = None
+    spans: tuple[str, ...] = ()  # the marked spans that count; (): all
+
+
+@dataclass(frozen=True)
+class Offline(Prefill):
+    """A prefix is reduced once and reused by many requests."""
+
+    name: ClassVar[str] = "offline"
+
+
+@dataclass(frozen=True)
+class Chunked(Regime):
+    """The prompt comes in chunks that attend to what is left of the earlier ones."""
+
+    name: ClassVar[str] = "chunked"
+    chunk: Size = 4096  # tokens
+    when: Literal["last_chunk", "budget", "every_chunk"] = "last_chunk"  # to evict; "every_chunk": as in DropKV
+    until: str = ""
+
+
+@dataclass(frozen=True)
+class DecodeCap(Regime):
+    """A cap on the cache, met again every `interval` generated tokens."""
+
+    name: ClassVar[str] = "decode cap"
+    interval: Size = 8
+    until: str = ""
+
+
+@dataclass(frozen=True)
+class PerStep(Regime):
+    """One token leaves for every token generated."""
+
+    name: ClassVar[str] = "per step"
+    until: str = ""
+
+
+@dataclass(frozen=True)
+class SharedCap(Regime):
+    """The protection paper's harness: a cap as in `DecodeCap`, but one set of tokens for all layers, chosen by signals
+    that are reduced over layers, and met before the step's forward pass."""
+
+    name: ClassVar[str] = "shared cap"
+    interval: Size = 8
+
+
+REGIMES: dict[str, type[Regime]] = {r.name: r for r in (Prefill, Chunked, Offline, DecodeCap, PerStep, SharedCap)}
+
 
 Guarded = Annotated[float, Ge(0), Lt(1)]
 
@@ -51,7 +123,7 @@ class Prompt:
 class Condition:
     """One cell of an experiment: which policy evicts, down to which budget, when, and which tokens are protected.
 
-    Raises one InputError for all fields of another kind; `kvrepro.engine.rule.Rule.of` checks how they go together.
+    Raises one InputError for all fields of another kind; `kvrepro.engine.policy.Rule.of` checks how they go together.
     """
 
     policy: str = "full"
@@ -63,7 +135,6 @@ class Condition:
     whitelist: tuple[str, ...] = ()  # prompt spans that always survive
     reading: Annotated[str, Field(pattern="^(as_run|as_described)$")] = "as_run"
     switches: tuple[tuple[str, Hashable], ...] = ()  # single parameters of the policy, such as (("window", 16),)
-    execution: Literal["physical", "masked"] = "physical"  # evicted tokens leave memory; "masked" keeps and hides them
     bits: Annotated[int, Ge(4), Le(4)] | None = None  # 4: surviving keys and values are quantised
 
     def __post_init__(self) -> None:
@@ -120,7 +191,7 @@ class Condition:
             "chunk": getattr(r, "chunk", None),
             "chunk_mode": getattr(r, "when", None),
             "reading": self.reading,
-            "execution": self.execution,
+            "execution": "physical",  # evicted tokens leave memory; in other codes' rows they are "masked"
             "switches": json.dumps(dict(self.switches), sort_keys=True),
             "whitelist": json.dumps(self.whitelist),
             "bits": self.bits,
@@ -151,8 +222,6 @@ class Condition:
             value = getattr(r, f.name)
             if value != f.default and f.name in REGIME_WORDS:
                 words.append(REGIME_WORDS[f.name].format(value).replace("_", " "))
-        if self.execution != "physical":
-            words.append(self.execution)
         if self.whitelist:
             words.append(f"whitelist {'+'.join(self.whitelist)}")
         if self.spans:

@@ -2,19 +2,21 @@
 
 import itertools
 import time
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from kvrepro.engine.cache import Extend
 from kvrepro.engine.capture import CapturedStep, can_capture
 from kvrepro.engine.condition import Generation
-from kvrepro.engine.extend import Extend
 from kvrepro.engine.passes import Call
 from kvrepro.engine.rows import Rows, Tag, evict_rows, evict_rows_shared, keep_held
 from kvrepro.engine.score.cumulative import pages_read
-from kvrepro.engine.signals import StepSignals
+from kvrepro.engine.shared import StepSignals
+
+T = TypeVar("T")
 
 
 def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
@@ -42,7 +44,7 @@ def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
             size = (size - 1) // 3
         if backend == "torch" and shared is not None:
             shared = (*shared, job.budgets[0])
-        kinds.append((c.every, job.pages, c.execution, size, padding, alone, shared))
+        kinds.append((c.every, job.pages, size, padding, alone, shared))
     return kinds
 
 
@@ -164,29 +166,31 @@ class Steps:
             self.captured.loosen(self.rows, last=True)
             self.captured = None
 
+    def change(self, evict: Callable[[], T]) -> T:
+        """Run an eviction. A captured step lends its cache meanwhile, and is given up if what is left does not fit."""
+        if self.captured is None:
+            return evict()
+        self.captured.loosen(self.rows)
+        result = evict()
+        if not self.captured.take_back(self.rows):
+            self.captured = None
+        return result
+
     def evict(self, step: int) -> bool:
         """Evict from the rows; a row whose policy raises leaves. Returns whether any row goes on."""
-        rows, held = self.rows, self.captured
-        shared = rows.signals is not None
-        if held is not None and not shared:
-            held.loosen(rows)
-        lost = evict_rows_shared(rows, step) if shared else evict_rows(self.call.facts, rows, rows.budgets)
-        if shared and (held is not None or bool(lost.any())):  # a captured step has room until an eviction is due
-            self.keep_held()
-        elif held is not None and not shared and not held.take_back(rows):
-            self.captured = None
+        rows = self.rows
+        if rows.signals is None:
+            lost = self.change(lambda: evict_rows(self.call.facts, rows, rows.budgets))
+        else:
+            lost = evict_rows_shared(rows, step)
+            if self.captured is not None or bool(lost.any()):  # a captured step has room until an eviction is due
+                self.change(lambda: keep_held(rows))
         rows.calls = rows.calls + (lost & ~self.ended)
         self.call.fail({rows.tags[row]: error for row, error in rows.failed.items() if not self.ended[row]})
         if not rows.failed:
             return True
         gone = torch.tensor([row in rows.failed for row in range(len(rows))], device=self.ended.device)
         return self.end(gone, at_once=True)
-
-    def keep_held(self) -> None:
-        """`SharedCap`: drop tokens that no head holds from the cache."""
-        if self.captured is None or not self.captured.keep_held(self.rows):
-            self.release()
-            keep_held(self.rows)
 
     def forward(self, step: int, due: bool) -> None:
         """Run the model on the token that each row picked. due: whether an eviction is due."""
@@ -214,7 +218,7 @@ class Steps:
         if seen is not None:
             rows.signals = rows.shared.attended(step, *seen.tables())
             if not newest_held:  # a token that was evicted before it was stored
-                self.keep_held()
+                self.change(lambda: keep_held(rows))
 
 
 def _read_rest(call: Call, rows: Rows, window: int) -> None:
@@ -252,7 +256,7 @@ def _finished(
     allocated = sum(layer.bytes + layer.overhead_bytes for layer in layers) + state
     size = held.new_tensor([2 * layer.keys.shape[1] * layer.keys.dtype.itemsize for layer in layers])
     heads = held.new_tensor([layer.shape[1] for layer in layers])
-    kept = torch.stack([layer.seen().float().mean(1).to(call.device) for layer in layers]).cpu()
+    kept = torch.stack([layer.held().float().mean(1).to(call.device) for layer in layers]).cpu()
     evicting = [facts.attention.index(n) for n in facts.evictable]
     for row in done:
         tag, seen = rows.tags[row], int(rows.seen[row])

@@ -9,7 +9,7 @@ the regime `SharedCap` one observation, made of `signals`, stands for all layers
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,19 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrepro.engine import allocate, guard, quota, shared
+from kvrepro.engine import guard, shared
+from kvrepro.engine.allocate import select
 from kvrepro.engine.cache import RaggedLayer
-from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.condition import Condition, DecodeCap, PerStep, Prompt, SharedCap
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.places import Places
-from kvrepro.engine.policy import SUMS, Policy, call, named, ours, parameters_of
-from kvrepro.engine.regime import DecodeCap, PerStep, SharedCap
-from kvrepro.engine.rule import guarded
-from kvrepro.engine.select import Doubt, ensure_none, select
-from kvrepro.engine.shapes import Counts, Mask, RowFloats, RowInts, Scores, TokenInts
-from kvrepro.engine.signals import Reduction, Signals
+from kvrepro.engine.policy import SUMS, Policy, call, guarded, named, ours
+from kvrepro.engine.shapes import Counts, Mask, Positions, RowFloats, RowInts, Scores, TokenInts
+from kvrepro.engine.shared import Reduction, Signals
 from kvrepro.errors import InputError
 
+Judged = tuple[Scores, Mask, Tensor | None]  # a policy's scores, protected tokens and summary of one layer
 TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided together to save launches, by backend
 
 
@@ -52,11 +50,11 @@ class Prompts:
         return cls(torch.where(at < lengths, at, -1), [t.spans for t in texts], seeds)
 
     def span_of(self, names: tuple[str, ...], extended: bool = True) -> Tensor:
-        """The number of the span that each position lies in, int64 [batch, tokens]; see `quota.number`."""
+        """The number of the span that each position lies in, int64 [batch, tokens]; see `guard.number`."""
         rows = []
         for spans, n in zip(self.spans, self.lengths.tolist(), strict=True):
             chosen = [[at for at in spans[name] if at < n] for name in (names or spans)]
-            numbers = quota.number(n, [span for span in chosen if span], extended)
+            numbers = guard.number(n, [span for span in chosen if span], extended)
             rows.append(torch.nn.functional.pad(numbers, (0, self.positions.shape[1] - n), value=int(numbers[-1])))
         return torch.stack(rows).to(self.positions.device)
 
@@ -66,15 +64,6 @@ class Prompts:
         for row, spans in enumerate(self.spans):
             table[row, [at for name in names for at in spans[name] if at < table.shape[1]]] = True
         return table.to(self.positions.device)
-
-
-@dataclass
-class JudgedLayer:
-    """A policy's scores, protected tokens and summary of one layer."""
-
-    scores: Scores
-    protected: Mask
-    summary: Tensor | None
 
 
 @dataclass
@@ -89,18 +78,16 @@ class EvictionJob:
     draws: list[Random] = field(default_factory=list)  # a generator per row, for policies that draw
     layers: dict[int, RaggedLayer] = field(default_factory=dict)  # the kept tokens of the layers decided so far
     pending: dict[int, Observation] = field(default_factory=dict)  # the layers whose evictions wait for the others
-    judged: dict[int, JudgedLayer] = field(default_factory=dict)  # those of them that are scored
+    judged: dict[int, Judged] = field(default_factory=dict)  # those of them that are scored
     counts: dict[int, Counts] = field(default_factory=dict)  # of a reader's own `allocate`, by layer
     signals: Signals | None = None  # of `SharedCap`, after the prompt
     error: Exception | None = None  # raised by its policy
-    doubts: list[Doubt] = field(default_factory=list)  # checks that are postponed until the GPU is waited for
-    protected: tuple[Places, Mask, Mask] | None = None  # the places of the last `protected_by`, and its result
+    # positions and `span_local` of the last `protected_by`, and its result
+    protected: tuple[Positions, bool, Mask, Mask] | None = None
 
     @property
     def policy(self) -> Policy:
-        """The evictor. Raises InputError where everything stays."""
-        if self.evictor is None:
-            raise InputError(f"{self.condition.label} keeps every token: give a policy that evicts")
+        assert self.evictor is not None, "everything stays"
         return self.evictor
 
     @property
@@ -131,7 +118,7 @@ class EvictionJob:
         alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], p.seeds[b : b + 1])
         return replace(self, conditions=[self.conditions[b]], budgets=[self.budgets[b]], prompts=alone,
                        draws=self.draws[b : b + 1], layers={}, pending={}, judged={}, signals=None, counts={},
-                       doubts=[], protected=None)  # fmt: skip
+                       protected=None)  # fmt: skip
 
     @cached_property
     def budget(self) -> RowInts:
@@ -139,21 +126,17 @@ class EvictionJob:
         return torch.tensor(self.budgets, device=self.prompts.positions.device)
 
     @cached_property
-    def asked(self) -> list[float]:
-        """The budgets before rounding: a condition's share of the tokens to compress."""
+    def asked(self) -> RowFloats:
+        """The budgets before rounding: a condition's share of the tokens to compress. float64 [batch]."""
         rows = zip(self.conditions, self.budgets, self.prompts.lengths.tolist(), strict=True)
         exact = [(c.budget * n if isinstance(c.budget, float) else size, size) for c, size, n in rows]
-        return [each if int(each + 1e-9) == size else size for each, size in exact]  # size: of a part of the prompt
+        asked = [each if int(each + 1e-9) == size else size for each, size in exact]  # size: of a part of the prompt
+        return torch.tensor(asked, dtype=torch.float64, device=self.prompts.positions.device)
 
-    def budget_in(self, o: Observation) -> RowInts:
-        """`budget` on the device of `o`, repeated for each layer that `o` stands for."""
-        return self.budget.to(o.positions.device).repeat(o.count)
-
-    def with_asked(self, function: Callable[..., Any], o: Observation) -> dict[str, RowFloats]:
-        """`asked`, float64 [batch], repeated as `budget_in` is, if the function names it."""
-        if "asked" not in parameters_of(function):
-            return {}
-        return {"asked": torch.tensor(self.asked * o.count, dtype=torch.float64, device=o.positions.device)}
+    def sizes(self, o: Observation) -> dict[str, Tensor]:
+        """`budget` and `asked` on the device of `o`, repeated for each layer that `o` stands for."""
+        both = {"budget": self.budget, "asked": self.asked}
+        return {name: each.to(o.positions.device).repeat(o.count) for name, each in both.items()}
 
     @property
     def pages(self) -> tuple[int, int, int] | None:
@@ -194,7 +177,7 @@ class EvictionJob:
     @cached_property
     def together(self) -> bool:
         """May several layers be judged as the rows of one layer? A reader's own functions always see one at a time."""
-        if self.evictor is None or self.condition.fair is not None or self.condition.execution != "physical":
+        if self.evictor is None or self.condition.fair is not None:
             return False
         return self.evictor.together and all(ours(function) for function in self.evictor.functions)
 
@@ -210,18 +193,6 @@ class EvictionJob:
     def window(self) -> int:
         """Queries that its policy looks at."""
         return int(self.parameters.get("window", 0) or 0)
-
-    def total(self, heads: int, tokens: Sequence[int]) -> int | None:
-        """The number that all rows' `heads` keep together of each row's `tokens`, if it is known before scoring."""
-        c, p = self.condition, self.policy
-        sums = p.allocate in (allocate.uniform, allocate.adaptive, allocate.joint) and p.across is None
-        room = all(size <= held for size, held in zip(self.budgets, tokens, strict=True))
-        mixed = p.allocate is not allocate.uniform and c.fair is not None and c.fair < 1  # rounded head by head
-        if not sums or c.execution != "physical" or not room or mixed:
-            return None
-        if self.parameters.get("exact"):
-            return sum(int(each * heads + 1e-9) for each in self.asked)
-        return heads * sum(self.budgets)
 
 
 @contextmanager
@@ -293,30 +264,21 @@ def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> An
 
 def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
     """(tokens that the conditions protect; those together with the method's own recent tokens and sinks), both `[batch,
-    kv_heads, tokens]`. They do not depend on scores, so layers that share their places share the result."""
-    if o.of and o.of[0].same_places(o.of):
-        by_conditions, by_either = protected_by(job, o.of[0])
-        return by_conditions.repeat(o.count, 1, 1), by_either.repeat(o.count, 1, 1)
-    if job.protected is None or job.protected[0] is not o.places:
+    kv_heads, tokens]`. They do not depend on scores, so layers that hold the same tokens share the result."""
+    if job.protected is None or job.protected[0] is not o.positions or job.protected[1] != o.span_local:
         by_conditions = guards(job, o).expand(o.positions.shape)
         newest = job.parameters.get("recent", 0)
-        recent = o.places.window if o.span_local and newest else guard.recent(o, newest)
+        recent = o.window if o.span_local and newest else guard.recent(o, newest)
         by_either = (by_conditions | recent | guard.sinks(o, job.parameters.get("sinks", 0))) & o.alive
-        job.protected = o.places, by_conditions, by_either
-    return job.protected[1:]
-
-
-def prepare(job: EvictionJob, o: Observation) -> None:
-    """Compute what `judged` needs of the job early, while the device has little work queued that it would wait for."""
-    job.budget_in(o)
-    protected_by(job, o)
+        job.protected = o.positions, o.span_local, by_conditions, by_either
+    return job.protected[2:]
 
 
 def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself."""
     policy, shape = job.policy, o.positions.shape
-    budget, (guarded, protected) = job.budget_in(o), protected_by(job, o)
-    given = {"budget": budget, "guarded": guarded, "draws": job.draws, **job.with_asked(policy.score, o)}
+    sizes, (guarded, protected) = job.sizes(o), protected_by(job, o)
+    given = {**sizes, "guarded": guarded, "draws": job.draws}
     try:
         raw_scores = _scored(policy, o, {**job.parameters, **given})
     except KeyError as error:
@@ -327,15 +289,15 @@ def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     precise = raw_scores.dtype == torch.float64 and job.reduction is not None
     scores = _ranked(raw_scores if precise else raw_scores.float(), shape)
     if policy.shield is not None:
-        shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": guarded})
+        shield = call(policy.shield, o, scores, sizes["budget"], parameters={**job.parameters, "guarded": guarded})
         ensure_given(policy, "shield", shield, shape, torch.bool)
         if job.reduction is None:
             protected = (protected | shield) & o.alive
         else:  # shielded tokens leave as a last resort
             scores = scores.masked_fill(shield, torch.inf)
     if job.reduction is not None and job.reduction.head_map is None and job.parameters["guardrail"] == "ignores":
-        scores, protected = scores.masked_fill(protected, torch.inf), o.places.nothing
-    return scores.masked_fill(o.places.dead, -torch.inf), protected
+        scores, protected = scores.masked_fill(protected, torch.inf), o.nothing
+    return scores.masked_fill(o.dead, -torch.inf), protected
 
 
 def _ranked(scores: Tensor, shape: Sequence[int]) -> Scores:
@@ -345,8 +307,9 @@ def _ranked(scores: Tensor, shape: Sequence[int]) -> Scores:
 
 def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask) -> Counts:
     """Tokens that each head of a layer keeps."""
-    given = {**job.parameters, "o": o, **job.with_asked(job.policy.allocate, o)}
-    counts = call(job.policy.allocate, scores, protected, job.budget_in(o), parameters=given)
+    sizes = job.sizes(o)
+    given = {**job.parameters, "o": o, "asked": sizes["asked"]}
+    counts = call(job.policy.allocate, scores, protected, sizes["budget"], parameters=given)
     ensure_given(job.policy, "allocate", counts, scores.shape[:2], torch.int64)
     counts = counts.expand(scores.shape[:2])
     if not ours(job.policy.allocate) and job.reduction is None:  # a union of heads is trimmed to the budget
@@ -364,12 +327,10 @@ def _ensure_budget(job: EvictionJob, counts: Mapping[int, Counts]) -> None:
     heads, kept = sum(c.shape[1] for c in each), sum(c.sum(1) for c in each)
     over = kept - heads * job.budget
 
-    def error() -> InputError:
+    if bool((over > 0).any()):
         row = int(over.argmax())
         limit = f"{heads} KV heads of all layers x its budget of {job.budgets[row]}"
-        return InputError(f"{job.policy.title}'s counts sum to {int(kept[row])} tokens, more than {limit}: lower them")
-
-    ensure_none(over > 0, error)
+        raise InputError(f"{job.policy.title}'s counts sum to {int(kept[row])} tokens, more than {limit}: lower them")
 
 
 def selected(
@@ -385,7 +346,7 @@ def selected(
     quotas = _quotas(job, o, default)
     if policy.refine is None and quotas is None:
         return select(scores, protected, counts)
-    refined, more = scores, o.places.nothing
+    refined, more = scores, o.nothing
     if policy.refine is not None:
         refinement = call(policy.refine, o, scores, counts, parameters={**job.parameters, "protected": protected})
         if not isinstance(refinement, tuple | list) or len(refinement) != 2:
@@ -398,12 +359,12 @@ def selected(
     if quotas is None:
         return select(refined, protected | more, counts)
     firm = protected_by(job, o)[0] | guard.sinks(o, job.parameters.get("sinks", 0))
-    window = protected & o.places.window & ~firm  # gives way to the spans' shares, after all other tokens
+    window = protected & o.window & ~firm  # gives way to the spans' shares, after all other tokens
     protected, refined = protected & ~window, refined.masked_fill(window, torch.finfo(scores.dtype).max)
-    parts = quota.split(o, counts, protected, **quotas)
-    first = torch.minimum(parts, quota.tally(o, protected | more))  # exempt tokens, as far as each span has room
-    exempt = quota.select(scores.masked_fill(~more, torch.finfo(scores.dtype).min), protected, first, o)
-    return quota.select(refined, protected | exempt, parts, o)
+    parts = guard.split(o, counts, protected, **quotas)
+    first = torch.minimum(parts, guard.tally(o, protected | more))  # exempt tokens, as far as each span has room
+    exempt = guard.select_parts(scores.masked_fill(~more, torch.finfo(scores.dtype).min), protected, first, o)
+    return guard.select_parts(refined, protected | exempt, parts, o)
 
 
 def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
@@ -426,7 +387,7 @@ def select_tokens(job: EvictionJob, o: Observation, default: Mask | None = None)
 
 
 def _quotas(job: EvictionJob, o: Observation, default: Mask | None) -> dict[str, Any] | None:
-    """How `quota.split` shares a head's budget; None: no quotas. The public code rounds down and sets no quota with
+    """How `guard.split` shares a head's budget; None: no quotas. The public code rounds down and sets no quota with
     `ramps`; the paper rounds to the nearest and leaves the sinks out (section 5.2, E.3)."""
     if not o.span_local or job.parameters.get("ramps"):
         return None
@@ -455,7 +416,7 @@ def judge_pending(job: EvictionJob, layers: Sequence[int], o: Observation) -> No
     summaries = [None] * n if summary is None else summary.chunk(n)
     for layer, *result in zip(layers, scores.chunk(n), protected.chunk(n), summaries, strict=True):
         job.pending[layer] = replace(job.pending[layer])  # drops cached properties, such as the attention
-        job.judged[layer] = JudgedLayer(*result)
+        job.judged[layer] = tuple(result)
 
 
 def across(job: EvictionJob) -> dict[int, Mask]:
@@ -464,21 +425,20 @@ def across(job: EvictionJob) -> dict[int, Mask]:
         if n not in job.judged:
             judge_pending(job, [n], o)
     seen, layers, home = job.pending, job.judged, job.budget.device
-    scores, protected = [w.scores.to(home) for w in layers.values()], [w.protected.to(home) for w in layers.values()]
+    scores, protected = [s.to(home) for s, _, _ in layers.values()], [p.to(home) for _, p, _ in layers.values()]
     if job.policy.across is None:
-        counts = [allocated(job, seen[n], w.scores, w.protected) for n, w in layers.items()]
+        counts = [allocated(job, seen[n], s, p) for n, (s, p, _) in layers.items()]
     else:
-        summaries = [None if w.summary is None else w.summary.to(home) for w in layers.values()]
-        of_all_layers = {"observations": list(seen.values()), "summaries": summaries}
-        of_all_layers["asked"] = torch.tensor(job.asked, dtype=torch.float64, device=home)
+        summaries = [None if x is None else x.to(home) for _, _, x in layers.values()]
+        of_all_layers = {"observations": list(seen.values()), "summaries": summaries, "asked": job.asked}
         returned = call(job.policy.across, scores, protected, job.budget, parameters=job.parameters | of_all_layers)
         scores, counts = returned if ours(job.policy.across) else _ensured_across(job, returned)
     if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:
         stays = select(torch.cat(scores), torch.cat(protected), torch.cat(list(counts))).chunk(len(layers))
-        return {n: s.to(w.scores.device) for (n, w), s in zip(layers.items(), stays, strict=True)}
+        return {n: s.to(p.device) for (n, (_, p, _)), s in zip(layers.items(), stays, strict=True)}
     return {
-        n: selected(job, seen[n], s.to(w.scores.device), w.protected, count.to(w.scores.device))
-        for (n, w), s, count in zip(layers.items(), scores, counts, strict=True)
+        n: selected(job, seen[n], s.to(p.device), p, count.to(p.device))
+        for (n, (_, p, _)), s, count in zip(layers.items(), scores, counts, strict=True)
     }
 
 
@@ -491,10 +451,10 @@ def _ensured_across(job: EvictionJob, returned: Any) -> tuple[list[Scores], list
         raise InputError(f"{problem}, not (scores, counts), two lists of {len(layers)} tensors each")
     all_scores, all_counts = [], []
     for n, scores, counts in zip(layers, *parts, strict=True):
-        places, shape = job.pending[n].places, job.judged[n].scores.shape
+        dead, shape = job.pending[n].dead, job.judged[n][0].shape
         ensure_given(policy, "across (scores)", scores, shape)
         ensure_given(policy, "across (counts)", counts, shape[:2], torch.int64)
-        all_scores.append(_ranked(scores.float(), shape).masked_fill(places.dead.to(scores.device), -torch.inf))
+        all_scores.append(_ranked(scores.float(), shape).masked_fill(dead.to(scores.device), -torch.inf))
         all_counts.append(counts.expand(shape[:2]))
     kept = [
         torch.minimum(counts, (~scores.isneginf()).sum(-1))

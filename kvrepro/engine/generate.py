@@ -4,29 +4,30 @@ One forward pass of a prompt serves all its conditions. Afterwards each conditio
 rows decode together.
 """
 
+import gc
 import itertools
 import math
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
+from torch.nn import Module
+from transformers import GenerationMixin
 
 from kvrepro.engine.allowed import Size, ensure, pythonic, whole_numbers
-from kvrepro.engine.attention import installed
+from kvrepro.engine.attention import alone, installed
 from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
-from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.condition import Chunked, Condition, Generation, Prompt, SharedCap
 from kvrepro.engine.decode import batch_kinds, decode, evicts_again
-from kvrepro.engine.facts import ModelFacts, ensure_one_rotation
-from kvrepro.engine.memory import let_go
-from kvrepro.engine.passes import Call, boundary, check_shared, fitting, groups, read, room_taken
-from kvrepro.engine.policy import find
-from kvrepro.engine.regime import SharedCap
+from kvrepro.engine.facts import ModelFacts, ensure_one_rotation, refused
+from kvrepro.engine.passes import Call, boundary, check_shared, planned, read, room_taken
+from kvrepro.engine.policy import Rule, find
 from kvrepro.engine.rows import Rows, Tag, joined
-from kvrepro.engine.rule import Rule
 from kvrepro.engine.shapes import PreTrainedModel
-from kvrepro.engine.usable import usable
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, first_line
 
 ERRORS = ("raise", "return")
 USUAL_ROWS, MOST_ROWS = 128, 2048  # rows that decode together, on a CPU and on a GPU
@@ -53,7 +54,7 @@ def generate(
 ) -> list[list[Generation | Exception]]:
     """Greedy generations `[prompt][condition]` of at most `max_new_tokens`, a number for all prompts or one for each.
 
-    model: a causal language model of transformers or PEFT (`kvrepro.engine.usable`), which computes as in evaluation.
+    model: a causal language model of transformers or PEFT (`kvrepro.engine.generate`), which computes as in evaluation.
     prompts: token ids, or `Prompt` where a condition names spans. conditions: for all prompts, or a list for each. Rows
     of any prompt and condition decode in batches of up to `batch_rows` (None: on a CPU 128, or as many as 2 GiB hold,
     on a GPU as many as two fifths of its free memory hold). `prompt_rows` neighbouring prompts pass through the model
@@ -162,31 +163,28 @@ def room_of(device: torch.device) -> float:
 
 
 def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf) -> Iterator[list[Rows]]:
-    """Batches of rows of equal kind, up to `most` rows and about `room` bytes (`room_taken`), in the order they come.
-    When the room is full, rows that evict again decode last: an eviction copies their caches, and by then the others
-    have left. Rows that a condition quantises are quantised here, and each is a batch of its own."""
-    held = 0.0
+    """Batches of rows of equal kind, up to `most` rows, in the order they come. When `room` bytes are full
+    (`room_taken`), all that wait are handed out; rows that evict again decode last, since an eviction copies their
+    caches, and by then the others have left. Rows in few bits are quantised here, and each is a batch of its own."""
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
     for block in rows:
-        row_bytes = room_taken(call, block) / len(block)
+        held = sum(room_taken(call, r) for parts in waiting.values() for r in parts)
+        for kind in sorted(waiting, key=evicts_again) if held + room_taken(call, block) > room else ():
+            yield waiting.pop(kind)
         for kind, numbers in _alike(block, call.backend).items():
             packed = block.conditions[numbers[0]].bits is not None
             while numbers:
-                free = 1 if packed else most - sum(len(r) for r in waiting.get(kind, ()))
-                if room < math.inf:
-                    free = max(1, min(free, int((room - held) / max(row_bytes, 1)) + 1))
+                free = (1 if packed else most) - sum(map(len, waiting.get(kind, ())))
                 part = block if len(numbers) == len(block) <= free else block.take(numbers[:free])
                 numbers = numbers[free:]
                 if packed:
                     part.cache.quantise()
                 waiting.setdefault(kind, []).append(part)
-                held += room_taken(call, part)
-                for ready in sorted(waiting, key=evicts_again) if held > room else [kind] if len(part) == free else []:
-                    held -= sum(room_taken(call, r) for r in waiting[ready])
-                    yield waiting.pop(ready)
+                if len(part) == free:
+                    yield waiting.pop(kind)
         del block, part  # the next pass needs the room
-    for ready in sorted(waiting, key=evicts_again):
-        yield waiting.pop(ready)
+    for kind in sorted(waiting, key=evicts_again):
+        yield waiting.pop(kind)
 
 
 def _alike(rows: Rows, backend: str) -> dict[tuple[Any, ...], list[int]]:
@@ -244,27 +242,11 @@ def _rows(
     together = prompt_rows or (1 if call.device.type == "cpu" else MOST_PROMPTS)
     lengths = [len(text.ids) for text in call.texts]
     for block in blocks(range(len(wanted)), lengths, together, PASS_TOKENS):
-        for sharing, shared_columns in groups_sharing_conditions(block, wanted):
-            for columns in groups(call, sharing, shared_columns):
-                for members, part in fitting(call, sharing, columns, room / 2):
-                    rows_read: list[Rows] = []
-                    with _short_of_memory(call, itertools.product(members, part)):
-                        rows_read = read(call, members, part)
-                    yield from rows_read
-
-
-def groups_sharing_conditions(
-    members: Sequence[int], wanted: Sequence[Sequence[int]]
-) -> list[tuple[list[int], list[int]]]:
-    """Groups of prompts that share conditions, and those conditions; each pair of prompt and condition occurs once."""
-    askers: dict[int, list[int]] = {}
-    for i in members:
-        for j in wanted[i]:
-            askers.setdefault(j, []).append(i)
-    columns_by_group: dict[tuple[int, ...], list[int]] = {}
-    for j, members_asking in askers.items():
-        columns_by_group.setdefault(tuple(members_asking), []).append(j)
-    return [(list(group), columns) for group, columns in columns_by_group.items()]
+        for members, columns in planned(call, block, wanted, room / 2):
+            rows_read: list[Rows] = []
+            with _short_of_memory(call, itertools.product(members, columns)):
+                rows_read = read(call, members, columns)
+            yield from rows_read
 
 
 def blocks(members: Sequence[int], lengths: Sequence[int], together: int, tokens: float) -> list[list[int]]:
@@ -358,3 +340,68 @@ def _backends(
             raise InputError(f"backend triton: {why} ({c.label}): use backend torch, or auto")
     chosen = ["torch" if why else "triton" for why in reasons]
     return [choice if name == "auto" else name for name, choice in zip(requested, chosen, strict=True)]
+
+
+def let_go(error: BaseException) -> None:
+    """Free what the frames of an error's traceback hold, caches for instance. If it is an out-of-memory error, also
+    collect garbage, since frames of the model's modules refer to each other."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None
+    if isinstance(error, torch.OutOfMemoryError):
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+# ---- models
+
+
+PROBE = 16  # tokens
+DIFFERENT = {torch.float32: 1e-3}  # greatest |difference| / |logits| of the engine; 0.2 in types that round coarsely
+_agreed: WeakSet[Module] = WeakSet()  # models whose logits the engine gives
+
+
+def usable(model: Any) -> PreTrainedModel:
+    """The transformers model inside `model`: inside a PEFT or a compiled model, or itself.
+
+    Raises InputError for a model that the engine cannot drive: no causal language model, virtual tokens, offloaded or
+    quantised weights, an unknown family. Before the first use of a model, the engine keeps all of 16 tokens and must
+    give the model's own logits, both when it reads them as a whole and when it reads them in two parts.
+    """
+    model = getattr(model, "_orig_mod", model)
+    inner = model.get_base_model() if hasattr(type(model), "get_base_model") else model
+    if not (isinstance(inner, GenerationMixin) and isinstance(inner, Module)):
+        raise InputError(f"model of type {type(inner).__name__}: give a causal language model, kv.load().model for one")
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise refused(inner, f"its adapter {model.active_adapter!r} puts virtual tokens before a prompt")
+    if absent := next((name for name, weights in inner.named_parameters() if weights.is_meta), None):
+        raise refused(
+            inner, f"weights are offloaded ({absent} for one)", "load all of it onto one device, or onto GPUs"
+        )
+    if model not in _agreed:
+        with alone(inner):
+            _ensure_own_logits(model, inner, ModelFacts.of(inner))
+    return inner
+
+
+@torch.inference_mode()
+def _ensure_own_logits(model: Module, inner: PreTrainedModel, facts: ModelFacts) -> None:
+    """Raise InputError unless the engine gives the logits of `model`."""
+    ids = [i % inner.config.get_text_config().vocab_size for i in range(100, 100 + PROBE)]
+    seen = []
+    try:  # compiled code would take long, and is not used
+        own = model._call_impl(input_ids=torch.tensor([ids], device=inner.device), use_cache=False).logits[0, -1]
+        for c in (Condition(), Condition("streaming_llm", 1.0, Chunked(PROBE // 2))):
+            with installed(inner):
+                [rows] = read(Call(inner, [Prompt(ids, {})], [c], [1], facts), [0], [0])
+            seen.append(rows.logits[0])
+    except (InputError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of a family that nobody has tried
+        raise refused(inner, f"it does not run in the engine ({first_line(error)})") from error
+    if not own.isfinite().all():  # nothing to compare with; rows say at which token
+        return
+    for logits, how in zip(seen, ("", " that reads in parts"), strict=True):
+        difference = float((logits.float() - own.float()).norm() / own.float().norm())
+        if not difference <= DIFFERENT.get(own.dtype, 0.2):
+            raise refused(inner, f"it gives other logits in an engine{how} ({100 * difference:.2g}% differ)")
+    _agreed.update((model, inner))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvrepro.engine.attention import Softmax, scaled, softmax
-from kvrepro.engine.places import Places
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Probabilities, Query, RowInts, Scores, WindowPositions
 from kvrepro.errors import InputError
 
@@ -45,7 +44,6 @@ class Observation:
     log_sums: Tensor | None = None  # the window's log-sum-exp from the forward pass, float32 [batch, heads, window]
     window_outputs: Query | None = None  # the window's attention outputs from the forward pass
     softmax: Softmax | None = None  # of a layer that caps its logits or has sinks
-    shared_places: Places | None = None  # of the tokens and queries, if another observation made them already
     of: tuple["Observation", ...] = ()  # the layers that it stands for, if there are several (`together`)
 
     @classmethod
@@ -62,22 +60,15 @@ class Observation:
             parts = [getattr(o, name) for o in layers]
             return None if parts[0] is None else torch.cat(parts)
 
-        tensors = {x: joined(x) for x in ("keys", "values", "queries", "log_sums", "window_outputs")}
-        tensors["sums"] = {x: torch.cat([o.sums[x] for o in layers]) for x in first.sums}
-        if first.same_places(layers):
-            places = first.places.noted(("layers", n), lambda: first.places.repeated(n))
-        else:
-            where = joined("positions"), joined("query_positions")
-            places = Places(*where, first.sliding, first.span_local)
+        same_in_heads = all(o.positions.stride(1) == 0 for o in layers)  # all heads hold the same tokens
+        where = torch.cat([o.positions[:, :1] if same_in_heads else o.positions for o in layers])
+        names = "keys", "values", "queries", "query_positions", "log_sums", "window_outputs"
         return replace(
-            first, layer=-1, output=None, inverse_frequencies=None, positions=places.positions, of=tuple(layers),
-            query_positions=places.query_positions, shared_places=places, seen=first.seen.repeat(n),
-            seed=first.seed if isinstance(first.seed, int) else first.seed.repeat(n), **tensors,
+            first, layer=-1, output=None, inverse_frequencies=None, of=tuple(layers), seen=first.seen.repeat(n),
+            positions=where.expand(-1, first.positions.shape[1], -1), **{name: joined(name) for name in names},
+            sums={x: torch.cat([o.sums[x] for o in layers]) for x in first.sums},
+            seed=first.seed if isinstance(first.seed, int) else first.seed.repeat(n),
         )  # fmt: skip
-
-    def same_places(self, others: Sequence["Observation"]) -> bool:
-        """Do the others share this one's `Places`, and so hold the same tokens?"""
-        return all(o.places is self.places for o in others)
 
     @property
     def count(self) -> int:
@@ -88,19 +79,6 @@ class Observation:
     def scored(self) -> dict[Hashable, Scores]:
         """Scores computed so far, by scorer and parameters, for other conditions that need the same."""
         return {}
-
-    @cached_property
-    def places(self) -> Places:
-        """The places of its tokens and queries: `shared_places`, unless `replace` has changed the tokens or queries."""
-        p = self.shared_places
-        same = p is not None and p.positions is self.positions and p.query_positions is self.query_positions
-        if p is not None and same and (p.sliding, p.span_local) == (self.sliding, self.span_local):
-            return p
-        return Places(self.positions, self.query_positions, self.sliding, self.span_local)
-
-    @property
-    def alive(self) -> Mask:
-        return self.places.alive
 
     @property
     def by_kernels(self) -> bool:
@@ -122,10 +100,8 @@ class Observation:
                 "log_sums": self.log_sums[:, :, first:],
                 "window_outputs": self.window_outputs[:, :, first:],
             }
-        p = self.places
-        places_of_last = p.noted(("last", window), lambda: replace(p, query_positions=p.query_positions[:, first:]))
-        return replace(self, queries=self.queries[:, :, first:], query_positions=places_of_last.query_positions,
-                       shared_places=places_of_last, **window_results)  # fmt: skip
+        return replace(self, queries=self.queries[:, :, first:], query_positions=self.query_positions[:, first:],
+                       **window_results)  # fmt: skip
 
     def span(self, positions: Tensor) -> Tensor:
         """Number of the span that each of `positions` [batch, ...] lies in; after the prompt that of its last token."""
@@ -144,11 +120,99 @@ class Observation:
         """The number of spans."""
         return int(self.numbered.max()) + 1 if self.span_count is None else self.span_count
 
+    # ---- masks, bool [batch, kv_heads, tokens]
+
+    @cached_property
+    def alive(self) -> Mask:
+        return self.positions >= 0
+
+    @cached_property
+    def dead(self) -> Mask:
+        return ~self.alive
+
+    @cached_property
+    def nothing(self) -> Mask:
+        """No token at all."""
+        return torch.zeros_like(self.alive)
+
+    @cached_property
+    def window(self) -> Mask:
+        """The tokens of the window: all from its first query on; under `span_local` those at its queries' positions."""
+        queries = self.query_positions.contiguous()
+        if not queries.shape[1]:
+            return self.nothing
+        if not self.span_local:  # the last tokens seen, without gaps
+            return self.alive & (self.positions >= self._first_query[..., None])
+        where = self.positions.flatten(1)  # both ascend
+        place = torch.searchsorted(queries, where).clamp(max=queries.shape[1] - 1)
+        return (queries.gather(1, place) == where).view_as(self.positions) & self.alive
+
+    @cached_property
+    def past(self) -> Mask:
+        """The tokens outside the window."""
+        return self.alive & ~self.window
+
+    @cached_property
+    def not_past(self) -> Mask:
+        return ~self.past
+
+    @cached_property
+    def causal(self) -> Tensor:
+        """Whether a query may see a token: not later and, in a sliding layer, within its window; bool [batch, kv_heads,
+        window, tokens]."""
+        token, query = self.positions[:, :, None], self.query_positions[:, None, :, None]
+        seen = (token >= 0) & (token <= query)
+        if self.sliding is not None:
+            seen = seen & (token > query - self.sliding)
+        return seen
+
+    # ---- counts and slots
+
+    @cached_property
+    def _first_query(self) -> Tensor:
+        """Position of the window's first query, int64 [batch, 1]."""
+        real = self.query_positions >= 0
+        return self.query_positions.masked_fill(~real, torch.iinfo(torch.long).max).amin(1, keepdim=True)
+
+    @cached_property
+    def present(self) -> RowInts:
+        """The number of each row's queries, without padding."""
+        return (self.query_positions >= 0).sum(1)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """The first living slot of each head, int32 [batch, kv_heads]."""
+        return self.dead.sum(-1, dtype=torch.int32)
+
+    def _slots_before(self, positions: Tensor) -> Tensor:
+        """Slots of each head, dead ones too, before each of `positions` [batch, n]: int32 [batch, kv_heads, n]."""
+        where = self.positions if self.positions.stride(1) else self.positions[:, :1]  # all heads hold the same tokens
+        wanted = positions[:, None].expand(-1, where.shape[1], -1)
+        slots = torch.searchsorted(where.contiguous(), wanted.contiguous(), out_int32=True)
+        return slots.expand(-1, self.positions.shape[1], -1).contiguous()
+
+    @cached_property
+    def last_seen(self) -> Tensor:
+        """The last slot that each query may see, int32 [batch, kv_heads, window]."""
+        return self._slots_before(self.query_positions + 1) - 1
+
+    @cached_property
+    def last_before_window(self) -> Tensor:
+        """The last slot before the window's own tokens, int32 [batch, kv_heads, 1]."""
+        return self._slots_before(self._first_query) - 1
+
+    @cached_property
+    def last_in_past(self) -> Tensor:
+        """The last slot before the window's own tokens that each query may see, int32 [batch, kv_heads, window]."""
+        return torch.minimum(self.last_seen, self.last_before_window)
+
+    # ---- attention
+
     @cached_property
     def visible(self) -> Tensor:
         """Whether a query sees a token, under `span_local` of its own span only; bool [batch, kv_heads, window,
         tokens]."""
-        causal = self.places.causal
+        causal = self.causal
         if not self.span_local:
             return causal
         return causal & (self.span(self.positions)[:, :, None] == self.span(self.query_positions)[:, None, :, None])
@@ -165,7 +229,7 @@ class Observation:
         batch, kv_heads, _, dim = self.keys.shape
         q = self.queries.view(batch, kv_heads, self.group, -1, dim).float()
         logits = scaled(torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()), self.softmax or self.scaling)
-        logits.masked_fill_(~self.places.causal[:, :, None], -torch.inf)
+        logits.masked_fill_(~self.causal[:, :, None], -torch.inf)
         p = softmax(logits, self.softmax).nan_to_num_(0.0)  # a row of -inf only: no such query
         return p.masked_fill_(~self.visible[:, :, None], 0.0) if self.span_local else p
 
@@ -182,8 +246,8 @@ class Observation:
         from kvrepro_kernels import window_attention
 
         outputs, log_sums = window_attention(
-            self.queries, self.keys, self.values, scale=self.scaling, last=self.places.last_seen,
-            starts=self.places.starts,
+            self.queries, self.keys, self.values, scale=self.scaling, last=self.last_seen,
+            starts=self.starts,
         )  # fmt: skip
         return log_sums, outputs
 

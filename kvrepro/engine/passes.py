@@ -1,6 +1,5 @@
 """From prompts to rows: one pass of a prompt serves all conditions that compress the same part of it."""
 
-import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,22 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kvrepro.engine.allocate import by_kernels
 from kvrepro.engine.backend import in_few_launches
-from kvrepro.engine.cache import EngineCache, RaggedLayer
-from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.cache import EngineCache, Extend, RaggedLayer
+from kvrepro.engine.condition import Chunked, Condition, Offline, Prompt, SharedCap
 from kvrepro.engine.evict import EvictionJob, Prompts, generator
-from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ATTENDING, ModelFacts, layer_types
-from kvrepro.engine.policy import Policy, find
-from kvrepro.engine.prefill import ExtendByKernels, PrefillState
-from kvrepro.engine.regime import Chunked, Offline, SharedCap
-from kvrepro.engine.repeat import reconstruct
-from kvrepro.engine.rows import Rows, Tag, evict_rows, joined, kept_by_all_layers, kept_sets
-from kvrepro.engine.rule import budget_of
+from kvrepro.engine.policy import Policy, budget_of, find
+from kvrepro.engine.prefill import PrefillState, reconstruct
+from kvrepro.engine.rows import Rows, Tag, evict_rows, kept_by_all_layers, kept_sets
 from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import InputError
 
-Prefixes = tuple[dict[tuple[Any, ...], int], list[Rows]]  # prefix -> number of the prompt it was read with; their rows
+Prefix = tuple[tuple[Any, ...], int, list[Rows]]  # what identifies it, the prompt that it was read with, its rows
 
 
 @dataclass
@@ -47,7 +43,7 @@ class Call:
     isolate: bool = False  # a row that fails leaves the others alone; otherwise its error is raised
     notes: dict[Tag, dict[str, Any]] = field(default_factory=dict)  # fields of `Generation` that the prefill fills
     failed: dict[Tag, Exception] = field(default_factory=dict)
-    prefixes: dict[tuple[Any, ...], Prefixes] = field(default_factory=dict)  # offline, the last of each group
+    prefixes: dict[tuple[int, ...], Prefix] = field(default_factory=dict)  # offline, the last one, by conditions
     # A study may replace policies of the catalogue, and watch which tokens the rows pick at each step.
     policies: dict[str, Policy] = field(default_factory=dict)
     watch: Callable[[Rows, Tensor], None] | None = None
@@ -124,38 +120,35 @@ def boundary(text: Prompt, c: Condition) -> int:
     return end
 
 
-def groups(call: Call, members: list[int], columns: Sequence[int]) -> list[list[int]]:
-    """Groups of conditions that one forward pass serves: with equal boundaries and, of `Chunked`, equal chunks."""
-    columns_by_pass: dict[tuple[Any, ...], list[int]] = {}
-    for j in columns:
-        c = call.conditions[j]
-        ends = tuple(boundary(call.texts[i], c) for i in members)
-        chunk = (c.regime.chunk, c.execution) if isinstance(c.regime, Chunked) else None
-        watched = call.backend == "triton" and isinstance(c.regime, SharedCap)  # plain PyTorch runs this pass
-        columns_by_pass.setdefault((ends, isinstance(c.regime, Offline), chunk, watched), []).append(j)
-    return list(columns_by_pass.values())
-
-
-def fitting(
-    call: Call, members: Sequence[int], columns: Sequence[int], room: float
+def planned(
+    call: Call, block: Sequence[int], wanted: Sequence[Sequence[int]], room: float
 ) -> list[tuple[list[int], list[int]]]:
-    """Prompts and conditions of passes whose rows take at most `room` bytes. First the prompts are halved, then the
-    columns of a single prompt are split; a single row may take more."""
-    if room == math.inf:
-        return [(list(members), list(columns))]
-    bytes_by_column = [call.token_bytes * sum(_row_tokens(call, i, j) for i in members) for j in columns]
-    if sum(bytes_by_column) > room and len(members) > 1:
+    """(prompts, conditions) of each forward pass over a block of prompts: conditions that the same prompts have, with
+    equal boundaries and, of `Chunked`, equal chunks, as far as their rows take at most `room` bytes."""
+    columns_by_pass: dict[tuple[Any, ...], list[int]] = {}
+    for j in dict.fromkeys(j for i in block for j in wanted[i]):
+        c, members = call.conditions[j], tuple(i for i in block if j in wanted[i])
+        ends = tuple(boundary(call.texts[i], c) for i in members)
+        chunk = c.regime.chunk if isinstance(c.regime, Chunked) else None
+        watched = call.backend == "triton" and isinstance(c.regime, SharedCap)  # plain PyTorch runs this pass
+        kind = members, ends, isinstance(c.regime, Offline), chunk, watched
+        columns_by_pass.setdefault(kind, []).append(j)
+    return [
+        part for kind, columns in columns_by_pass.items() for part in fitting(call, list(kind[0]), columns, room)
+    ]
+
+
+def fitting(call: Call, members: list[int], columns: list[int], room: float) -> list[tuple[list[int], list[int]]]:
+    """Prompts and conditions of passes whose rows take at most `room` bytes: first the prompts are halved, then the
+    conditions of a single prompt; a single row may take more."""
+    pairs = [(i, j) for i in members for j in columns]
+    if len(pairs) == 1 or call.token_bytes * sum(_row_tokens(call, i, j) for i, j in pairs) <= room:
+        return [(members, columns)]
+    if len(members) > 1:
         half = len(members) // 2
         return fitting(call, members[:half], columns, room) + fitting(call, members[half:], columns, room)
-    parts: list[list[int]] = []
-    held = math.inf
-    for j, more in zip(columns, bytes_by_column, strict=True):
-        if held + more > room:
-            parts.append([])
-            held = 0.0
-        parts[-1].append(j)
-        held += more
-    return [(list(members), part) for part in parts]
+    half = len(columns) // 2
+    return fitting(call, members, columns[:half], room) + fitting(call, members, columns[half:], room)
 
 
 def room_taken(call: Call, rows: Rows) -> int:
@@ -172,7 +165,7 @@ def _row_tokens(call: Call, i: int, j: int) -> int:
     """The most tokens that a layer holds of prompt `i` and its answer under condition `j`."""
     c, text, evictor = call.conditions[j], call.texts[i], call.evictor(j)
     end = boundary(text, c)
-    evicts = evictor is not None and c.execution == "physical"
+    evicts = evictor is not None
     if evictor is not None and isinstance(c.regime, SharedCap):
         evicts &= evictor.first_step(evictor.reading(c.reading, c.switches)) == 0
     kept = min(end, budget_of(c, end)) if evicts else end
@@ -206,45 +199,30 @@ def _passes(call: Call, members: list[int], ends: list[int], columns: list[int])
 
 def _reused(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
     """Compress each prefix once, and give each prompt that begins with it a copy of the survivors."""
-    first, blocks = call.prefixes.pop(tuple(columns), ({}, []))  # first: the prompt that each prefix was read with
-    keys, new = [], {}
+    prompts_by_prefix: dict[tuple[Any, ...], list[int]] = {}
     for i, end in zip(members, ends, strict=True):
         text = call.texts[i]
         marked = tuple((name, tuple(at for at in where if at < end)) for name, where in text.spans.items())
-        keys.append((tuple(text.ids[:end]), marked))
-        if first.setdefault(keys[-1], i) == i:
-            new[i] = end
-    if new and (new_rows := _passes(call, list(new), list(new.values()), columns)):
-        blocks = [*blocks, joined(new_rows)]
-    reader_of = {i: first[key] for i, key in zip(members, keys, strict=True)}
-    for i, reader in reader_of.items():  # an error on a prefix is an error of every prompt with it
-        call.failed |= {(i, j): call.failed[reader, j] for j in columns if (reader, j) in call.failed}
-    copies = [_copied(call, rows, reader_of) for rows in blocks]
-    last = reader_of[members[-1]]
-    again = [_of_prompt(rows, last) for rows in blocks]
-    call.prefixes[tuple(columns)] = ({keys[-1]: last}, [rows for rows in again if rows is not None])
-    return [rows for rows in copies if rows is not None]
+        prompts_by_prefix.setdefault((tuple(text.ids[:end]), marked), []).append(i)
+    copies = []
+    for prefix, same in prompts_by_prefix.items():
+        last = call.prefixes.pop(tuple(columns), None)
+        if last is None or last[0] != prefix:
+            last = prefix, same[0], _passes(call, same[:1], [len(prefix[0])], columns)
+        call.prefixes[tuple(columns)] = last
+        _, reader, blocks = last
+        for i in same:  # an error on a prefix is an error of every prompt with it
+            call.failed |= {(i, j): call.failed[reader, j] for j in columns if (reader, j) in call.failed}
+            copies += [_copied(call, rows, reader, i) for rows in blocks]
+    return copies
 
 
-def _of_prompt(rows: Rows, prompt: int) -> Rows | None:
-    """The rows of this prompt alone."""
-    numbers = [b for b, (i, _) in enumerate(rows.tags) if i == prompt]
-    return rows if len(numbers) == len(rows) else rows.take(numbers) if numbers else None
-
-
-def _copied(call: Call, rows: Rows, reader_of: dict[int, int]) -> Rows | None:
-    """Copies of compressed prefixes for prompts. reader_of: for each prompt the one that its prefix was read with."""
-    places: dict[int, list[int]] = {}
-    for b, (reader, _) in enumerate(rows.tags):
-        places.setdefault(reader, []).append(b)
-    chosen = [(i, b) for i, reader in reader_of.items() for b in places.get(reader, ())]
-    if not chosen:
-        return None
-    copy = rows.take([b for _, b in chosen])
-    for (i, _), (reader, j) in zip(chosen, copy.tags, strict=True):
+def _copied(call: Call, rows: Rows, reader: int, i: int) -> Rows:
+    """A copy for prompt `i` of the rows of a prefix, which was read with the prompt `reader`."""
+    copy = rows.take(list(range(len(rows))))
+    copy.tags, copy.texts = [(i, j) for _, j in rows.tags], [call.texts[i]] * len(rows)
+    for _, j in rows.tags:
         call.notes[i, j] = call.notes[reader, j] | ({} if i == reader else {"prefill_seconds": 0.0})
-    copy.tags = [(i, j) for (i, _), (_, j) in zip(chosen, copy.tags, strict=True)]
-    copy.texts = [call.texts[i] for i, _ in chosen]
     return copy
 
 
@@ -297,23 +275,23 @@ def _prefill(call: Call, members: list[int], ends: list[int], columns: list[int]
     attention = PrefillState(call.facts, prompts, jobs)
     cache = EngineCache(call.model.config)
     held = torch.tensor([call.facts.held(end) for end in ends], device=call.device)[:, None]
-    logits = call.forward(ids, positions, cache, attention)
-    attention.join()
-    if any(job.repeated for job in jobs if job.error is None):
-        reconstruct(call.model, attention, call.repeat, ids, positions, cache)
-    attention.finish(width=max(ends) + call.max_new_tokens)
+    with by_kernels(attention.kernels):
+        logits = call.forward(ids, positions, cache, attention)
+        attention.decide_waiting()
+        if any(job.repeated for job in jobs if job.error is None):
+            reconstruct(call.model, attention, call.repeat, ids, positions, cache)
+        attention.finish(width=max(ends) + call.max_new_tokens)
     finished = {}
     for job, j in zip(jobs, columns, strict=True):
         if job.error is not None:
             continue
         survivors = cache.rows(torch.arange(len(members), device=call.device))
         survivors.ragged = {n: job.layers[n] for n in sorted(job.layers)}
-        seen = torch.cat([survivors.ragged[n].seen().to(held.device) for n in call.facts.evictable], 1)
+        seen = torch.cat([survivors.ragged[n].held().to(held.device) for n in call.facts.evictable], 1)
         lost = (seen < held).any(1) if job.signals is None else job.signals.evicted > 0
         tags, single = [(i, j) for i in members], [job.row(b) for b in range(len(members))]
         finished[j] = Rows(tags, single, texts, survivors, logits, prompts.lengths.clone(), lost.long(), job.signals)
         job.layers = {}
-    attention.settle()  # comes last because it waits for the GPU
     for job, j in zip(jobs, columns, strict=True):
         if job.error is not None:
             call.fail({(i, j): job.error for i in members})
@@ -328,14 +306,14 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
     ids_of = [call.texts[i].ids[:end] for _ in jobs for i, end in zip(members, ends, strict=True)]
     window = max(job.window for job in jobs)
     chunk = getattr(jobs[0].condition.regime, "chunk", 0)
-    cache, extend = EngineCache(call.model.config), Extend if call.backend == "torch" else ExtendByKernels
+    cache = EngineCache(call.model.config)
     _open(call, cache, len(texts), {n for job in jobs for n in job.sums})
     lengths = torch.tensor([len(ids) for ids in ids_of], device=call.device)
     tags = [(i, j) for j in columns for i in members]
     rows = Rows(tags, row_jobs, texts, cache, torch.empty(0), torch.zeros_like(lengths), torch.zeros_like(lengths))
     for a in range(0, int(lengths.max()), chunk):
         ids, positions = call.padded([t[a : a + chunk] for t in ids_of], [a] * len(ids_of))
-        rows.logits = call.forward(ids, positions, cache, extend(cache, positions, window))
+        rows.logits = call.forward(ids, positions, cache, Extend(cache, positions, window))
         rows.seen = torch.minimum(lengths, rows.seen + chunk)
         last = a + chunk >= int(lengths.max())
         budgets = [_chunk_budget(job, call.facts, s, last) for job, s in zip(row_jobs, rows.seen.tolist(), strict=True)]

@@ -3,35 +3,21 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvrepro.engine import evict, quota
+from kvrepro.engine import evict, guard
 from kvrepro.engine.attention import Watch, attend, attend_prompt, per_token
-from kvrepro.engine.cache import RaggedLayer
-from kvrepro.engine.evict import (
-    EvictionJob,
-    Prompts,
-    across,
-    attempt,
-    evict_shared,
-    postpone,
-    prepare,
-    select_tokens,
-)
-from kvrepro.engine.extend import Extend
-from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.cache import EngineCache, RaggedLayer
+from kvrepro.engine.evict import EvictionJob, Prompts, across, attempt, evict_shared, postpone, select_tokens
+from kvrepro.engine.facts import ModelFacts, attention_modules
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.places import Places
 from kvrepro.engine.policy import REPEATED
-from kvrepro.engine.select import ensured_later, settle
-from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query, TokenInts
-from kvrepro.engine.signals import PromptSignals, Reduction, Signals
+from kvrepro.engine.shapes import KeyValue, Positions, PreTrainedModel, Query, TokenInts
+from kvrepro.engine.shared import PromptSignals, Reduction, Signals
 
 SPAN_SUMS = {"span_mass", "marked_mass"}
 SUMS_BY_KERNELS = {"mass", *SPAN_SUMS}
@@ -51,7 +37,6 @@ class PrefillState:
         self.kernels = self.facts.backend == "triton"
         self.most = evict.TOGETHER[self.facts.backend]
         self.seeds = torch.tensor(prompt.seeds, device=prompt.positions.device)
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.signals = PromptSignals([reduction for _, reduction in self.shared])
         self.sums = {
             (name, job.condition.spans if name in SPAN_SUMS else None)
@@ -60,7 +45,8 @@ class PrefillState:
         span_names = {job.condition.spans for job in jobs if job.condition.fair is not None}
         self._span_of = {names: prompt.span_of(names) for names in span_names}
         self._span_counts = {names: int(span_of.max()) + 1 for names, span_of in self._span_of.items()}
-        self._places: dict[tuple[Any, ...], Places] = {}
+        self._where: dict[tuple[Any, ...], Positions] = {}  # equal shapes imply equal positions in a pass
+        self._queries: dict[tuple[Any, ...], Tensor] = {}
         self._waiting: dict[int, dict[int, Observation]] = {}  # layer -> window -> observation, to be decided together
         self._within = {  # the span that each position lies in, for sums inside spans
             (name, names): self._span_of[names] if name == "span_mass" else prompt.span_of(names, extended=False)
@@ -88,35 +74,13 @@ class PrefillState:
 
         forgets = beyond and layer in self.facts.sliding  # drops tokens that no later query sees
         held = slice(n - sliding + 1, n) if forgets else slice(0, n)
-        given = [x for x in (query, key, value, out, log_sums, padding, positions, *sums.values()) if x is not None]
-        with self._beside(query.device, given):
-            for kind in wanted if log_sums is not None else ():
-                sums[kind] = mass_by_kernels(query, key, log_sums, scaling, padding, self._span_at(*kind, positions))
-            key, value = key[:, :, held], value[:, :, held]
-            where = positions[:, None, held].expand(*key.shape[:3])
-            sums = {kind: s[:, :, held] for kind, s in sums.items()}
-            self._keep(layer, query, key, value, scaling, where, sums, out, log_sums)
+        for kind in wanted if log_sums is not None else ():
+            sums[kind] = mass_by_kernels(query, key, log_sums, scaling, padding, self._span_at(*kind, positions))
+        key, value = key[:, :, held], value[:, :, held]
+        where = self._where.setdefault((key.device, *key.shape), positions[:, None, held].expand(*key.shape[:3]))
+        sums = {kind: s[:, :, held] for kind, s in sums.items()}
+        self._keep(layer, query, key, value, scaling, where, sums, out, log_sums)
         return out
-
-    @contextmanager
-    def _beside(self, device: torch.device, given: Sequence[Tensor]) -> Iterator[None]:
-        """Run the block in a second stream on a GPU, so that a layer is reduced while the next ones are computed.
-        `join` waits for it. given: tensors that the block reads."""
-        if device.type != "cuda":
-            yield
-            return
-        stream = self.streams[device] = _beside(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        for tensor in given:
-            tensor.record_stream(stream)
-        with torch.cuda.stream(stream):
-            yield
-
-    def join(self) -> None:
-        """Decide the layers that wait, and make later work on the GPU wait for all reductions."""
-        self._decide_waiting()
-        for stream in self.streams.values():
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def _keep(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, where: Positions,
@@ -127,8 +91,7 @@ class PrefillState:
         waits: dict[int, Observation] = {}
         for job in self.jobs:
             if job.evictor is None or layer not in self.facts.evictable:
-                every = key.shape[1] * sum(self._held(key.shape[2]))
-                job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {}, every)
+                job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {})
                 continue
             if job.error is not None:
                 continue
@@ -142,27 +105,19 @@ class PrefillState:
                 if log_sums is not None and window and kind[1] is None:
                     ends = log_sums[:, :, -window:].clone(), out[:, -window:].transpose(1, 2).contiguous()
                     seen[kind] = replace(seen[kind], log_sums=ends[0], window_outputs=ends[1])
-            if not (self.most and job.together):
+            if self.most and job.together:
+                waits[window] = seen[own_kind]
+            else:
                 self._decide(job, {layer: seen[own_kind]}, seen[own_kind], seen[window, None] if mixed else None)
-                continue
-            waits[window] = seen[own_kind]
-            if not self._waiting:
-                with attempt(job):
-                    prepare(job, seen[own_kind])
-        if waits:
-            self._wait(layer, waits)
-
-    def _wait(self, layer: int, seen: dict[int, Observation]) -> None:
-        """Let a layer wait for the next ones. Before, decide the waiting layers if they cannot be joined with it, or if
-        there are as many as `most` bytes hold. seen: its observations by window."""
+        if not waits:
+            return
         for before in list(self._waiting.values())[-1:]:
-            unlike = before.keys() != seen.keys() or any(not _alike_seen(before[w], o) for w, o in seen.items())
-            room = self.most // (2 * next(iter(seen.values())).keys.nbytes)
-            if unlike or len(self._waiting) >= room:
-                self._decide_waiting()
-        self._waiting[layer] = seen
+            unlike = before.keys() != waits.keys() or any(not _alike_seen(before[w], o) for w, o in waits.items())
+            if unlike or len(self._waiting) >= self.most // (2 * key.nbytes):
+                self.decide_waiting()
+        self._waiting[layer] = waits
 
-    def _decide_waiting(self) -> None:
+    def decide_waiting(self) -> None:
         """Decide the waiting layers as rows of one."""
         waiting, self._waiting = self._waiting, {}
         joined: dict[int, Observation] = {}  # by window
@@ -170,15 +125,9 @@ class PrefillState:
             if job.error is not None or not job.together:
                 continue
             seen = {layer: seen_by_window[job.window] for layer, seen_by_window in waiting.items()}
-            device = next(iter(seen.values())).keys.device
-            with self._beside(device, ()):
-                if job.window not in joined:
-                    joined[job.window] = Observation.together(list(seen.values()))
-                self._decide(job, seen, joined[job.window])
-
-    def _held(self, tokens: int) -> list[int]:
-        """Tokens of each prompt among the last `tokens` places."""
-        return [min(length, tokens) for length in self.lengths]
+            if job.window not in joined:
+                joined[job.window] = Observation.together(list(seen.values()))
+            self._decide(job, seen, joined[job.window])
 
     def _span_at(self, name: str, spans: tuple[str, ...] | None, positions: TokenInts) -> Tensor | None:
         """The span that each of the tokens lies in, int64 [batch, tokens], for a sum inside spans; None for others."""
@@ -215,73 +164,43 @@ class PrefillState:
         """The observation of a layer with a window of `window` queries. names: the window holds the last queries of
         each of these spans, which no kernel scores."""
         n = self.prompt.positions.shape[1]
-        places = self._places_of(where, self.facts.sliding.get(layer), window, names)
         if names is None:
             queries = query[:, :, max(0, n - window) :].clone()  # a view would keep all queries in memory
-            span_of = None
+            span_of, at = None, self.prompt.positions.to(where.device)[:, max(0, n - window) :]
         else:
-            span_of = self._span_of[names].to(query.device)
-            place = (places.query_positions + n - self.prompt.lengths[:, None].to(query.device)).clamp(min=0)
+            span_of, at = self._span_of[names].to(query.device), self._last_of_spans(window, names).to(query.device)
+            place = (at + n - self.prompt.lengths[:, None].to(query.device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         facts = self.facts if names is None else self.facts.by("torch")
         sums_of_window = {name: s for (name, sum_names), s in sums.items() if sum_names in (None, names)}
         return facts.observe(
-            layer, key, self.seeds, values=value, positions=places.positions, queries=queries,
-            query_positions=places.query_positions, shared_places=places, seen=self.prompt.lengths.to(query.device),
+            layer, key, self.seeds, values=value, positions=where, queries=queries,
+            query_positions=at, seen=self.prompt.lengths.to(query.device),
             scaling=scaling, sums=sums_of_window, span_of=span_of,
             unextended=None if names is None else self._within.get(("marked_mass", names)),
             span_count=None if names is None else self._span_counts[names], span_local=names is not None,
         )  # fmt: skip
 
-    def _places_of(self, where: Positions, sliding: int | None, window: int, names: tuple[str, ...] | None) -> Places:
-        """The places of layers with tokens at `where`, flush right; equal shapes imply equal positions in a pass."""
-        kind = (where.device, *where.shape, sliding, window, names)
-        if kind not in self._places:
-            if names is None:
-                at = self.prompt.positions.to(where.device)[:, max(0, self.prompt.positions.shape[1] - window) :]
-            else:  # the last queries of each span, padded in front
-                tables = [spans[:n] for spans, n in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
-                last_of_spans = [quota.windows(table, max(window, 1)) for table in tables]
-                at = pad_sequence(last_of_spans, True, -1, "left").to(where.device)
-            self._places[kind] = Places(where, at, sliding, names is not None)
-        return self._places[kind]
+    def _last_of_spans(self, window: int, names: tuple[str, ...]) -> Tensor:
+        """Positions of the last queries of each span, padded in front."""
+        if (window, names) not in self._queries:
+            tables = [spans[:n] for spans, n in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
+            last_of_spans = [guard.windows(table, max(window, 1)) for table in tables]
+            self._queries[window, names] = pad_sequence(last_of_spans, True, -1, "left")
+        return self._queries[window, names]
 
     def _decide(
         self, job: EvictionJob, seen: dict[int, Observation], o: Observation, plain: Observation | None = None
     ) -> None:
         """Let a job decide the layers `seen`, together observed as `o`. plain: the observation without quotas."""
-        with attempt(job), ensured_later(self.kernels) as doubts:
+        with attempt(job):
             if job.waits:
                 postpone(job, seen, o)
-            else:
-                self._choose(job, seen, o, plain)
-        job.doubts += doubts
-
-    def _choose(
-        self, job: EvictionJob, seen: dict[int, Observation], o: Observation, plain: Observation | None
-    ) -> None:
-        heads, tokens = o.keys.shape[1:3]
-        total = job.total(heads, self._held(tokens))
-        stays = select_tokens(job, o, None if plain is None else select_tokens(job, plain))
-        if total is None:
-            for (layer, observation), layer_stays in zip(seen.items(), stays.chunk(o.count), strict=True):
-                self._store(job, layer, observation, layer_stays)
-            return
-        whole = RaggedLayer.of(o.keys, o.values, o.positions, stays, _carried(job, o), total * o.count)
-        for (layer, observation), stored in zip(seen.items(), whole.layers(o.count), strict=True):
-            self._hold(job, layer, observation, stored)
-
-    def _store(self, job: EvictionJob, layer: int, o: Observation, stays: Mask) -> None:
-        masked = job.condition.execution == "masked"
-        stored = RaggedLayer.of(o.keys, o.values, o.positions, o.alive if masked else stays, _carried(job, o))
-        if masked:
-            stored.hidden = ~stays[o.alive]
-        self._hold(job, layer, o, stored)
-
-    def _hold(self, job: EvictionJob, layer: int, o: Observation, stored: RaggedLayer) -> None:
-        job.layers[layer] = stored
-        if job.again and job.window:
-            stored.remember(o.queries, o.query_positions, job.window)
+                return
+            stays = select_tokens(job, o, None if plain is None else select_tokens(job, plain))
+            whole = RaggedLayer.of(o.keys, o.values, o.positions, stays, _carried(job, o))
+            for (layer, each), stored in zip(seen.items(), whole.layers(o.count), strict=True):
+                _hold(job, layer, each, stored)
 
     def finish(self, width: int = 0) -> None:
         """Decide for the jobs that wait for every layer's scores.
@@ -291,44 +210,12 @@ class PrefillState:
         for job in self.jobs:
             if job.waits and job.error is None and job.reduction is None:
                 with attempt(job):
-                    self._choose_across(job)
+                    for layer, stays in across(job).items():
+                        o = job.pending[layer]
+                        _hold(job, layer, o, RaggedLayer.of(o.keys, o.values, o.positions, stays, _carried(job, o)))
+                job.pending.clear()
+                job.judged.clear()
         self._choose_for_all_layers(width)
-
-    def settle(self, *jobs: EvictionJob) -> None:
-        """Run the postponed checks of these jobs, or of all jobs, which waits for a GPU."""
-        for job in jobs or self.jobs:
-            doubts, job.doubts = job.doubts, []
-            with attempt(job):
-                settle(doubts if job.error is None else [])
-
-    def _choose_across(self, job: EvictionJob) -> None:
-        """Let a policy with budgets over all layers choose in every layer."""
-        with ensured_later(self.kernels) as doubts:
-            chosen = across(job)
-        job.doubts += doubts
-        one_shape = len({(stays.shape, stays.device) for stays in chosen.values()}) == 1
-        together = self._places_in(job, chosen) if one_shape and job.condition.execution == "physical" else None
-        self.settle(job)
-        for layer, stays in chosen.items() if job.error is None else ():
-            o = job.pending[layer]
-            if together is None:
-                self._store(job, layer, o, stays)
-            else:
-                self._hold(job, layer, o, RaggedLayer.taken(o.keys, o.values, *together[layer], _carried(job, o)))
-        job.pending.clear()
-        job.judged.clear()
-
-    @staticmethod
-    def _places_in(job: EvictionJob, chosen: dict[int, Mask]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """Layer -> (positions of its kept tokens, int32 [kept]; their rows, heads and slots, int64 [kept, 3]; the
-        heads' offsets). The layers have one shape and hold the same tokens, so that a GPU finds all places at once."""
-        stays = torch.stack(list(chosen.values()))  # [layers, batch, kv_heads, tokens]
-        offsets = pad(stays.sum(-1).flatten(1).cumsum(1), (1, 0))
-        totals = offsets[:, -1].tolist()
-        places = stays.nonzero_static(size=sum(totals))[:, 1:]
-        positions = job.pending[next(iter(chosen))].positions[places.unbind(1)].int()
-        places_by_layer = zip(positions.split(totals), places.split(totals), offsets, strict=True)
-        return dict(zip(chosen, places_by_layer, strict=True))
 
     def _choose_for_all_layers(self, width: int) -> None:
         """`SharedCap`: the state after the prompt, and the first reduction where it comes at step 0."""
@@ -341,15 +228,9 @@ class PrefillState:
             with attempt(job):
                 if job.first_step == 0:
                     signals = job.signals = evict_shared(job, signals, 0)
-                first = next(iter(job.pending))
-                stays = signals.held_at(job.pending[first].positions, by_any=True)
-                [places] = self._places_in(job, {first: stays}).values()
                 for layer, o in job.pending.items():
-                    if job.condition.execution == "masked":
-                        self._store(job, layer, o, stays.to(o.keys.device))
-                    else:
-                        positions, at, offsets = (x.to(o.keys.device) for x in places)
-                        job.layers[layer] = RaggedLayer.taken(o.keys, o.values, positions, at, offsets, {})
+                    stays = signals.held_at(o.positions, by_any=True)
+                    job.layers[layer] = RaggedLayer.of(o.keys, o.values, o.positions, stays, {})
             job.pending.clear()
 
 
@@ -358,17 +239,16 @@ def _carried(job: EvictionJob, o: Observation) -> dict[str, Tensor]:
     return {n: s for n, s in o.sums.items() if job.again and n in job.sums}
 
 
+def _hold(job: EvictionJob, layer: int, o: Observation, stored: RaggedLayer) -> None:
+    job.layers[layer] = stored
+    if job.again and job.window:
+        stored.remember(o.queries, o.query_positions, job.window)
+
+
 def _alike_seen(first: Observation, second: Observation) -> bool:
     """Do two layers hold the same tokens, with equal shapes and softmax?"""
-    same = first.places is second.places and first.keys.shape == second.keys.shape
+    same = first.positions is second.positions and first.sliding == second.sliding
     return same and first.scaling == second.scaling and first.softmax is second.softmax
-
-
-@cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all prompts, so that they share its memory. Its priority is higher than the main stream's, which
-    then hardly waits for it at the end."""
-    return torch.cuda.Stream(device, priority=-1)
 
 
 def _attend_plainly(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> tuple[Tensor, None]:
@@ -418,28 +298,87 @@ def mass_by_kernels(
     return column_mass(query, key, log_sums, scale=scaling, starts=starts, spans=spans)
 
 
-class ExtendByKernels(Extend):
-    """Attention of a chunk without padding by kernels, to survivors and itself; sliding layers by plain PyTorch."""
+# ---- KVzip's repetition: the model repeats the context, and the attention that it then pays to each token is noted
+
+REPEAT_CHUNK = 2048
+
+
+def reconstruct(
+    model: PreTrainedModel, prefill: PrefillState, ask: Sequence[int], ids: Tensor, positions: Tensor,
+    cache: EngineCache,
+) -> None:  # fmt: skip
+    """Let the model repeat the context chunk by chunk after the request `ask`, and add the largest attention to each
+    token to the observations of the jobs that need it: per KV head, and per query head after a division by the length
+    of the layer's input at the query. Source: Kim et al. 2025; KVzip+ as in NVIDIA/kvpress."""
+    jobs = [job for job in prefill.jobs if job.repeated and job.error is None]
+    for n, o in jobs[0].pending.items():
+        rows, kv_heads, tokens = o.positions.shape
+        heads = {"reconstruction": kv_heads, "reconstruction_per_norm": kv_heads * o.group}
+        needed = set().union(*(job.repeated for job in jobs))
+        best = {name: torch.zeros(rows, heads[name], tokens, device=o.positions.device) for name in needed}
+        for job in jobs:
+            job.pending[n] = replace(job.pending[n], sums={**job.pending[n].sums, **best})
+    ask_ids = torch.tensor(list(ask), dtype=torch.long, device=ids.device).expand(len(ids), -1)
+    n = ids.shape[1]
+    for a in range(0, n, REPEAT_CHUNK):
+        part = ids[:, a : a + REPEAT_CHUNK]
+        text = torch.cat([ask_ids, part], 1)
+        at = prefill.prompt.lengths[:, None] + torch.arange(text.shape[1], device=ids.device)
+        probe = _Repeat(jobs[0], at, len(ask), positions[:, a : a + REPEAT_CHUNK] >= 0)
+        cache_of_chunk = cache.rows(torch.arange(len(ids), device=ids.device))
+        with _lengths(model, probe.lengths):
+            model(
+                input_ids=text, position_ids=at, past_key_values=cache_of_chunk, use_cache=True, logits_to_keep=1,
+                kvrepro=probe,
+            )  # fmt: skip
+
+
+@contextmanager
+def _lengths(model: PreTrainedModel, lengths: dict[int, Tensor]) -> Iterator[None]:
+    """Note the Euclidean length of each hidden state that an attention layer gets: layer -> float32 [batch, tokens]."""
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        lengths[module.layer_idx] = (args[0] if args else kwargs["hidden_states"]).float().norm(dim=-1)
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model).values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Repeat:
+    """Attention of a repeated chunk over the context and itself; its tokens are not stored."""
+
+    def __init__(self, job: EvictionJob, positions: Tensor, request_length: int, real: Tensor):
+        self.job, self.positions, self.request_length, self.real = job, positions, request_length, real
+        self.lengths: dict[int, Tensor] = {}  # layer -> ||h_t|| of its input, [batch, text]
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
     ) -> Tensor:
-        from kvrepro_kernels import window_attention
+        at, real = self.positions.to(query.device), self.real.to(query.device)
+        if layer not in self.job.pending:
+            stored = self.job.layers[layer]
+            parts = [*stored.parts(), (key, value, at[:, None])]
+            return attend(query, at, parts, scaling, sliding)
+        o = self.job.pending[layer]
+        n = o.positions.shape[2]
 
-        if sliding is not None:
-            return super().attend(layer, query, key, value, scaling, sliding)
-        stored, at = self.cache.ragged[layer], self.positions.to(query.device)
-        self.cache.scalings[layer] = scaling
-        stored.append(key, value, at)
-        if self.window:
-            stored.remember(query, at, self.window)
-        parts = stored.parts()
-        keys, values, where = (
-            torch.cat([part[i].expand(*stored.shape, *part[i].shape[2:]) for part in parts], 2) for i in range(3)
-        )
-        starts = (where < 0).sum(-1)
-        out, log_sums = window_attention(query, keys, values, scale=scaling, starts=starts)
-        for name in stored.sums:  # only "mass": the backend refuses conditions with other sums
-            mass = mass_by_kernels(query, keys, log_sums, scaling, starts)
-            stored.add(name, mass, 0 if len(parts) == 1 else parts[0][0].shape[2])
-        return out.transpose(1, 2)
+        def watch(p: Tensor, queries: slice) -> None:
+            first = max(0, self.request_length - queries.start)
+            seen = p[:, :, :, first:, :n]
+            if seen.shape[3]:
+                real_queries = real[:, queries.start + first - self.request_length : queries.stop - self.request_length]
+                seen = seen * real_queries[:, None, None, :, None]
+                for name in REPEATED & o.sums.keys():
+                    if name == "reconstruction":
+                        largest = seen.amax((2, 3))
+                    else:
+                        h = self.lengths[layer][:, queries.start + first : queries.stop]
+                        largest = (seen / h[:, None, None, :, None]).amax(3).flatten(1, 2)
+                    torch.maximum(o.sums[name], largest, out=o.sums[name])
+
+        parts = [(o.keys, o.values, o.positions), (key, value, at[:, None])]
+        return attend(query, at, parts, scaling, sliding, watch)

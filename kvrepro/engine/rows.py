@@ -9,15 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvrepro.engine import evict
-from kvrepro.engine import signals as table
+from kvrepro.engine import evict, shared
 from kvrepro.engine.attention import Softmax
 from kvrepro.engine.cache import EngineCache, Shown, joined_caches
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, across, attempt, evict_shared, postpone, select_tokens
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.signals import Signals
+from kvrepro.engine.shared import Signals
 from kvrepro.errors import InputError
 
 Tag = tuple[int, int]  # (prompt, condition)
@@ -51,9 +50,7 @@ class Rows:
 
     @property
     def shared(self) -> Signals:
-        """The signals. Raises InputError in other regimes than `SharedCap`."""
-        if self.signals is None:
-            raise InputError(f"{self.conditions[0].label} has no signals of all layers: take SharedCap()")
+        assert self.signals is not None, "of `SharedCap` alone"
         return self.signals
 
     def slide(self, facts: ModelFacts) -> None:
@@ -78,7 +75,7 @@ def joined(blocks: list[Rows]) -> Rows:
         [t for b in blocks for t in b.tags], [j for b in blocks for j in b.jobs], [t for b in blocks for t in b.texts],
         joined_caches([b.cache for b in blocks]), cat([b.logits for b in blocks]), cat([b.seen for b in blocks]),
         cat([b.calls for b in blocks]),
-        None if blocks[0].signals is None else table.joined([b.shared for b in blocks]),
+        None if blocks[0].signals is None else shared.joined([b.shared for b in blocks]),
     )  # fmt: skip
 
 
@@ -92,7 +89,8 @@ def kept_sets(facts: ModelFacts, cache: EngineCache, ends: Sequence[int], masks:
     unions = [np.zeros(end, bool) for end in ends]
     sets: list[list[Any]] = [[] for _ in ends]
     for n in facts.evictable:
-        counts, positions = (x.cpu().numpy() for x in cache.ragged[n].visible())
+        layer = cache.ragged[n]
+        counts, positions = layer.lengths.cpu().numpy(), layer.positions.cpu().numpy()
         for row, at in enumerate(np.split(positions, counts.sum(1).cumsum()[:-1])):
             digests[row].update(counts[row].tobytes() + at.tobytes())
             unions[row][at] = True
@@ -156,16 +154,15 @@ def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int]) -> Tensor:
                 held[layer][1][torch.tensor(members, device=part_stays.device)] = part_stays
         if part.error is not None:
             rows.failed |= dict.fromkeys(members, part.error)
-    masked = rows.jobs[0].condition.execution == "masked"
     for layer, (index, stays) in held.items():
         lost |= ((index >= 0) & ~stays).any(2).any(1).to(lost.device)
-        rows.cache.ragged[layer].evict(stays, index, masked=masked)
+        rows.cache.ragged[layer].evict(stays, index)
     rows.cache.evicted()
     return lost
 
 
 def _shown(facts: ModelFacts, rows: Rows) -> Iterator[dict[int, Shown]]:
-    """The visible tokens of every evictable layer. Neighbouring layers that differ only in their tokens come together,
+    """The tokens of every evictable layer. Neighbouring layers that differ only in their tokens come together,
     padded to one width, up to `TOGETHER` bytes."""
     waiting: dict[int, Shown] = {}
     kind: tuple[Any, ...] = ()
@@ -209,17 +206,8 @@ def evict_rows_shared(rows: Rows, step: int) -> Tensor:
 
 def keep_held(rows: Rows) -> None:
     """Evict from every layer the tokens that no head holds; a token stays in memory while any head may see it."""
-    masked = rows.jobs[0].condition.execution == "masked"
-    layers = list(rows.cache.ragged.values())
-    if not masked and len({stored.offsets.device for stored in layers}) == 1:
-        kept = layers[0].chosen(lambda positions: rows.shared.held_at(positions, by_any=True))
-        for stored in layers:  # all layers hold the same tokens in the same places
-            stored.keep(*kept)
-        return
-    for stored in layers:
-        shown = stored.shown()
-        held = (shown.positions >= 0) & rows.shared.held_at(shown.positions, by_any=True)
-        stored.evict(held, shown.index, masked=masked)
+    for stored in rows.cache.ragged.values():
+        stored.keep(*stored.chosen(lambda positions: rows.shared.held_at(positions, by_any=True)))
 
 
 def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[tuple[EvictionJob, list[int]]]:

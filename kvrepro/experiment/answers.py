@@ -20,9 +20,8 @@ from kvrepro.engine import policy
 from kvrepro.engine.backend import obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.generate import Conditions
-from kvrepro.engine.memory import let_go
-from kvrepro.engine.rule import Rule
+from kvrepro.engine.generate import Conditions, let_go
+from kvrepro.engine.policy import Rule
 from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import data, measure, models, pool, store
 from kvrepro.experiment.limit import TimeLimit, time_limit

@@ -106,7 +106,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from kvrepro.engine.usable import usable
+    from kvrepro.engine.generate import usable
 
     logging.disable_progress_bar()
     try:

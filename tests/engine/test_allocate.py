@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from observations import observation
 
 from kvrepro.engine import allocate
-from kvrepro.engine.select import select
+from kvrepro.engine.allocate import select
 from kvrepro.errors import InputError
 
 

@@ -24,7 +24,7 @@ def conditions(names, regime, **fields) -> list[Condition]:
 
 CASES = {
     "once": [Condition(), *conditions(CATALOGUE, "prefill", budget=0.6, until="question")],
-    "masked": conditions(["ada_kv"], "prefill", budget=0.3, execution="masked"),
+    "per head": conditions(["ada_kv"], "prefill", budget=0.3),
     "four bits": conditions(["snapkv"], "prefill", budget=0.3, bits=4),
     "chunked": conditions(SOME, "chunked", budget=200, chunk=300, when="budget"),
     "offline": conditions(SOME, "offline", budget=200),

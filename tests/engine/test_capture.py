@@ -15,11 +15,10 @@ from kvrepro_kernels.ragged_storage import ragged_decode_reference
 
 from kvrepro.engine import decode
 from kvrepro.engine import generate as engine
+from kvrepro.engine.allocate import by_kernels
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, DecodeCap, PerStep, Prefill, SharedCap
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.regime import DecodeCap, PerStep, Prefill, SharedCap
-from kvrepro.engine.select import ensured_later
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 NEW = 18  # evictions after 8 and 16 tokens, and a step that sees what is left
@@ -48,7 +47,7 @@ def steps(kind: str, conditions, texts, captured: bool, monkeypatch, stop_ids=()
     monkeypatch.setattr("kvrepro.engine.prefill.mass_by_kernels", plain_mass)
     if DEVICE == "cpu":  # interpreted kernels take minutes
         monkeypatch.setattr("kvrepro_kernels.ragged_decode", slow_ragged_decode)
-        monkeypatch.setattr("kvrepro.engine.prefill.ensured_later", lambda kernels=False: ensured_later())
+        monkeypatch.setattr("kvrepro.engine.passes.by_kernels", lambda use: by_kernels(False))
     monkeypatch.setattr(decode, "can_capture", lambda call, rows: captured and call.captures)
     settings = {"max_new_tokens": NEW, "stop_ids": stop_ids, "kept_sets": True} | given
     return engine.generate(architecture(kind, 16).to(DEVICE), texts, conditions, backend="triton", **settings)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvrepro.engine import evict, rule
+from kvrepro.engine import evict
 from kvrepro.engine import policy as policies
 from kvrepro.engine.allowed import ensure, in_words
 from kvrepro.engine.catalogue import CATALOGUE, SHARED
@@ -30,7 +30,7 @@ def test_every_parameter_is_read(name):
 def test_every_switch_of_the_shared_cap_is_read():
     """By a policy's function, or by the engine under its name."""
     read = {name for p in SHARED.values() for f in p.functions for name in inspect.signature(f).parameters}
-    for module in (evict, policies, rule):
+    for module in (evict, policies):
         read |= set(re.findall(r"""p(?:arameters)?(?:\[|\.get\()"(\w+)\"""", inspect.getsource(module)))
     for name in SHARED:  # the first step may be any other number than the policy's own, so it is read from there
         chosen = {switch: 1000 + number for number, switch in enumerate(SWITCHES)}

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvrepro.engine.condition import Condition, Prompt
-from kvrepro.engine.regime import REGIMES, Prefill, Regime
+from kvrepro.engine.condition import REGIMES, Condition, Prefill, Prompt, Regime
 from kvrepro.errors import InputError
 
 BASE = Condition("snapkv", 256, Prefill())
 CHANGES = {
     "policy": ["lru"], "budget": [128, 0.2, 0.125, 0.13], "prefix": [0.1, 0.105], "suffix": [0.1],
-    "static_suffix": [True], "reading": ["as_described"], "execution": ["masked"],
+    "static_suffix": [True], "reading": ["as_described"],
     "switches": [(("window", 8),), (("window", 8), ("recent", 0))], "whitelist": [("a",), ("a", "b")], "bits": [4],
 }  # fmt: skip
 OF_REGIMES = {

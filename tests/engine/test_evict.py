@@ -4,10 +4,9 @@ import pytest
 import torch
 from observations import observation
 
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, Prefill
 from kvrepro.engine.evict import EvictionJob, Prompts, across, allocated, score_and_protect, select_tokens, selected
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 
 

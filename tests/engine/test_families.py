@@ -8,9 +8,8 @@ import transformers
 
 from kvrepro.engine import attention, facts
 from kvrepro.engine import generate as engine
-from kvrepro.engine.condition import Condition, Prompt
-from kvrepro.engine.regime import Chunked, Prefill
-from kvrepro.engine.usable import usable
+from kvrepro.engine.condition import Chunked, Condition, Prefill, Prompt
+from kvrepro.engine.generate import usable
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
 

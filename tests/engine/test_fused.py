@@ -23,7 +23,7 @@ BOTH = {"rms_norm", "rotary"}
         ("qwen3", BOTH, {}),
         ("phi3", {"rms_norm"}, {"partial_rotary_factor": 0.5, "pad_token_id": 0}),  # rotates half of a row
         ("gemma3_text", {"rotary"}, {}),  # its norms add one to the weight
-        ("olmo2", {"rotary"}, {}),  # its norms round after the weight
+        ("olmo2", set(), {}),  # its norms round after the weight, its rotation casts
         ("cohere", set(), {}),  # layer norms, and rotates neighbouring elements
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conditions import flat, other
+from conditions import flat
 from slow_engine import Slow, looked_at, newest
 from slow_engine import run as slow_run
 from tiny import ARCHITECTURES, architecture, evictable, sliding_of
@@ -17,14 +17,13 @@ from watched import watched_ends
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine import passes
+from kvrepro.engine.cache import Extend
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition, Prompt
-from kvrepro.engine.extend import Extend
+from kvrepro.engine.condition import Condition, DecodeCap, Prefill, Prompt, SharedCap
 from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.generate import usable
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
-from kvrepro.engine.usable import usable
 from kvrepro.errors import InputError
 
 WINDOW, CAP, NEW = 4, 16, 7
@@ -78,8 +77,8 @@ def answers(model, prompts, conditions, **changes):
         for row in done:
             held = {}
             for n, layer in rows.cache.ragged.items():
-                counts, positions = layer.rows(torch.tensor([row])).visible()
-                held[n] = [head.tolist() for head in positions.split(counts[0].tolist())]
+                alone = layer.rows(torch.tensor([row]))
+                held[n] = [head.tolist() for head in alone.positions.split(alone.lengths[0].tolist())]
             ends[rows.tags[row]] = End(rows.logits[row].clone(), held)
 
     with watched_ends(note):
@@ -227,7 +226,6 @@ def test_a_full_budget_is_no_eviction_bit_for_bit(name, regimes):
     names = POLICIES if name == "llama" else ["streaming_llm", "ada_kv", "cake"]
     for regime in regimes:
         conditions = [flat(regime=regime, chunk=16), *unlimited(regime, names)]
-        conditions += [replace(c, execution="masked") for c in conditions[1:3]]
         if regime == "chunked":  # each by itself: rows of one batch differ in their last bits in a mixture of experts
             calls = [answers(model, [prompt], [c], **ONCE_MORE) for c in conditions]
             row, states = ([call[part][0][0] for call in calls] for part in (0, 1))
@@ -243,30 +241,6 @@ def test_a_full_budget_is_no_eviction_bit_for_bit(name, regimes):
                 row[0].kept_positions,
                 row[0].kept_positions_hash,
             )
-
-
-@pytest.mark.parametrize(("name", "modes"), by_architecture(MODES))
-def test_eviction_equals_a_masked_full_cache(name, modes):
-    model, prompts = architecture(name), tiny_prompts(60)
-    for regime, mode in modes:
-        conditions = [cut(regime, "lopsided"), small("streaming_llm", regime)]
-        if name == "llama":
-            conditions += [c for c in every(regime) if CATALOGUE[c.policy].frees]
-        conditions = [other(c, when=mode or "last_chunk") for c in conditions]
-        both = [*conditions, *(replace(c, execution="masked") for c in conditions)]
-        generations, ends = answers(model, prompts, both, **ONCE_MORE)
-        for row, states in zip(generations, ends, strict=True):
-            for j, c in enumerate(conditions):
-                a, b, x, y = row[j], row[j + len(conditions)], states[j], states[j + len(conditions)]
-                assert a.tokens == b.tokens, c.label
-                assert (a.kept, a.kept_positions_hash, a.policy_calls) == (
-                    b.kept,
-                    b.kept_positions_hash,
-                    b.policy_calls,
-                )
-                assert x.held == y.held, c.label
-                assert_same(x.logits, y.logits, c.label)
-                assert b.bytes_held >= b.bytes_full > a.bytes_held, c.label
 
 
 @pytest.mark.parametrize(("name", "regimes"), by_architecture(REGIMES))
@@ -460,7 +434,6 @@ def test_prefixes_are_read_together_and_each_once(rows, monkeypatch):
         (Condition("ada_kv_faithful", 10, SharedCap(), reading="as_run"), 40),  # its first reduction is at step 8
         (Condition("ada_kv_faithful", 10, SharedCap(), reading="as_described"), 10),
         (Condition("k_norm", 10, DecodeCap(), reading="as_described"), 10),
-        (Condition("k_norm", 10, DecodeCap(), execution="masked"), 40),
         (Condition("quest_pages", 0.25, Prefill()), 40),
     ],
 )

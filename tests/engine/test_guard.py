@@ -70,8 +70,8 @@ def test_the_window_is_found_wherever_its_queries_stand():
     spans = torch.tensor([[0] * 5 + [1] * 7])
     where = torch.tensor([[-1, 0, 4, 11]])
     o = observation(batch=1, tokens=12, window=4, query_positions=where, span_local=True, span_of=spans)
-    assert protected(o, o.places.window) == [[[0, 4, 11]] * 2]
-    assert not replace(o, query_positions=torch.full((1, 4), -1)).places.window.any()
+    assert protected(o, o.window) == [[[0, 4, 11]] * 2]
+    assert not replace(o, query_positions=torch.full((1, 4), -1)).window.any()
 
 
 def test_the_guarded_share_is_rounded_down_unless_asked_otherwise():

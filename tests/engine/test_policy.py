@@ -7,10 +7,8 @@ import torch
 from conditions import flat, other
 
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import READINGS, Policy, find, is_own, own
-from kvrepro.engine.regime import REGIMES, Prefill, SharedCap
-from kvrepro.engine.rule import budget_of, check
+from kvrepro.engine.condition import REGIMES, Condition, Prefill, SharedCap
+from kvrepro.engine.policy import READINGS, Policy, budget_of, check, find, is_own, own
 from kvrepro.errors import InputError
 
 FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
@@ -25,7 +23,6 @@ REFUSED = {  # of a condition: what it is called with instead -> what the one li
     "no file xxx": {"policy": "x" * 300 + ".py:MINE"},
     "policy None: should be a valid string": {"policy": None},
     "reading 'as_heard': ": {"reading": "as_heard"},
-    "execution 'virtual': should be 'physical' or 'masked'": {"execution": "virtual"},
     "static_suffix 'loose': ": {"static_suffix": "loose"},
     "when 'now' for chunked: should be 'last_chunk', ": {"regime": "chunked", "when": "now"},
     "bits 3: ": {"bits": 3},
@@ -42,10 +39,9 @@ REFUSED = {  # of a condition: what it is called with instead -> what the one li
     "for SnapKV name a parameter twice": {"switches": (("window", 8), ("window", 9))},
     "whitelist 'question': should be a valid tuple": {"whitelist": "question"},
     "budget 100 >= 100 tokens to compress: every page is read": {"policy": "quest_pages", "budget": 100},
-    "no guards, quotas or masks": {"policy": "quest_pages", "prefix": 0.1},
+    "no guards or quotas": {"policy": "quest_pages", "prefix": 0.1},
     "fair 0.5 for cake, whose budgets wait for every layer": {"policy": "cake", "fair": 0.5},
     "spans ('a',) for snapkv without fair": {"spans": ("a",)},
-    "bits 4 for snapkv, whose masked tokens stay in memory": {"bits": 4, "execution": "masked"},
     "SnapKV has no parameter 'windows': it has window, recent": {"switches": (("windows", 4),)},
     "window 0 for SnapKV: ": {"switches": (("window", 0),)},
     "policy full keeps every token": {"policy": "full"},

@@ -11,15 +11,14 @@ from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
 from watched import watched_ends
 
-from kvrepro.engine import evict, quota
+from kvrepro.engine import evict, guard
 from kvrepro.engine import generate as engine
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.condition import Chunked, Condition, DecodeCap, Offline, PerStep, Prefill, Prompt
 from kvrepro.engine.facts import ModelFacts, sliding_window
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.regime import Chunked, DecodeCap, Offline, PerStep, Prefill
 from kvrepro.errors import InputError
 
 NEW = 7
@@ -166,8 +165,8 @@ def test_a_fair_window_shows_each_spans_last_queries_and_their_own_span(shown, m
     texts = [Prompt(prompt, SPANS), Prompt(second, {"a": [2, 3, 4], "b": list(range(20, 44))})]
     see(model, texts, other(SPY, fair=1.0, spans=("a", "b")), prompt_rows=2)
     for row, (ids, spans) in enumerate([(prompt, [SPANS["a"], SPANS["b"]]), (second, [[2, 3, 4], range(20, 44)])]):
-        span_of = quota.number(len(ids), spans)
-        windows = quota.windows(span_of, 5)
+        span_of = guard.number(len(ids), spans)
+        windows = guard.windows(span_of, 5)
         for o, p in zip(shown, full_attention(model, ids).values(), strict=True):
             at = o.query_positions[row]
             assert at[at >= 0].tolist() == windows.tolist()
@@ -339,8 +338,8 @@ def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, reg
 
         monkeypatch.setattr(evict, "score_and_protect", counted)
 
-        def noted(layer, keep, index, masked=False, left=left):
-            evicts(layer, keep, index, masked)
+        def noted(layer, keep, index, left=left):
+            evicts(layer, keep, index)
             left.append((layer.positions.tolist(), layer.offsets.tolist()))
 
         monkeypatch.setattr(RaggedLayer, "evict", noted)

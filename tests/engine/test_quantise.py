@@ -5,7 +5,7 @@ import torch
 from optimum.quanto import MaxOptimizer, qint4
 from optimum.quanto.tensor.grouped import ungroup
 
-from kvrepro.engine.quantise import GROUP, Packed
+from kvrepro.engine.cache import GROUP, Packed
 from kvrepro.errors import InputError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from observations import observation
 
-from kvrepro.engine import guard, quota
+from kvrepro.engine import guard
 from kvrepro.engine.score import cumulative
 from kvrepro.errors import InputError
 
@@ -49,7 +49,7 @@ def nothing(o):
 @given(caches(), st.sampled_from(["floor", "round"]))
 def test_parts_are_shares_by_length_and_sum_to_the_count(given, rounding):
     o, counts = given
-    parts, sizes = quota.split(o, counts, nothing(o), rounding=rounding), quota.tally(o, o.alive)
+    parts, sizes = guard.split(o, counts, nothing(o), rounding=rounding), guard.tally(o, o.alive)
     assert torch.equal(parts.sum(-1), counts)
     assert (parts <= sizes).all()
     exact = counts[..., None] * sizes / sizes.sum(-1, keepdim=True)
@@ -62,19 +62,19 @@ def test_two_spans_follow_algorithm_1_or_the_rounded_rule(first, count):
     o = spanned([0] * first + [1] * (TOKENS - first))
     counts = torch.full((1, 2), count)
     early = count * first // TOKENS
-    assert quota.split(o, counts, nothing(o))[0, 0].tolist() == [early, count - early]
+    assert guard.split(o, counts, nothing(o))[0, 0].tolist() == [early, count - early]
     early = math.floor(count * first / TOKENS + 0.5)
-    assert quota.split(o, counts, nothing(o), rounding="round")[0, 0].tolist() == [early, count - early]
+    assert guard.split(o, counts, nothing(o), rounding="round")[0, 0].tolist() == [early, count - early]
 
 
 def test_sinks_apart_leave_the_shares():
     """E.3 by hand: 24 tokens, spans of 10 and 14, 4 sinks, budget 12: 8 shared 6:14 gives round(2.4) and the rest."""
     o = spanned([0] * 10 + [1] * 14)
     sinks = guard.sinks(o, 4)
-    parts = quota.split(o, torch.full((1, 2), 12), sinks, apart=sinks, rounding="round")
+    parts = guard.split(o, torch.full((1, 2), 12), sinks, apart=sinks, rounding="round")
     assert parts[0, 0].tolist() == [4 + 2, 6]
     newest = o.positions.float()
-    kept = quota.select(newest, sinks, parts, o)
+    kept = guard.select_parts(newest, sinks, parts, o)
     assert o.positions[0, 0][kept[0, 0]].tolist() == [0, 1, 2, 3, 8, 9, *range(18, 24)]
 
 
@@ -86,13 +86,13 @@ def test_debias_lies_between_default_and_fair(given, fair, seed):
     default = torch.zeros_like(o.alive)
     for b, h in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
         default[b, h, noise[b, h].topk(int(counts[b, h])).indices] = True
-    equal, default_parts = quota.split(o, counts, nothing(o)), quota.tally(o, default)
-    parts = quota.split(o, counts, nothing(o), fair, default)
+    equal, default_parts = guard.split(o, counts, nothing(o)), guard.tally(o, default)
+    parts = guard.split(o, counts, nothing(o), fair, default)
     assert torch.equal(parts.sum(-1), counts)
     edges = fair * equal.double().cumsum(-1) + (1 - fair) * default_parts.double().cumsum(-1)
     assert torch.equal(parts.cumsum(-1), (edges + 0.5 + 1e-9).floor().long())  # halves go to the earlier spans
     if fair == 0:
-        assert torch.equal(quota.select(noise, nothing(o), parts, o), default)
+        assert torch.equal(guard.select_parts(noise, nothing(o), parts, o), default)
 
 
 @settings(deadline=None, max_examples=60)
@@ -102,12 +102,12 @@ def test_the_best_of_each_span_stay_and_the_protected_first(given, sinks, recent
     protected = guard.ends(o, sinks, recent)
     if (protected.sum(-1) > counts).any():
         with pytest.raises(InputError, match=r"budget \d+ < \d+ protected tokens"):
-            quota.split(o, counts, protected)
+            guard.split(o, counts, protected)
         return
     scores = torch.randint(0, 4, o.positions.shape, generator=torch.Generator().manual_seed(seed)).float()
-    parts = quota.split(o, counts, protected)
-    kept = quota.select(scores, protected, parts, o)
-    assert torch.equal(quota.tally(o, kept), parts)
+    parts = guard.split(o, counts, protected)
+    kept = guard.select_parts(scores, protected, parts, o)
+    assert torch.equal(guard.tally(o, kept), parts)
     assert not (kept & ~o.alive).any()
     assert not (protected & ~kept).any()
     table = o.span_of[0].tolist()
@@ -125,35 +125,35 @@ def test_the_best_of_each_span_stay_and_the_protected_first(given, sinks, recent
 
 def test_a_span_that_is_protected_beyond_its_share_takes_from_the_others():
     o = spanned([0] * 4 + [1] * 10 + [2] * 10)
-    assert quota.split(o, torch.full((1, 2), 12), guard.sinks(o, 4))[0, 0].tolist() == [4, 4, 4]
+    assert guard.split(o, torch.full((1, 2), 12), guard.sinks(o, 4))[0, 0].tolist() == [4, 4, 4]
 
 
 def test_only_spans_with_tokens_to_spare_give_some():
     """Parts of 4, 2 and 2, of which the second span needs both of its own and the third two more."""
     o = spanned([0] * 12 + [1] * 6 + [2] * 6)
     protected = torch.isin(o.positions, torch.tensor([12, 13, 18, 19, 20, 21]))
-    assert quota.split(o, torch.full((1, 2), 8), protected)[0].tolist() == [[2, 2, 4]] * 2
+    assert guard.split(o, torch.full((1, 2), 8), protected)[0].tolist() == [[2, 2, 4]] * 2
 
 
 def test_numbering_covers_the_prompt_or_says_where_it_does_not():
     """Header 0, defense 2 to 4, directive 5 to 7, terminator 8: Algorithm 1's extension."""
     spans = [[5, 6, 7], [2, 3, 4]]
-    assert quota.number(9, spans).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
-    assert quota.number(9, spans, extended=False).tolist() == [-1, -1, 0, 0, 0, 1, 1, 1, -1]
-    assert quota.number(6, [[0, 1, 4], [2]]).tolist() == [0, 0, 1, 1, 0, 0]  # in pieces; 3 joins the one before it
-    assert quota.number(5, [[0, 1, 2], [2, 3]]).tolist() == [0, 0, 1, 1, 1]  # a shared token goes to the later
-    assert quota.number(6, [[5, 3], [4]], extended=False).tolist() == [-1, -1, -1, 0, 1, 0]  # the first begins first
-    assert quota.number(4, [[0], [2]]).tolist() == [0, 0, 1, 1]
-    assert quota.number(4, [[1], [2, 3]]).tolist() == [0, 0, 1, 1]
+    assert guard.number(9, spans).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert guard.number(9, spans, extended=False).tolist() == [-1, -1, 0, 0, 0, 1, 1, 1, -1]
+    assert guard.number(6, [[0, 1, 4], [2]]).tolist() == [0, 0, 1, 1, 0, 0]  # in pieces; 3 joins the one before it
+    assert guard.number(5, [[0, 1, 2], [2, 3]]).tolist() == [0, 0, 1, 1, 1]  # a shared token goes to the later
+    assert guard.number(6, [[5, 3], [4]], extended=False).tolist() == [-1, -1, -1, 0, 1, 0]  # the first begins first
+    assert guard.number(4, [[0], [2]]).tolist() == [0, 0, 1, 1]
+    assert guard.number(4, [[1], [2, 3]]).tolist() == [0, 0, 1, 1]
     with pytest.raises(InputError, match="^0 prompt spans: a quota needs at least 1$"):
-        quota.number(5, [])
+        guard.number(5, [])
 
 
 def test_windows_show_the_end_of_every_span():
     table = torch.tensor([0] * 10 + [1] * 10 + [0] * 4)
-    assert quota.windows(table, 5).tolist() == [17, 18, 19, 22, 23]  # floor(5 / 2) for the first, which ends last
-    assert quota.windows(table, 1).tolist() == [19, 23]  # TOVA's anchors
-    assert quota.windows(torch.tensor([0] * 2 + [1] * 8), 10).tolist() == [0, 1, 5, 6, 7, 8, 9]
+    assert guard.windows(table, 5).tolist() == [17, 18, 19, 22, 23]  # floor(5 / 2) for the first, which ends last
+    assert guard.windows(table, 1).tolist() == [19, 23]  # TOVA's anchors
+    assert guard.windows(torch.tensor([0] * 2 + [1] * 8), 10).tolist() == [0, 1, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("extended", [True, False])

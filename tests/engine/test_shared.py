@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from kvrepro.engine.catalogue import SHARED as POLICIES
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, SharedCap
 from kvrepro.engine.evict import EvictionJob, Prompts, evict_shared, generator
-from kvrepro.engine.regime import SharedCap
-from kvrepro.engine.signals import PromptSignals, Signals
+from kvrepro.engine.shared import PromptSignals, Signals
 
 
 def capped(policy: str, budget: int | None = None, **settings) -> Condition:

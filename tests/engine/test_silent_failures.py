@@ -1,7 +1,6 @@
 """Failures that other libraries do not report to their users; here they are provoked, and refused or impossible."""
 
 from copy import deepcopy
-from dataclasses import replace
 from functools import cache, partial, wraps
 
 import pytest
@@ -14,10 +13,9 @@ from tiny import prompts as tiny_prompts
 from kvrepro.engine import allocate
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, DecodeCap, Prefill, SharedCap
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
 
 REGIMES = ("prefill", "chunked", "offline", "decode cap", "per step")
@@ -81,10 +79,7 @@ def test_heads_and_layers_that_keep_nothing_still_answer(monkeypatch):
     policy = Policy("Starved", "tests", lambda o: o.positions.float(), allocate=starved, budget="per head")
     monkeypatch.setitem(CATALOGUE, "starved", policy)
     conditions = [cut("starved", regime) for regime in REGIMES]
-    physical = answers(tiny_prompts(60), conditions, kept_sets=True)[0]
-    masked = answers(tiny_prompts(60), [replace(c, execution="masked") for c in conditions], kept_sets=True)[0]
-    for a, b in zip(physical, masked, strict=True):
-        assert a.tokens == b.tokens
+    for a in answers(tiny_prompts(60), conditions, kept_sets=True)[0]:
         assert [layer.sum(1).tolist() for layer in a.kept_sets] == [[0, 40]] * 3
 
 

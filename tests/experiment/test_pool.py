@@ -10,9 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, Prefill
 from kvrepro.engine.policy import OWN, Policy
-from kvrepro.engine.regime import Prefill
 from kvrepro.errors import InputError
 from kvrepro.experiment import models, pool, store
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed, run

@@ -7,8 +7,7 @@ from pathlib import Path
 import checkpoint
 import pytest
 
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.regime import SharedCap
+from kvrepro.engine.condition import Condition, SharedCap
 from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.run import Answers, Settings, run
 

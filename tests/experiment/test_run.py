@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from kvrepro.engine import generate as engine
-from kvrepro.engine.condition import Condition, Generation
+from kvrepro.engine.condition import Condition, DecodeCap, Generation, Prefill, SharedCap
 from kvrepro.engine.policy import OWN, Policy
-from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
 from kvrepro.errors import InputError
 from kvrepro.experiment import answers, data, models, run, store
 from kvrepro.experiment.data import Item

@@ -147,7 +147,7 @@ def test_code_is_the_engine_the_measures_and_the_chapter(tmp_path, monkeypatch):
 
     before = codes()
     assert len(set(before)) == 2
-    edits = {"engine/select.py": (True, True), "experiment/measure.py": (True, True), "world/world.py": (True, True),
+    edits = {"engine/allocate.py": (True, True), "experiment/measure.py": (True, True), "world/world.py": (True, True),
              "chapters/leakage/study.py": (True, False), "experiment/figure.py": (False, False)}  # fmt: skip
     for name, changes in edits.items():
         file = copy / name

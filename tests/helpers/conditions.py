@@ -2,8 +2,7 @@
 
 from dataclasses import fields, replace
 
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.regime import REGIMES
+from kvrepro.engine.condition import REGIMES, Condition
 
 NAMES = {f.name for regime in REGIMES.values() for f in fields(regime)}
 

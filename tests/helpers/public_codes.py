@@ -22,9 +22,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.condition import Condition, Prefill, Prompt
 from kvrepro.engine.generate import generate
-from kvrepro.engine.regime import Prefill
 from kvrepro.engine.score.learned import load
 from kvrepro.experiment import models
 from kvrepro.paths import ROOT

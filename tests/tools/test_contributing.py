@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrepro.engine.regime import REGIMES
+from kvrepro.engine.condition import REGIMES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()

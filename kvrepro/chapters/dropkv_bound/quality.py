@@ -9,10 +9,8 @@ from itertools import chain
 import pandas as pd
 
 from kvrepro.chapters.dropkv_bound.settings import Settings
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import find, is_own
-from kvrepro.engine.regime import Prefill
-from kvrepro.engine.rule import check
+from kvrepro.engine.condition import Condition, Prefill
+from kvrepro.engine.policy import check, find, is_own
 from kvrepro.experiment import data, measure
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from kvrepro.chapters.fragility.settings import Setting
 from kvrepro.engine import allocate
+from kvrepro.engine.allocate import select
 from kvrepro.engine.attention import attend, attend_prompt, read_once
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.window import pooled
-from kvrepro.engine.select import select
 from kvrepro.errors import InputError
 
 AttentionRows: TypeAlias = Float[Tensor, "kv_heads group queries tokens"]

@@ -13,12 +13,11 @@ import pandas as pd
 from kvrepro.chapters.fragility import retention
 from kvrepro.chapters.fragility.retention import DEFAULT
 from kvrepro.chapters.fragility.settings import DEFENSIVE, STEPS_OF_LONG, Setting, Settings
-from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.cache import GROUP
+from kvrepro.engine.condition import Condition, Generation, Prefill, Prompt
 from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.policy import check as policy_check
 from kvrepro.engine.policy import find, is_own
-from kvrepro.engine.quantise import GROUP
-from kvrepro.engine.regime import Prefill
-from kvrepro.engine.rule import check as policy_check
 from kvrepro.engine.score.learned import available
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, longbench, measure

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrepro.chapters.leakage.prompts import PARTS
-from kvrepro.engine import policy, rule
-from kvrepro.engine.condition import Condition, Prompt
-from kvrepro.engine.regime import Offline
+from kvrepro.engine import policy
+from kvrepro.engine.condition import Condition, Offline, Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment.claims import READINGS
 from kvrepro.item import Item
@@ -81,11 +80,11 @@ class Cell:
             scale = WINDOWS["embedded" if item.meta.get("wording", "embedded") == "embedded" else "english"]
             window = scale[self.reading if self.policy == "snapkv" else "as_run"]
         n = min(text.spans["request"])
-        budget = rule.budget_of(condition, n)
+        budget = policy.budget_of(condition, n)
         window = max(1, min(window, budget))
         switches = (*condition.switches, ("window", window))
         must_stay = {at for name in condition.whitelist for at in text.spans.get(name, ()) if at < n}
-        must_stay |= set(range(rule.guarded(condition, budget, parameters)[0]))
+        must_stay |= set(range(policy.guarded(condition, budget, parameters)[0]))
         recent = window
         while recent and len(must_stay | set(range(n - recent, n))) > budget:
             recent -= 1

@@ -7,7 +7,7 @@ from kvrepro.chapters.leakage.cells import FIVE, TWO, Cell
 from kvrepro.chapters.leakage.prompts import suited
 from kvrepro.engine import policy
 from kvrepro.engine.allowed import ProperShare, Size, ensure_once_each
-from kvrepro.engine.rule import Rule
+from kvrepro.engine.policy import Rule
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
 from kvrepro.experiment.claims import READINGS

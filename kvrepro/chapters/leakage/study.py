@@ -14,8 +14,7 @@ from kvrepro.chapters.leakage.english import english, trec, wording
 from kvrepro.chapters.leakage.prompts import ORDERS, prompt
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import generate as engine
-from kvrepro.engine.condition import Condition, Prompt
-from kvrepro.engine.regime import Offline
+from kvrepro.engine.condition import Condition, Offline, Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment.answers import met_by

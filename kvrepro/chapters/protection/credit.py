@@ -27,17 +27,16 @@ from torch import Tensor
 
 from kvrepro.engine import shared
 from kvrepro.engine.attention import installed
-from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.engine.condition import Condition, Generation, Prompt, SharedCap
 from kvrepro.engine.decode import decode
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import check_conditions, generate
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import find
-from kvrepro.engine.regime import SharedCap
 from kvrepro.engine.rows import Rows
 from kvrepro.engine.shapes import Mask, RowInts, Scores, TokenFloats, TokenInts, TokenMask
-from kvrepro.engine.signals import ACCESS
+from kvrepro.engine.shared import ACCESS
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import data, models
 from kvrepro.experiment.measure import token_f1

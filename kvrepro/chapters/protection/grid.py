@@ -10,10 +10,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvrepro.engine.allowed import ensure, ensure_once_each
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.policy import READINGS, find
-from kvrepro.engine.regime import DecodeCap, SharedCap
-from kvrepro.engine.rule import check
+from kvrepro.engine.condition import Condition, DecodeCap, SharedCap
+from kvrepro.engine.policy import READINGS, check, find
 from kvrepro.experiment.data import AtMost
 
 # The paper's Table 3.

@@ -16,9 +16,8 @@ from kvrepro.chapters.protection import credit as estimator
 from kvrepro.chapters.protection import grid, study
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.chat import answer_of
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.evicting import evicting
-from kvrepro.engine.regime import DecodeCap, Prefill, SharedCap
+from kvrepro.engine.condition import Condition, DecodeCap, Prefill, SharedCap
+from kvrepro.engine.hf import evicting
 from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run

@@ -23,8 +23,8 @@ from kvrepro.chapters.reclamation.survivors import (
     while_decoding,
 )
 from kvrepro.engine.attention import installed
+from kvrepro.engine.condition import DecodeCap
 from kvrepro.engine.policy import find
-from kvrepro.engine.regime import DecodeCap
 from kvrepro.errors import error_line
 from kvrepro.experiment.models import Loaded
 

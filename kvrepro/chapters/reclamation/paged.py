@@ -16,9 +16,8 @@ from torch import Tensor
 
 from kvrepro.chapters.reclamation.ledger import Copies, Entry, Ledger
 from kvrepro.engine.attention import Part, installed
-from kvrepro.engine.cache import EngineCache
+from kvrepro.engine.cache import EngineCache, Extend
 from kvrepro.engine.condition import Prompt
-from kvrepro.engine.extend import Extend
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import Call
 from kvrepro.engine.shapes import KeyValue, TokenInts

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.regime import DecodeCap
+from kvrepro.engine.condition import Condition, DecodeCap
 from kvrepro.experiment.claims import published
 from kvrepro.experiment.run import Answers
 from kvrepro.item import Item

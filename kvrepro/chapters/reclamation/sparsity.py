@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import watch_prompt
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, Prefill
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.regime import Prefill
 from kvrepro.experiment.models import Loaded
 
 WINDOWS = (1, 4, 8, 16, 25, 50, 100)  # queries; the guide says about 25

@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvrepro.engine.memory import Peak
+from kvrepro.chapters.reclamation.peak import Peak
 
 
 def eager(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

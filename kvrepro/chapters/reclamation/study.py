@@ -20,11 +20,10 @@ from kvrepro.chapters.reclamation.survivors import GRANULARITIES, POLICIES, Cell
 from kvrepro.engine import generate as engine
 from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Prompt
+from kvrepro.engine.condition import Chunked, Prefill, Prompt, Regime
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import check_shared
 from kvrepro.engine.policy import find, is_own
-from kvrepro.engine.regime import Chunked, Prefill, Regime
 from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import data
 from kvrepro.experiment import run as runner

@@ -15,12 +15,11 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.allocate import joint_layers, one_set, per_layer
 from kvrepro.engine.allowed import ensure
 from kvrepro.engine.attention import installed
-from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.condition import Condition, Prefill, Prompt, Regime
 from kvrepro.engine.decode import decode
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import find, is_own, own
-from kvrepro.engine.regime import Prefill, Regime
 from kvrepro.engine.rows import Rows
 from kvrepro.engine.rows import kept_sets as kept_by_layer
 from kvrepro.engine.shapes import PreTrainedModel

@@ -16,9 +16,8 @@ import pandas as pd
 
 from kvrepro.chapters.synthesis.policies import NAMES, OF_WINDOW, SCORERS, SPLITS
 from kvrepro.chapters.synthesis.settings import Settings
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, DecodeCap, Prefill
 from kvrepro.engine.policy import find
-from kvrepro.engine.regime import DecodeCap, Prefill
 from kvrepro.errors import InputError
 
 FILE = "kvrepro/chapters/synthesis/policies.py"

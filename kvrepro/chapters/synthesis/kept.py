@@ -10,10 +10,9 @@ from torch import Tensor
 
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.attention import attend, read_once
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, Prefill
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
-from kvrepro.engine.regime import Prefill
 from kvrepro.experiment import data
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import PerItem, run

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrepro.engine import allocate
 from kvrepro.engine.policy import Policy
-from kvrepro.engine.score import cumulative, keys, position, window
+from kvrepro.engine.score import cumulative, keys, window
 from kvrepro.engine.shapes import Scores
 
 OF_WINDOW: dict[str, window.Indicator] = {  # a number for each query of the window, to be aggregated and pooled
@@ -23,8 +23,8 @@ OF_WINDOW: dict[str, window.Indicator] = {  # a number for each query of the win
     "perturbation": window.perturbation,
 }
 SCORERS: dict[str, Callable[..., Scores]] = {
-    "position": position.streaming_llm,
-    "random": position.random,
+    "position": keys.streaming_llm,
+    "random": keys.random,
     "key norm": keys.k_norm,
     "key difference": keys.key_diff,
     "attention of all": cumulative.h2o,

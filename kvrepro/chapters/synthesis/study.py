@@ -14,8 +14,7 @@ from kvrepro.chapters.synthesis import grid, kept
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.policy import is_own
-from kvrepro.engine.rule import check
+from kvrepro.engine.policy import check, is_own
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure, models
 from kvrepro.experiment.answers import able

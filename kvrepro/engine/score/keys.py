@@ -1,4 +1,5 @@
-"""Scorers that look at keys: their length, direction and likeness, and the expected direction of later queries.
+"""Scorers that look at keys: their length, direction and likeness, and the expected direction of later queries; and
+scorers that look only at positions.
 
 float32 `[batch, kv_heads, tokens]`, large = keep. No tensor is tokens x tokens: likeness is computed in blocks of rows.
 """
@@ -10,10 +11,11 @@ from annotated_types import Ge, Le
 from jaxtyping import Float
 from torch import Tensor
 
+from kvrepro.engine import guard
+from kvrepro.engine.allocate import select
 from kvrepro.engine.allowed import Count, Odd, Share, Size
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.score.learned import QUERIES, fitting, frequencies, pairs
-from kvrepro.engine.select import select
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
 
@@ -89,7 +91,7 @@ def past_attention(o: Observation) -> Float[Tensor, "batch kv_heads window token
     batch, kv_heads, _, dim = o.keys.shape
     q = o.queries.view(batch, kv_heads, o.group, -1, dim).float()
     logits = torch.einsum("bgrwd,bgnd->bgrwn", q, o.keys.float()).amax(2) * o.scaling
-    return logits.masked_fill(~o.visible | o.places.window[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    return logits.masked_fill(~o.visible | o.window[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
 
 
 def likeness(o: Observation, threshold: Cosine = 0.5, alone: Alone = "nothing", block: int = 64) -> Scores:
@@ -167,3 +169,50 @@ def shared_by_layers(scores: list[Scores], protected: list[Mask], budget: RowInt
         raise InputError(f"layers hold {held[0]} to {held[-1]} tokens: take tri_attention_layer, each layer for itself")
     mean = torch.stack(scores).mean(0)
     return [mean] * len(scores), [budget[:, None].expand(-1, mean.shape[1])] * len(scores)
+
+
+# ---- positions alone
+
+
+Draw = Literal["float32", "keys"]
+
+
+def streaming_llm(o: Observation, sinks: Count = 4, ramps: bool = False) -> Scores:
+    """s_j = j, the newest tokens, behind the `sinks` oldest, which are protected.
+
+    ramps: under `span_local`, in place of quotas, 1 for the first `sinks` positions, then in every span a ramp from 0.1
+    (its oldest) to 0.9 (its newest). So the leakage paper's public code takes the best of the whole prompt, which sets
+    no quota; the paper's variant (E.3) is s_j = j with the sinks `apart` and `rounding="round"`.
+    Exact for positions below 2^24. Source: Xiao et al. 2023, section 3.2 (4 sinks); kvpress StreamingLLMPress.
+    Keys keep their rotation here and in kvpress; the authors' code counts positions inside the cache instead.
+    """
+    if not (ramps and o.span_local):
+        return o.positions.float()
+    free = o.alive & (o.positions >= sinks)
+    sizes, span = guard.tally(o, free), o.span(o.positions)
+    spread = torch.nn.functional.one_hot(span, sizes.shape[-1]) & free[..., None]
+    place = (spread.cumsum(2) * spread).sum(-1) - 1  # of each token among its span's
+    ramp = 0.1 + 0.8 * place / (sizes.gather(2, span) - 1).clamp(min=1)
+    return torch.where(free, ramp, 1.0).float()
+
+
+def random(o: Observation, draw: Draw = "float32") -> Scores:
+    """s_j ~ U[0, 1), one draw per (seed, layer, KV head, position), whatever the batch, the order or the calls before.
+
+    draw: "float32" (24 random bits), or "keys": as many bits as the keys' dtype has, so that bf16 (8 bits) makes many
+    ties. Source: kvpress RandomPress, which draws in the keys' dtype.
+    """
+    heads = torch.arange(o.positions.shape[1], device=o.positions.device)[:, None]
+    x = _mixed(torch.as_tensor(o.seed, device=heads.device).view(-1, 1, 1) + torch.zeros_like(heads))
+    for part in (torch.full_like(heads, o.layer), heads, o.positions):
+        x = _mixed(x + part)
+    bits = 24 if draw == "float32" else 1 - round(torch.tensor(torch.finfo(o.keys.dtype).eps).log2().item())
+    return (x >> (64 - bits) & (1 << bits) - 1).float() / (1 << bits)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """SplitMix64's step, int64 that wraps around: neighbours land far apart (Steele, Lea and Flood 2014)."""
+    x = x + -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+    return x ^ (x >> 31 & (1 << 33) - 1)

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
+from kvrepro.engine.allocate import ensure_room
 from kvrepro.engine.allowed import Count
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.select import ensure_room
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
 from kvrepro.paths import ROOT

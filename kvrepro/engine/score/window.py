@@ -15,7 +15,6 @@ the window's own tokens, they score 0, and the guard `recent` keeps them.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvrepro.engine.allocate import select
 from kvrepro.engine.allowed import Count, Odd, Positive, Share, Size, Weight
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.places import Places
-from kvrepro.engine.select import select
 from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowFloats, Scores
 
 Aggregate = Literal["mean", "sum", "max", "mean_var", "defensive"]
@@ -105,7 +103,7 @@ def windowed(
     how = How(aggregate, pool, kernel, group, pool_at, over, gamma, rescale)
     if aggregate == "defensive":
         how = how._replace(pool_at="query", group="max")
-    outside = o.places.not_past if over == "past" else o.places.dead
+    outside = o.not_past if over == "past" else o.dead
     x = None
     if o.by_kernels and callable(importance) and importance in KERNELS:
         x = _fused(o, KERNELS[importance], how, outside, extra)
@@ -125,9 +123,9 @@ def _fused(o: Observation, indicator: str, how: How, outside: Mask, extra: dict[
     one_pass: Callable[..., Tensor] = partial(_kernel, o, indicator, **extra)
     if how.pool_at == "query" and pool != "none":
         alike = aggregate in ("defensive", "max") and group != "union"
-        if not alike or (how.rescale and (pool, how.over) != ("average", "past")):
+        if not alike or how.rescale:
             return None
-        x = one_pass("max", group, pool=kernel, pool_by=pool, over=how.over, rescale=how.rescale)
+        x = one_pass("max", group, pool=kernel, pool_by=pool, over=how.over)
         return x.masked_fill_(outside, 0.0)
     linear = group in ("mean", "sum") and pool != "max"
     inside = linear or (group != "union" and (pool == "none" or how.pool_at == "kv_head") and aggregate != "mean_var")
@@ -141,59 +139,21 @@ def _fused(o: Observation, indicator: str, how: How, outside: Mask, extra: dict[
     return _pooled(x.masked_fill_(outside, 0.0), outside, pool, kernel)
 
 
-def _kernel(
-    o: Observation, indicator: str, aggregate: str, reduction: str, over: str = "all", rescale: bool = False,
-    **extra: Any,
-) -> Tensor:  # fmt: skip
+def _kernel(o: Observation, indicator: str, aggregate: str, reduction: str, over: str = "all", **extra: Any) -> Tensor:
     """One pass of the kernel: [batch, kv_heads, tokens], or with reduction "none" [batch, heads, tokens].
 
-    over: "past" hides the window's own tokens, which matters if neighbours are pooled. rescale: each query regains the
-    attention that pooling moves beyond the ends.
+    over: "past" hides the window's own tokens, which matters if neighbours are pooled.
     """
     from kvrepro_kernels import window_scores
 
     log_sums, outputs = o.attended
-    if over == "past" and rescale:
-        log_sums = log_sums + _spilled(o, log_sums, extra["pool"])
     if extra.get("round_p"):
         outputs = outputs.bfloat16().to(outputs)
     return window_scores(
         o.queries, o.keys, o.values, log_sums, outputs, indicator=indicator, aggregate=aggregate, reduction=reduction,
-        scale=o.scaling, last=o.places.last_in_past if over == "past" else o.places.last_seen, starts=o.places.starts,
-        present=o.places.present, **extra,
+        scale=o.scaling, last=o.last_in_past if over == "past" else o.last_seen, starts=o.starts,
+        present=o.present, **extra,
     )  # fmt: skip
-
-
-def _spilled(o: Observation, log_sums: Tensor, kernel: int) -> Tensor:
-    """ln of the share of its attention to the past that a row keeps when it is pooled: [batch, heads, window].
-
-    A token `d` places from an end loses (kernel // 2 - d) / kernel of its attention. So only the ends are needed, and
-    the window's own tokens, whose attention is subtracted from 1 to get the past's.
-    """
-    place, seen, weights = o.places.noted(("near the ends", kernel), lambda: _near_the_ends(o.places, kernel))
-    keys = o.keys.gather(2, place[..., None].expand(-1, -1, -1, o.keys.shape[3])).float()
-    logits = torch.einsum("bgrwd,bgnd->bgrwn", o.queries.unflatten(1, (-1, o.group)).float(), keys) * o.scaling
-    p = (logits - log_sums.unflatten(1, (-1, o.group))[..., None]).exp() * seen
-    lost, inside = (p @ weights).unbind(-1)
-    share = (lost / (1 - inside).clamp(min=torch.finfo(inside.dtype).tiny)).nan_to_num(0.0).clamp(0, 1 - 1 / kernel)
-    return torch.log1p(-share).flatten(1, 2)
-
-
-def _near_the_ends(places: Places, kernel: int) -> tuple[Tensor, Mask, Tensor]:
-    """(slots near the past's ends and of the window [batch, kv_heads, slots]; which of them a query sees [batch,
-    kv_heads, 1, window, slots]; weights [slots, 2], the share of a slot's attention that pooling loses, and 1 for slots
-    of the window)."""
-    starts, past = places.starts[..., None], places.last_before_window
-    tokens, queries = places.positions.shape[2], places.query_positions.shape[1]
-    step = torch.arange(kernel // 2, device=past.device)
-    near, far, window = starts + step, past - step, past + 1 + torch.arange(queries, device=past.device)
-    inside = torch.cat([near <= past, far >= starts, window < tokens], -1)
-    place = torch.cat([near, far, window], -1).clamp(0, tokens - 1)
-    seen = inside[:, :, None] & (place[:, :, None] <= places.last_seen[..., None])
-    weights = torch.zeros(place.shape[-1], 2, device=past.device)
-    weights[: 2 * len(step), 0] = (kernel // 2 - step).repeat(2) / kernel
-    weights[2 * len(step) :, 1] = 1.0
-    return place, seen[:, :, None], weights
 
 
 def _voters(o: Observation) -> Tensor:
@@ -297,17 +257,10 @@ def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) 
     the queries. Source: CAKE, equations 5 to 7; cake_global_press.py of FFY0/DefensiveKV@9251b95, which takes
     tau (1.6, 0.6) for every model and budget; the original tunes them (Llama-3.1: 1.6, 0.4 at 1,024 tokens).
     """
-    past = o.places.past
-    if o.by_kernels:
-        indicators = [("attention", "variance"), ("entropy", "sum")] if o.queries.shape[2] > 1 else [("entropy", "sum")]
-        *spread, entropy = ((_kernel(o, *names, "sum") * past).sum((1, 2)) for names in indicators)
-        scatter = spread[0] if spread else torch.zeros_like(entropy)
-    else:
-        p = o.attention.masked_fill(o.places.not_past[:, :, None, None], 0.0)
-        voters = _voters(o)
-        n = voters.sum(3)
-        scatter = _variance(p, p.sum(3) / n.clamp(min=1), voters, n).sum((1, 2, 3))
-        entropy = -(p * (p + 1e-10).log_()).sum((1, 2, 3, 4))
+    p, voters = o.attention.masked_fill(o.not_past[:, :, None, None], 0.0), _voters(o)
+    n = voters.sum(3)
+    scatter = _variance(p, p.sum(3) / n.clamp(min=1), voters, n).sum((1, 2, 3))
+    entropy = -(p * (p + 1e-10).log_()).sum((1, 2, 3, 4))
     return entropy.clamp(min=0) ** (1 / tau1) * scatter ** (1 / tau2)
 
 
@@ -326,8 +279,8 @@ def critical(
     """
     first = torch.maximum(counts.double() * alpha, counts.double().mean(1, keepdim=True) * exempt_floor)
     first = torch.maximum((first + 1e-9).long(), (protected & o.alive).sum(-1))
-    exempt = select(scores.masked_fill(o.places.dead, -torch.inf), protected, first)
-    return ((scores + eps) * o.mean_projected_norm).masked_fill(o.places.dead, -torch.inf), exempt
+    exempt = select(scores.masked_fill(o.dead, -torch.inf), protected, first)
+    return ((scores + eps) * o.mean_projected_norm).masked_fill(o.dead, -torch.inf), exempt
 
 
 def andpro(
@@ -345,45 +298,18 @@ def andpro(
     """
     if not chunk:
         return windowed(o, anchor, aggregate, pool, kernel, group, over="all")
-    group = "max" if aggregate == "defensive" else group
-    return _andpro_chunks(o, How(aggregate, pool, kernel, group, "head", "all", 0.0, False), chunk, window)
-
-
-def _andpro_chunks(o: Observation, how: How, chunk: int, window: int) -> Scores:
-    """AnDPro as in its public code: the anchor comes from the droppable chunks, whose tokens share their score."""
-    number, droppable = o.places.noted(("chunks", chunk, window), lambda: _chunks(o.alive, chunk, window))
-    if o.by_kernels and how.pool != "average" and how.aggregate not in ("mean_var", "defensive"):
-        x = _pulled(o, droppable, how)
-    else:
-        p, v = _pooled(o.attention, o.places.dead, how.pool, how.kernel), o.values.float()
-        pull = torch.einsum("bgrwn,bgnd->bgrwd", p * droppable[:, :, None, None], v)
-        x = torch.einsum("bgrwd,bgnd->bgrwn", pull, v).mul_(p).masked_fill_(~droppable[:, :, None, None], 0.0)
-        x = _aggregated(x, _voters(o), how.aggregate, 0.0)
+    number = (o.alive.cumsum(-1) - 1).clamp(min=0) // chunk
+    droppable = o.alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
+    outside = ~droppable
+    p, v = _pooled(o.attention, o.dead, pool, kernel), o.values.float()
+    pull = torch.einsum("bgrwn,bgnd->bgrwd", p * droppable[:, :, None, None], v)
+    x = torch.einsum("bgrwd,bgnd->bgrwn", pull, v).mul_(p).masked_fill_(outside[:, :, None, None], 0.0)
+    x = _aggregated(x, _voters(o), aggregate, 0.0)
     where = number[:, :, None].expand_as(x)
     together = torch.zeros_like(x).scatter_add_(-1, where, x).gather(-1, where)
-    outside = ~droppable
-    score = _grouped(together, outside, how._replace(pool="none")).masked_fill_(outside, 0.0)
-    return _no_less_than_mean(score, outside) if how.aggregate == "defensive" else score
-
-
-def _chunks(alive: Mask, chunk: int, window: int) -> tuple[Tensor, Mask]:
-    """(the number of each token's chunk; a mask of the tokens in droppable chunks)."""
-    number = (alive.cumsum(-1) - 1).clamp(min=0) // chunk
-    return number, alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
-
-
-def _pulled(o: Observation, droppable: Mask, how: How) -> Tensor:
-    """`_andpro_chunks`' importance by kernels, aggregated over queries: [batch, kv_heads, group, tokens]."""
-    from kvrepro_kernels import window_attention
-
-    near: dict[str, Any] = {"pool": 1 if how.pool == "none" else how.kernel}
-    v = o.values * droppable[..., None]
-    pull, log_sums = window_attention(
-        o.queries, o.keys, v, scale=o.scaling, last=o.places.last_seen, starts=o.places.starts, **near
-    )  # normalised by the sum of the pooled row
-    pull = (pull * (log_sums - o.attended[0]).exp()[..., None]).nan_to_num(0.0).to(pull)
-    seen = replace(o, values=v, log_sums=o.attended[0], window_outputs=pull)
-    return _kernel(seen, "anchor", how.aggregate, "none", pool_by="max", **near).unflatten(1, (-1, o.group))
+    how = How(aggregate, "none", kernel, "max" if aggregate == "defensive" else group, "head", "all", 0.0, False)
+    score = _grouped(together, outside, how).masked_fill_(outside, 0.0)
+    return _no_less_than_mean(score, outside) if aggregate == "defensive" else score
 
 
 def dropkv(
@@ -420,7 +346,7 @@ def defensive_kv(
 
 def _norm_over(o: Observation, share: str) -> Scores:
     """N_j, or its share of the sum over the layer or over the KV heads that hold its position; 0 in dead slots."""
-    norm = o.mean_projected_norm.masked_fill(o.places.dead, 0.0)
+    norm = o.mean_projected_norm.masked_fill(o.dead, 0.0)
     if share == "none":
         return norm
     if share == "layer":
@@ -441,23 +367,16 @@ def _first_mass(o: Observation, scores: Scores, asked: RowFloats, mass: float) -
     attention on as many tokens before the window, mean over the layer's heads and queries. Only in the public code,
     which takes a negative cap for a slice's end: then nearly all tokens tie. Here it is 0.
     """
-    near, window_size, elsewhere = o.places.noted("first mass", lambda: _near_the_window(o.places))
+    window_size = o.window.sum(-1)
+    near = o.past & (o.past.flip(-1).cumsum(-1).flip(-1) <= window_size[..., None])  # as many tokens before the window
     held = windowed(o, attention)
     b = (held * near).sum(-1).mean(1)
     held = held / held.sum(-1, keepdim=True).clamp(min=torch.finfo(held.dtype).tiny)
     filled = (held.sort(-1, descending=True).values.cumsum(-1) < (mass - b)[:, None, None]).sum(-1)
-    held_tokens = o.places.alive.sum(-1)
+    held_tokens = o.alive.sum(-1)
     of_past = asked[:, None] * (held_tokens - window_size) / held_tokens.clamp(min=1)
     filled = torch.minimum(filled, ((of_past + 1e-9).long() - window_size).clamp(min=0))
-    first = select(held.masked_fill(o.places.not_past, -torch.inf), o.places.nothing, filled)
-    top = scores.masked_fill(elsewhere, -torch.inf).amax((1, 2), keepdim=True)
-    return torch.where(first | o.places.window, top, scores)
-
-
-def _near_the_window(places: Places) -> tuple[Mask, Tensor, Mask]:
-    """(a mask of as many tokens before the window as the window holds; the number that it holds [batch, kv_heads]; a
-    mask of the tokens outside the past, in a row without a past only of the dead slots)."""
-    window_size = places.window.sum(-1)
-    near = places.past & (places.past.flip(-1).cumsum(-1).flip(-1) <= window_size[..., None])
-    among = places.past | ~places.past.any(2, keepdim=True).any(1, keepdim=True)
-    return near, window_size, ~(among & places.alive)
+    first = select(held.masked_fill(o.not_past, -torch.inf), o.nothing, filled)
+    among = (o.past | ~o.past.any(2, keepdim=True).any(1, keepdim=True)) & o.alive  # the past, if there is any
+    top = scores.masked_fill(~among, -torch.inf).amax((1, 2), keepdim=True)
+    return torch.where(first | o.window, top, scores)

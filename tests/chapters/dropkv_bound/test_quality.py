@@ -6,7 +6,7 @@ import pytest
 
 from kvrepro.chapters.dropkv_bound import quality
 from kvrepro.chapters.dropkv_bound.settings import Settings
-from kvrepro.engine.rule import check
+from kvrepro.engine.policy import check
 from kvrepro.experiment.judge import NotTestable
 
 

@@ -20,8 +20,7 @@ from kvrepro.chapters.fragility import members, mixture, retention, study, timin
 from kvrepro.chapters.fragility.mixture import Mixture
 from kvrepro.chapters.fragility.settings import DEFENSIVE, POLICIES, Setting, Settings
 from kvrepro.engine import policy
-from kvrepro.engine.condition import Prompt
-from kvrepro.engine.regime import Prefill
+from kvrepro.engine.condition import Prefill, Prompt
 from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, judge, longbench, models, stats

@@ -11,11 +11,10 @@ from tiny import model, prompts
 
 from kvrepro.chapters.protection import credit
 from kvrepro.chapters.protection.credit import Estimator
-from kvrepro.engine.condition import Condition
+from kvrepro.engine.condition import Condition, SharedCap
 from kvrepro.engine.generate import generate
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import find
-from kvrepro.engine.regime import SharedCap
 
 TAUGHT = Estimator((-0.4, -0.2, 0.35, 0.6), 0.1, 20, 0.09, (0.4, 0.5, 0.6, 0.3), (0.1, 0.2, 0.15, 0.05))
 BUDGET = torch.tensor([8])

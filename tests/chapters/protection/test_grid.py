@@ -5,7 +5,7 @@ import pytest
 from kvrepro.chapters.protection import grid
 from kvrepro.chapters.protection.grid import PROTECTION_SEVEN
 from kvrepro.engine.condition import Condition
-from kvrepro.engine.rule import check
+from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
 
 

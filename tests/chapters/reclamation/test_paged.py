@@ -9,8 +9,7 @@ from kvrepro.chapters.reclamation.paged import PagedCache, PagedRows, call_for, 
 from kvrepro.chapters.reclamation.survivors import while_decoding
 from kvrepro.engine import generate as engine
 from kvrepro.engine.attention import installed
-from kvrepro.engine.condition import Condition
-from kvrepro.engine.regime import DecodeCap, Prefill
+from kvrepro.engine.condition import Condition, DecodeCap, Prefill
 
 
 def sequence(model, blocks: int = 32, size: int = 8) -> PagedRows:

@@ -5,8 +5,8 @@ import pytest
 import tiny
 
 from kvrepro.chapters.reclamation import survivors as s
+from kvrepro.engine.condition import DecodeCap, Prefill
 from kvrepro.engine.generate import generate
-from kvrepro.engine.regime import DecodeCap, Prefill
 
 PAIRS = [(p, g) for p in s.POLICIES for g in (s.JOINT if p != "sinks_recency" else s.JOINT[:1])]
 

@@ -9,7 +9,7 @@ import pytest
 from kvrepro.chapters.synthesis import grid
 from kvrepro.chapters.synthesis.policies import OF_WINDOW
 from kvrepro.chapters.synthesis.settings import Settings
-from kvrepro.engine.rule import check
+from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
 
 SETTINGS = Settings()

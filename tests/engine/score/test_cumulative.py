@@ -6,8 +6,8 @@ import pytest
 import torch
 from observations import observation, other_rubbish
 
+from kvrepro.engine.allocate import select
 from kvrepro.engine.score import cumulative
-from kvrepro.engine.select import select
 
 
 def summed(n=20, low_queries=400, sliding=None, seed=0, **shape):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from observations import observation
 
+from kvrepro.engine.allocate import select
 from kvrepro.engine.score import window
-from kvrepro.engine.select import select
 
 OBSERVED = [
     dict(group=1, window=3, tokens=12),

@@ -1,11 +1,8 @@
-"""Measures the peak memory of a block of code on the CPU, and frees the memory that an error holds."""
+"""Measures the peak memory of a block of code on the CPU."""
 
-import gc
-import traceback
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -38,13 +35,3 @@ class Peak(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         self.now -= self._known.pop(key, 0)
-
-
-def let_go(error: BaseException) -> None:
-    """Free what the frames of an error's traceback hold, caches for instance. If it is an out-of-memory error, also
-    collect garbage, since frames of the model's modules refer to each other."""
-    traceback.clear_frames(error.__traceback__)
-    error.__traceback__ = None
-    if isinstance(error, torch.OutOfMemoryError):
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -5,6 +5,7 @@ compute-sanitizer --tool racecheck python -m kvrepro_kernels.small     (memcheck
 
 import torch
 
+from kvrepro_kernels.bench.harness import RULE, random
 from kvrepro_kernels.column_mass import column_mass
 from kvrepro_kernels.compaction import compact
 from kvrepro_kernels.fill_holes import fill_holes
@@ -17,16 +18,11 @@ from kvrepro_kernels.rotary import rotary
 from kvrepro_kernels.window_scores import window_scores
 
 
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda").to(torch.bfloat16)
-
-
 def main() -> None:
     keys, values = random(2, 2, 333, 80), random(2, 2, 333, 80)
     for heads, window in ((6, 5), (8, 64)):  # all query rows in one go, and in chunks
         for rule in (("perturbation", "sum", "mean"), ("value", "variance", "max"), ("anchor", "max", "max")):
-            indicator, aggregate, reduction = rule
-            names = dict(indicator=indicator, aggregate=aggregate, reduction=reduction)
+            names = dict(zip(RULE, rule, strict=True))
             starts = torch.tensor([0, 21], device="cuda")
             window_scores(random(2, heads, window, 80), keys, values, starts=starts, **names)  # type: ignore[arg-type]
     lse = torch.randn(2, 6, 333, device="cuda") + 6

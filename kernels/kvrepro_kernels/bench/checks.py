@@ -33,10 +33,8 @@ def checks(date: str, tokens: int = 8192) -> Iterator[Row]:
             random(1, h, n, dim, dtype=dtype) for h, n in ((heads, 8), (kv_heads, tokens), (kv_heads, tokens))
         )
         q, k, v = exact(query, keys, values)
-        last, starts = (
-            torch.arange(tokens - 8, tokens, device="cuda")[None, None],
-            torch.zeros(1, kv_heads, device="cuda"),
-        )
+        last = torch.arange(tokens - 8, tokens, device="cuda")[None, None]
+        starts = torch.zeros(1, kv_heads, device="cuda")
         outputs, lse = window_attention_reference(q, k, v, dim**-0.5, last, starts)
         outputs_and_lse = window_attention(query, keys, values)
         yield row("window_attention", "outputs", dtype, outputs_and_lse[0], outputs)

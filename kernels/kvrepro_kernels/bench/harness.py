@@ -64,10 +64,8 @@ class Bench:
             reference_p50_us=reference, speedup=speedup, scratch_mib=scratch_mib(calls[0]), **self.common,
         )  # fmt: skip
         self.rows.append(row)
-        line = (
-            f"{kernel:18}{variant:40}{shape:10}{tokens:>7} x{batch:<3}{middle:>10.1f} us {floor / middle:5.2f} of floor"
-        )
-        print(line + (f" {speedup:6.2f}x" if speedup else ""), flush=True)
+        line = f"{kernel:18}{variant:40}{shape:10}{tokens:>7} x{batch:<3}{middle:>10.1f} us"
+        print(f"{line} {floor / middle:5.2f} of floor" + (f" {speedup:6.2f}x" if speedup else ""), flush=True)
         return middle
 
     def find(self, kernel: str, variant: str, tokens: int, batch: int = 1, shape: str = "32/8/128") -> Row:

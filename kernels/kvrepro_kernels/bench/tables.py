@@ -43,15 +43,13 @@ def targets(b: Bench) -> Iterator[Row]:
             yield row(wording, "<= 1.10", x, x <= 1.1)
     for tokens, share in ((32768, "20%"), (32768, "50%"), (131072, "20%"), (131072, "50%")):
         x = b.find("compaction", f"gather, keep {share}", tokens, shape="8/128")["fraction_of_floor"]
-        yield row(
-            f"compaction, gather, fraction of copy bandwidth, {tokens} tokens, keep {share}", ">= 0.80", x, x >= 0.8
-        )
+        wording = f"compaction, gather, fraction of copy bandwidth, {tokens} tokens, keep {share}"
+        yield row(wording, ">= 0.80", x, x >= 0.8)
     for tokens, requests in ((32768, 8), (32768, 1), (8192, 32)):
         for method in ("repack", "hole filling"):
             x = b.find("compaction", f"{method}, keep 50%", tokens, requests, "8/128")["fraction_of_floor"]
-            yield row(
-                f"compaction, {method}, fraction of copy bandwidth, {requests} x {tokens}", ">= 0.80", x, x >= 0.8
-            )
+            wording = f"compaction, {method}, fraction of copy bandwidth, {requests} x {tokens}"
+            yield row(wording, ">= 0.80", x, x >= 0.8)
 
 
 def write(path: Path, rows: list[Row], columns: list[str]) -> None:
@@ -61,20 +59,6 @@ def write(path: Path, rows: list[Row], columns: list[str]) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a table that `write` wrote, numbers as numbers."""
-
-    def number(text: str) -> float | str:
-        try:
-            return float(text)
-        except ValueError:
-            return text
-
-    with path.open(newline="") as file:
-        whole = ("tokens", "batch")
-        return [{k: int(v) if k in whole else number(v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
 def page(folder: Path) -> str:

@@ -6,7 +6,6 @@ With `alpha: Share = 0.5` in a function's signature, a condition's switch `alpha
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
-from numbers import Integral
 from operator import index
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -83,8 +82,8 @@ def ensure_once_each(**named: object) -> None:
 
 
 def pythonic(value: Any) -> Any:
-    """A whole number of numpy as Python's; anything else unchanged."""
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    """A number of numpy, or of a tensor without axes, as Python's; anything else unchanged."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def whole_numbers(name: str, given: Any) -> list[int]:
@@ -92,8 +91,8 @@ def whole_numbers(name: str, given: Any) -> list[int]:
     True and False, which Python takes for numbers."""
     shown = given.tolist() if hasattr(given, "tolist") else given
     try:
-        values = [shown] if hasattr(shown, "__index__") else list(shown)
-        if isinstance(given, bytes) or any(isinstance(value, bool) for value in values):
+        values = [pythonic(value) for value in ([shown] if hasattr(shown, "__index__") else list(shown))]
+        if isinstance(given, bytes | bytearray) or any(isinstance(value, bool) for value in values):
             raise TypeError
         return [index(value) for value in values]
     except TypeError:

@@ -22,8 +22,9 @@ from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import Conditions, let_go
 from kvrepro.engine.policy import Rule
-from kvrepro.errors import InputError, counted, error_line
+from kvrepro.errors import InputError, counted, error_line, first_line
 from kvrepro.experiment import data, measure, models, pool, store
+from kvrepro.experiment.jsonl import ensure_answers
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Forecast, Job, Plan
@@ -72,9 +73,10 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
     for item in items if study.prompt is None else ():
         if not item.papers:
-            for answer in references(item):
-                if not measure.says_something(answer):
-                    raise InputError(f"item {item.id}: answer is {answer!r}: give texts that say something")
+            try:
+                ensure_answers(item)
+            except ValueError as error:
+                raise InputError(f"item {item.id}: {first_line(error)}") from None
     for condition in dict.fromkeys(itertools.chain.from_iterable(conditions_by_item)):
         Rule.of(condition)
     build_prompt = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))

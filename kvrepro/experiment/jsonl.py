@@ -202,10 +202,21 @@ def answers_of(row: dict[str, Any], papers: bool = False) -> list[str]:
 
 
 def _shows_list(text: str) -> bool:
-    """Does a text look like a list of Python?"""
-    with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return isinstance(ast.literal_eval(text.strip()), list)
+    """Does a text look like a list of Python, or of JSON?"""
+    for read in (ast.literal_eval, json.loads):
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            if isinstance(read(text.strip(" \t\r\n,\ufeff")), list):
+                return True
     return False
+
+
+def ensure_answers(item: Item) -> None:
+    """Raise ValueError for an item made in Python whose answers a file could not hold."""
+    many = "answers" in item.meta
+    given = item.meta["answers"] if many else item.answer
+    if not isinstance(given, list if many else str):
+        raise ValueError(f"answer is {given!r:.60}: give a text, or a list of texts in meta's answers")
+    answers_of({"answer": given})
 
 
 def _ensure_filled(answers: list[str], papers: bool) -> None:

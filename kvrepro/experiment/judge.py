@@ -412,10 +412,13 @@ UNTESTED = {"verdict": NOT_TESTABLE, "test": "none", "members": "", "decided_by"
 def _one_sided(claim: Mapping[str, Any], reading: str, n: int) -> tuple[str, float] | None:
     """What n items can never make a claim's rule do (hold, fail), and how many can do both; None where they can.
 
-    It is known by `claim["tried"]`, rows of data/error_rates.csv by reading. Rows of another rule do not count.
+    It is known by `claim["tried"]`, rows of data/error_rates.csv by reading. Rows of another rule do not count. Up to
+    64 times the items of the row were tried.
     """
     tried = claim.get("tried", {}).get(reading)
-    if not tried or tried["rule"] != rule_text(claim) or n > tried["n"]:
+    if not tried or tried["rule"] != rule_text(claim):
+        return None
+    if n >= (64 * tried["n"] + 1 if math.isnan(tried["enough"]) else tried["enough"]):
         return None
     return "fail" if tried["can_hold"] else "hold", tried["enough"]
 

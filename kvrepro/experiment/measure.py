@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from kvrepro.chat import without_thinking
+from kvrepro.errors import InputError
 from kvrepro.world import ruler
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -233,10 +234,16 @@ def _rest(text: str) -> str:
 
 
 def _listed(answer: Answer) -> Sequence[str]:
-    return [answer] if isinstance(answer, str) else answer
+    """All answers. Raises InputError for none, and for what is no text."""
+    answers = [answer] if isinstance(answer, str) else answer
+    if not isinstance(answers, Sequence) or not answers or not all(isinstance(a, str) for a in answers):
+        raise InputError(f"answer {answer!r:.60}: give a text, or a list of texts")
+    return answers
 
 
 def _best(prediction: str, answer: Answer, score: Callable[[str, str], float], papers: bool = True) -> float:
+    if not isinstance(prediction, str):
+        raise InputError(f"prediction {prediction!r:.60}: give a text")
     if papers:
         return max(score(prediction, a) for a in _listed(answer))
     return max(score(one_form(prediction), one_form(a)) for a in _listed(answer))

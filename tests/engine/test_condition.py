@@ -11,6 +11,7 @@ import torch
 from kvrepro.engine.condition import REGIMES, Condition, Prefill, Prompt, Regime
 from kvrepro.errors import InputError
 
+MASK = torch.tensor([True, False])
 BASE = Condition("snapkv", 256, Prefill())
 CHANGES = {
     "policy": ["lru"], "budget": [128, 0.2, 0.125, 0.13], "prefix": [0.1, 0.105], "suffix": [0.1],
@@ -28,6 +29,13 @@ def in_all_ways(regime: type[Regime]) -> list[Regime]:
     single = [{f.name: value} for f in fields(regime) for value in OF_REGIMES[f.name]]
     pairs = [a | b for a, b in combinations(single, 2) if a.keys() != b.keys()]
     return [regime(**settings) for settings in [{}, *single, *pairs]]
+
+
+@pytest.mark.parametrize("half", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)])
+def test_budgets_of_other_libraries_are_python_s(half):
+    assert Condition("snapkv", half, Prefill()) == Condition("snapkv", 0.5, Prefill())
+    with pytest.raises(InputError, match="budget True"):
+        Condition("snapkv", half > 0, Prefill())
 
 
 def test_a_budget_of_a_token_is_not_one_of_everything():
@@ -63,7 +71,7 @@ def test_different_conditions_have_different_labels():
         ((b"hello", {}), "prompt b'hello': give a list of whole numbers"),
         *(
             (([1, 2, 3], {"a": where}), "span a .*: give a list of whole numbers")
-            for where in ([1.5], slice(1, 2), None, [True, False, True], torch.tensor([True, False]))
+            for where in ([1.5], slice(1, 2), None, [True, False, True], MASK, list(MASK))
         ),
         (([1, 2, 3], [1, 2]), "spans .1, 2.: give a dict"),
         (([1, 2, 3], {}, [1]), "turns .1.: give a dict"),

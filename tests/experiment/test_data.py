@@ -150,7 +150,10 @@ def spans(*changes):
             ({"answer": nothing}, f"answer is {nothing!r}: give texts that are not empty, nor without")
             for nothing in ("-", "?", "。", "<think>x</think>", "\u200b")
         ),
-        *(({"answer": listed}, f"answer {listed!r} is the text of a list") for listed in ('["a", 1]', "[1, 2]", "[]")),
+        *(
+            ({"answer": listed}, f"answer {listed!r} is the text of a list")
+            for listed in ('["a", 1]', "[1, 2]", "[]", '["tea", null]', "[true]")
+        ),
         ({"metric": "retrieval"}, "metric 'retrieval' takes the name of a paragraph, such as 'Paragraph 3'"),
         ({"metric": "count", "answer": "three"}, "answer 'three' scores 0 by metric 'count'"),
         ({"metric": "qa_f1", "answer": "The."}, "answer 'The.' scores 0 by metric 'qa_f1' even where"),

@@ -552,7 +552,7 @@ def test_with_too_few_items_for_both_verdicts_there_is_neither():
     )  # fmt: skip
     row = table({"at_least": 0.4}, [Member("a", Band(0.9, 0.05))], tried={"any": tried | {"can_hold": True}})
     assert (row.verdict, row.members) == ("inconclusive", "1 holds, though with 20 items this rule can never fail")
-    for other in ({"n": 19}, {"rule": "at least 0.5"}):
+    for other in ({"enough": 20.0}, {"rule": "at least 0.5"}):
         assert table({"at_least": 0.4}, failing, tried={"any": tried | other}).verdict == "not reproduced"
     assert table({"at_least": 0.4}, failing, tried={"as_run": tried}).verdict == "not reproduced"
     row = table({"at_least": 0.4}, [Member("a", Band(0.5, 0.2))], tried={"any": tried | {"enough": 1e6}})

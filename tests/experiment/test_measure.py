@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
+from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 
 words = st.lists(st.sampled_from("the a cat dog, sat. Mat on".split()), max_size=12).map(" ".join)
@@ -74,6 +75,12 @@ def test_on_ascii_text_the_papers_measures_and_ours_are_the_same(prediction, fir
     ours, papers = (measure.all_measures(prediction, [first, second], flag) for flag in (False, True))
     assert ours == pytest.approx(papers, rel=0, abs=0, nan_ok=True)
     assert measure.rouge_l_recall(prediction, first) == measure.rouge_l_recall(prediction, first, papers=True)
+
+
+@pytest.mark.parametrize("texts", [("tea", 5), (None, "tea"), ("tea", []), (b"tea", "tea"), ("tea", [["tea"]])])
+def test_what_is_no_text_is_refused(texts):
+    with pytest.raises(InputError, match="give a text"):
+        measure.token_f1(*texts)
 
 
 @given(words, words)

@@ -152,7 +152,10 @@ def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
 @pytest.mark.parametrize(("change", "words"), [
     ({"answer": " "}, r"item item-0: answer is ' ': give texts that are not empty"),
     ({"answer": "['tea']"}, "item item-0: answer .*is the text of a list"),
-    ({"answer": None}, "item item-0: "),
+    ({"answer": None}, "item item-0: answer is None: give a text"),
+    ({"answer": ["a", "b"]}, r"item item-0: answer is \['a', 'b'\]: give a text"),
+    ({"meta": {"answers": "['x']"}}, "item item-0: answer is .*: give a text, or a list"),
+    ({"meta": {"answers": None}}, "item item-0: answer is None"),
     ({"meta": {"answers": ["tea", ""]}}, "item item-0: answer is '': give texts"),
     ({"messages": ({"role": "user", "content": None},)}, "item item-0: messages are .*None.*: give {role, content}"),
 ])  # fmt: skip

@@ -143,7 +143,7 @@ def optimality(
 ) -> dict[float, Series]:
     """The share of (ratio, order, policy) cells in which each setting of the dial is Pareto-optimal. both: as in
     `optimal`. start: count ratio 0 as well, as the paper does; all settings are the same there."""
-    follow, leak = Means(answers, "followed"), Means(answers, "told")
+    follow, leak = Means(answers, "following"), Means(answers, "told")
     best, dials = [], set()
     for policy, order in product(policies, orders):
         curve: dict[str, Any] = {"policy": policy, "order": order}

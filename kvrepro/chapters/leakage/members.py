@@ -57,7 +57,7 @@ class Study:
             answers=read["main"].assign(following=scores.following(read["main"], as_run)),
             alone=read.get("alone", none),
             examples=read.get("examples", none),
-            dials={name: scores.in_reading(run[name], reading, "as_described") for name in DIALS if name in run},
+            dials={name: dial(run[name], reading) for name in DIALS if name in run},
             timing=run.get("timing", none),
             instructions=main.asked[main.ratio == 0].mean() if as_run else 1.0,
             floor=scores.told(refused, as_run).mean(),
@@ -296,6 +296,14 @@ def rank_gap(s: Study, **cell) -> Drawn:
 # ---------------------------------------------------------------- the dial
 
 
+def dial(rows: pd.DataFrame, reading: str) -> pd.DataFrame:
+    """The rows of a dial, whose cells are as described in both readings. Following is the mean over classes, of
+    labelled examples, which have none, the share of right labels."""
+    rows = scores.in_reading(rows, reading, "as_described")
+    following = scores.following(rows, pooled=False) if rows.passed.notna().any() else rows.followed
+    return rows.assign(following=following)
+
+
 def share_gains(s: Study, study: str, minus: float | None = None, **how: bool) -> dict[float, Drawn]:
     """How often each setting is Pareto-optimal (`estimates.optimality`), minus the share of another setting."""
     if study not in s.dials:
@@ -405,7 +413,8 @@ def cells(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
 def by_prompt(s: Study) -> Study:
     """The study with following as claims were first judged by it: its mean over system prompts."""
     other = None if s.other is None else by_prompt(s.other)
-    return replace(s, answers=s.answers.assign(following=s.answers.followed), other=other)
+    dials = {name: rows.assign(following=rows.followed) for name, rows in s.dials.items()}
+    return replace(s, answers=s.answers.assign(following=s.answers.followed), dials=dials, other=other)
 
 
 def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestable]:

@@ -24,7 +24,7 @@ from kvrepro.engine.generate import Conditions, let_go
 from kvrepro.engine.policy import Rule
 from kvrepro.errors import InputError, counted, error_line, first_line
 from kvrepro.experiment import data, measure, models, pool, store
-from kvrepro.experiment.jsonl import ensure_answers
+from kvrepro.experiment.jsonl import ensure_possible
 from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.plan import Forecast, Job, Plan
@@ -74,7 +74,7 @@ def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
     for item in items if study.prompt is None else ():
         if not item.papers:
             try:
-                ensure_answers(item)
+                ensure_possible(item)
             except ValueError as error:
                 raise InputError(f"item {item.id}: {first_line(error)}") from None
     for condition in dict.fromkeys(itertools.chain.from_iterable(conditions_by_item)):

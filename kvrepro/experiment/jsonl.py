@@ -210,8 +210,10 @@ def _shows_list(text: str) -> bool:
     return False
 
 
-def ensure_answers(item: Item) -> None:
-    """Raise ValueError for an item made in Python whose answers a file could not hold."""
+def ensure_possible(item: Item) -> None:
+    """Raise ValueError for an item made in Python whose messages or answers a file could not hold."""
+    if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in item.messages):
+        raise ValueError(f"messages are {item.messages!r:.80}: give {{role, content}}, both texts")
     many = "answers" in item.meta
     given = item.meta["answers"] if many else item.answer
     if not isinstance(given, list if many else str):

@@ -1,7 +1,13 @@
 """The theory of DropKV on one query's attention: p [..., tokens] sums to 1, v [..., tokens, dim], a = sum_j p_j v_j.
 
-`...` stands for any batch axes; everything is computed in float64. F(J) = ||Delta(J)||_2 is the shift of the output
-when the keys J are evicted and the rest is renormalised (lemma 1). Costs: small = evict.
+`...` stands for any batch axes; everything is computed in float64. When the keys J are evicted and the rest is
+renormalised, the output shifts by Delta(J) = sum_{j in J} p_j r_j / (1 - P_J), where r_j = a - v_j are the residuals
+(lemma 1); F(J) = ||Delta(J)||_2. Costs: small = evict.
+
+The cone constant is c* = max over unit u of min_i cos(u, r_i). If c* > 0, it is the distance of the origin from the
+hull of the unit residuals, and the best u points to the hull's nearest point (appendix C.3 leaves the method open). If
+the origin lies in the hull, -c* is its distance from the hull's boundary. This problem is not convex and hard in
+general, so that c* is only enclosed: `low` by ascent, `high` by a simplex.
 """
 
 import math
@@ -9,37 +15,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
+import numpy as np
 import torch
+from scipy.optimize import nnls
 from torch import Tensor
 
 from kvrepro.errors import InputError
 
 SUBSETS = 2_000_000  # enumerations beyond this are refused
+ORIGIN = 1e-9  # a nearest point shorter than this is the origin, up to rounding
+TOLERANCE = 1e-8  # duality gap at which a nearest point is accepted
 
 
 # ---------------------------------------------------------------- lemma 1
-
-
-def output(p: Tensor, v: Tensor) -> Tensor:
-    """a = sum_j p_j v_j, float64 [..., dim]."""
-    return (p.double()[..., None, :] @ v.double())[..., 0, :]
-
-
-def residuals(p: Tensor, v: Tensor) -> Tensor:
-    """r_j = a - v_j, float64 [..., tokens, dim]."""
-    return output(p, v)[..., None, :] - v.double()
-
-
-def shift(p: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
-    """Delta(J) = sum_{j in J} p_j r_j / (1 - P_J) of the keys `evicted` (bool [..., tokens]), float64 [..., dim]."""
-    gone = p.double() * evicted
-    return output(gone, residuals(p, v)) / (1 - gone.sum(-1, keepdim=True))
-
-
-def shift_by_definition(p: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
-    """`shift` without the lemma: attention over the keys that stay, minus attention over all."""
-    kept = p.double() * ~evicted
-    return output(kept / kept.sum(-1, keepdim=True), v) - output(p, v)
 
 
 def single_cost(p: Tensor, r: Tensor) -> Tensor:
@@ -53,7 +41,7 @@ def joint_cost(p: Tensor, r: Tensor, evicted: Tensor) -> Tensor:
     sets = evicted.shape[:-1]
     p = p.double().expand(*sets, -1).gather(-1, evicted)
     r = r.double().expand(*sets, -1, -1).gather(-2, evicted[..., None].expand(*evicted.shape, r.shape[-1]))
-    return output(p, r).norm(dim=-1) / (1 - p.sum(-1))
+    return (p[..., None, :] @ r)[..., 0, :].norm(dim=-1) / (1 - p.sum(-1))
 
 
 def window_cost(p: Tensor, r: Tensor, evicted: Tensor) -> Tensor:
@@ -87,6 +75,122 @@ def factor(c: Tensor, eps: Tensor, k: int | Tensor) -> Tensor:
     """1 / [c (1 - eps) (1 - k eps)] of theorem 1; infinite where c <= 0 or k eps >= 1."""
     bound = 1 / (c * (1 - eps) * (1 - k * eps))
     return torch.where((c > 0) & (k * eps < 1) & (eps < 1), bound, torch.inf)
+
+
+# ---------------------------------------------------------------- the cone constant
+
+
+@dataclass(frozen=True)
+class Cone:
+    """low <= c* <= high for each of `...` sets of residuals, float64.
+
+    low: min_i cos(direction, r_i), attained. high: length of the nearest point of the hull of r_i / ||r_i|| where that
+    is not the origin (then high - low is its duality gap), else minus the radius of a ball around the origin that lies
+    in the hull.
+    """
+
+    low: Tensor  # [...]
+    high: Tensor  # [...]
+    direction: Tensor  # [..., dim], unit length
+
+
+def cone(residuals: Tensor, steps: int = 30) -> Cone:
+    """Enclose c* of each set of residuals [..., tokens, dim], on the CPU; residuals of length 0 lie in every cone and
+    are left out. steps: most ascents where the origin lies in the hull (0: `low` is the value at the mean direction).
+    """
+    *shape, tokens, dim = residuals.shape
+    if not residuals.numel():
+        raise InputError(f"residuals have shape {tuple(residuals.shape)}: give [..., tokens, dim], none of them empty")
+    sets = residuals.detach().double().cpu().reshape(-1, tokens, dim)
+    solutions = zip(*(_enclosed(points.numpy(), steps) for points in sets), strict=True)
+    low, high, direction = (torch.from_numpy(np.stack(part)).to(residuals.device) for part in solutions)
+    return Cone(low.view(shape), high.view(shape), direction.view(*shape, dim))
+
+
+def _enclosed(residuals: np.ndarray, steps: int) -> tuple:
+    length = np.linalg.norm(residuals, axis=1)
+    used = length > 0
+    if not used.any():  # every direction fits: v_i = a for all i
+        return np.float64(1.0), np.float64(1.0), np.eye(residuals.shape[1])[0]
+    units = residuals[used] / length[used, None]
+    part, chosen = nearest(units)
+    point = part @ units[chosen]
+    high = np.linalg.norm(point)
+    if high > ORIGIN:
+        direction = point / high
+        low = (units @ direction).min()
+        if low > ORIGIN or high > TOLERANCE:
+            return low, high, direction
+    climbed, radius = _ascend(units, steps), _ball(units[chosen], high)
+    if high <= ORIGIN or (units @ climbed).min() > low:
+        direction, low = climbed, (units @ climbed).min()
+    return low, -radius if radius or high <= ORIGIN else high, direction
+
+
+def nearest(
+    points: np.ndarray, tolerance: float = TOLERANCE, start: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Nearest point to the origin in the hull of points [n, dim]: its weights > 0, which sum to 1, and the numbers of
+    the points that have them. start: numbers of the points to begin with.
+
+    As in Wolfe's algorithm, each round finds the nearest point in the hull of a few points. Points on the origin's side
+    of its supporting plane join these few, points without weight leave, and the distance falls, until none lies beyond
+    the plane by more than `tolerance`. The nearest point of a few is, up to scale, the minimum of
+    ||sum_i w_i x_i||^2 + (sum_i w_i - 1)^2 over w >= 0, which Lawson and Hanson's active sets solve exactly.
+    """
+    dim = points.shape[1]
+    used = np.argsort(points @ points.mean(0), kind="stable")[:dim] if start is None else start
+    before = np.inf
+    while True:
+        system = np.vstack([points[used].T, np.ones(len(used))])
+        weights, _ = nnls(system, np.append(np.zeros(dim), 1.0))
+        weights /= weights.sum()
+        used, weights = used[weights > 0], weights[weights > 0]
+        point = weights @ points[used]
+        length = np.linalg.norm(point)
+        beyond = points @ point - length**2
+        worst = np.argsort(beyond, kind="stable")[:dim]
+        worst = np.setdiff1d(worst[beyond[worst] < -tolerance * length], used)
+        if length <= ORIGIN or not worst.size or length >= before:  # no nearer: rounding hides the rest
+            return weights, used
+        used, before = np.union1d(used, worst), length
+
+
+def _ascend(units: np.ndarray, steps: int) -> np.ndarray:
+    """A direction at a local maximum of f(u) = min_i u . x_i < 0, from the mean direction (the first x_i if it is 0).
+
+    Each step maximises min_i w . (x_i + s u) = f(w) + s w . u for an s above -f(u); w points to the nearest point of a
+    hull that the shift has moved off the origin. So f(w) >= f(u) + s (1 - w . u), never less than before.
+    """
+    mean = units.mean(0)
+    u = mean / np.linalg.norm(mean) if np.linalg.norm(mean) > ORIGIN else units[0]
+    value, chosen = (units @ u).min(), np.zeros(0, dtype=int)
+    for _ in range(steps):
+        shifted = units - 1.1 * value * u
+        lowest = np.argsort(shifted @ u, kind="stable")[: units.shape[1]]
+        weights, chosen = nearest(shifted, 1e-7, start=np.union1d(lowest, chosen))
+        w = weights @ shifted[chosen]
+        w /= np.linalg.norm(w)
+        gain = (units @ w).min() - value
+        if gain > 0:
+            u, value = w, value + gain
+        if gain <= 1e-4:
+            break
+    return u
+
+
+def _ball(simplex: np.ndarray, slack: float) -> float:
+    """Radius of a ball around the origin inside the simplex [dim + 1, dim] that holds it; 0 for fewer corners.
+
+    The barycentric coordinates l_j(x) = l_j(0) + g_j . x are at least 0 up to the distance l_j(0) / ||g_j||.
+    slack: distance of the weighted sum from the origin, due to rounding; it is subtracted.
+    """
+    corners, dim = simplex.shape
+    if corners != dim + 1:
+        return 0.0
+    coordinates = np.linalg.inv(np.vstack([simplex.T, np.ones(corners)]))
+    radius = (coordinates[:, -1] / np.linalg.norm(coordinates[:, :-1], axis=1)).min()
+    return max(radius - slack, 0.0)
 
 
 # ---------------------------------------------------------------- the joint optimum, by enumeration

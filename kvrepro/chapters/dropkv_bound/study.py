@@ -12,8 +12,8 @@ import torch
 from scipy import stats as scipy_stats
 from torch import Tensor
 
-from kvrepro.chapters.dropkv_bound import assumptions, bound, cone, triples
-from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings
+from kvrepro.chapters.dropkv_bound import bound, triples
+from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, Layer, Triple
 from kvrepro.engine.policy import find, is_own
 from kvrepro.engine.score.window import pooled
@@ -168,13 +168,13 @@ def prompt(
     every = list(product(range(shape.num_hidden_layers), range(shape.num_attention_heads), positions))
     draw = np.random.default_rng([s.seed, len(ids), *ids[-8:]])
     sampled = [every[i] for i in sorted(draw.choice(len(every), min(take, len(every)), replace=False))]
-    with_cone = {every[i] for i in assumptions.evenly(len(every), s.cones)}.union(sampled)
-    gathered: dict[int, list[assumptions.Query]] = {t: [] for t in positions if "assumptions" in parts}
+    with_cone = {every[i] for i in _evenly(len(every), s.cones)}.union(sampled) if "assumptions" in parts else set()
     rows: dict[str, list[dict]] = {name: [] for name in PARTS}
 
     def visit(layer: Layer) -> None:
-        for t, queries in gathered.items():
-            queries += assumptions.queries(layer, t, [h for n, h, at in with_cone if (n, at) == (layer.number, t)])
+        for t in positions:
+            heads = [head for head in range(len(layer.query)) if (layer.number, head, t) in with_cone]
+            rows["assumptions"] += _assumptions(layer, t, heads, s) if heads else []
         for triple in (layer.triple(head, t) for number, head, t in sampled if number == layer.number):
             sets = triples.strata(triple, bound.pool(triple.p, s.pools[0], s.window), TWENTY, s.seed)
             rows["records"] += _records(triple, sets, s, loaded.model.device, policy)
@@ -184,11 +184,32 @@ def prompt(
 
     triples.triples(loaded.model, ids, positions, visit, window=s.window)
     frames = {name: pd.DataFrame(rows[name]) for name in parts}
-    if gathered:
-        tested = pd.concat([assumptions.table(queries, s) for queries in gathered.values() if queries])
-        tested = tested.sort_values(WHERE, kind="stable", ignore_index=True)
+    if rows["assumptions"]:
+        tested = frames["assumptions"].sort_values(WHERE, kind="stable", ignore_index=True)
         frames["assumptions"] = tested.assign(tokens=tested.position + 1, of_triples=len(every))
     return frames
+
+
+# ---------------------------------------------------------------- assumptions
+
+
+def _evenly(count: int, take: int) -> list[int]:
+    """`take` of the numbers 0 ... count - 1, or all, ascending and without a period: those whose multiples of the
+    golden ratio have the least fractions. So triples in order are taken evenly from layers, heads and positions."""
+    fraction = np.arange(count) * (math.sqrt(5) - 1) / 2 % 1
+    return sorted(fraction.argsort(kind="stable")[:take].tolist())
+
+
+def _assumptions(layer: Layer, t: int, heads: Iterable[int], s: Sampling) -> list[dict]:
+    """A row per query head and pool at a position: the pool's largest weight, and its cone constant from both sides."""
+    attention, outputs, rows = layer.attention(t)[:, -1], layer.outputs(t)[:, -1], []
+    for head, size in product(heads, s.pools):
+        p = attention[head]
+        keys = bound.pool(p, size, s.window)
+        cone = bound.cone(outputs[head] - layer.value[head // layer.group, keys].double(), s.steps)
+        where = {"layer": layer.number, "position": t, "head": head, "pool": pool_name(size), "pool_size": len(keys)}
+        rows.append(where | {"eps": p[keys].max().item(), "c_low": cone.low.item(), "c_high": cone.high.item()})
+    return rows
 
 
 # ---------------------------------------------------------------- realised ratio
@@ -219,7 +240,7 @@ def _records(t: Triple, sets: Mapping[str, Tensor], s: Sampling, device: torch.d
     p, r, pw, rw = (x.to(device) for x in (t.p[keys], t.r[keys], *_of_window(t, keys[:paper])))
     scores = {(policy, s.window, 1): triples.scores_of(find(policy), t)[keys]} if policy else _scores(t, keys, s)
     score, rows = torch.stack(list(scores.values())).to(device), []  # [rules, strata, 20]
-    cones, eps = cone.cone(r, steps=s.steps), p.amax(-1)
+    cones, eps = bound.cone(r, s.steps), p.amax(-1)
     for k in KS:
         evicted = bound.smallest(score, k)
         facts = {"best": bound.optimum(p, r, k).value, "eps": eps, "c_low": cones.low, "c_high": cones.high}

@@ -113,11 +113,6 @@ class Layer:
         p = self.attention(t)
         return (self._by_kv_head(p) @ self.value[:, : t + 1].double()).view(*p.shape[:2], -1)
 
-    def cost(self, t: int, *, bf16: bool = False) -> Float[Tensor, "heads tokens"]:
-        """`dropkv` of every head; bf16: attention rounded to bfloat16 before the square, as the public code does."""
-        p, v = self.attention(t), self.value[:, : t + 1].double()
-        return _eviction_cost(p, _square_distance(self._by_kv_head(self.outputs(t)), v).view_as(p), bf16)
-
     def triple(self, head: int, t: int) -> Triple:
         """The triple of a query head and position."""
         dim, shared = self.value.shape[-1], head // self.group
@@ -139,18 +134,12 @@ class Layer:
 
 
 def triples(
-    model: Any,
-    ids: Sequence[int],
-    positions: Sequence[int],
-    visit: Callable[[Layer], None],
-    *,
-    window: int = 8,
-    cache: Any = None,
+    model: Any, ids: Sequence[int], positions: Sequence[int], visit: Callable[[Layer], None], *, window: int = 8
 ) -> None:
     """Hand each layer to `visit` as one forward pass of the prompt `ids` reaches it.
 
     positions: true positions of the queries, each at least `window`. What `visit` does not keep is freed before the
-    next layer. cache: if given, it is filled with the prompt's keys and values.
+    next layer.
     """
     modules = attention_modules(model)
 
@@ -162,8 +151,7 @@ def triples(
 
     with torch.inference_mode(), installed(model):
         tokens = torch.tensor([list(ids)], device=model.device)
-        kept = {"use_cache": cache is not None, "past_key_values": cache}
-        model(input_ids=tokens, logits_to_keep=1, kvrepro=Visiting(), **kept)
+        model(input_ids=tokens, logits_to_keep=1, kvrepro=Visiting(), use_cache=False)
 
 
 def check_softmax(model: Any) -> None:
@@ -188,17 +176,8 @@ def _cosine(x: Tensor, y: Tensor) -> Tensor:
 
 def dropkv(t: Triple) -> Tensor:
     """sum_t (p / (1 - p + eps))^2 ||a_t - v_j||^2 over the window, the eviction cost (small = evict), [tokens]."""
-    return _eviction_cost(t.window_p, _square_distance(t.window_a, t.v))
-
-
-def _eviction_cost(p: Tensor, square: Tensor, bf16: bool = False) -> Tensor:
-    p = p.bfloat16().double() if bf16 else p
-    return ((p / (1 - p + DROPKV_EPS)).square() * square).sum(-2)
-
-
-def _square_distance(a: Tensor, v: Tensor) -> Tensor:
-    """||a_t - v_j||^2, [..., window, tokens], without the cancellation of an expanded square."""
-    return torch.cdist(a, v, compute_mode="donot_use_mm_for_euclid_dist").square()
+    distance = torch.cdist(t.window_a, t.v, compute_mode="donot_use_mm_for_euclid_dist")  # an expanded square cancels
+    return ((t.window_p / (1 - t.window_p + DROPKV_EPS)).square() * distance.square()).sum(-2)
 
 
 # By the catalogue's names: scores [tokens], large = keep, over the triple's window of queries, as in the table but

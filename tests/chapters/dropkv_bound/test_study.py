@@ -1,5 +1,7 @@
 """The bound's frames on a tiny model, and estimates and verdicts on frames whose answer is known."""
 
+from types import SimpleNamespace
+
 import checkpoint
 import few_claims
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from kvrepro.chapters.dropkv_bound import estimates, members, quality, triples
+from kvrepro.chapters.dropkv_bound import members, quality, triples
 from kvrepro.chapters.dropkv_bound import study as runs
 from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings
 from kvrepro.chapters.dropkv_bound.study import Study
@@ -59,7 +61,7 @@ def test_one_prompt_gives_every_frame(frames):
     rules = 5 + len(RULES) + 2  # one query: 5; the window: all; pooled: 2
     assert len(r) == 3 * 2 * rules * (len(STRATA) + 2 + len(STRATA))  # ours adds two strata for one of two objectives
     assert (r.ratio > 1 - 1e-9).all()  # nothing beats the optimum
-    of_dropkv = estimates.selected(r)
+    of_dropkv = members.selected(r)
     assert len(of_dropkv) == 3 * len(STRATA) * 2
     assert (of_dropkv.ratio <= of_dropkv.bound * (1 + 1e-9)).all()  # theorem 1 on a real model's triples
 
@@ -112,8 +114,12 @@ def test_the_world_s_prompts_have_the_length_asked_for_in_the_model_s_own_tokens
 # ---- verdicts
 
 
+def judged(**tables) -> pd.DataFrame:
+    return members.verdicts(claims.load_claims("dropkv_bound"), tables, SimpleNamespace(name="tiny"), Settings())
+
+
 def test_every_claim_has_a_verdict_and_the_columns_of_the_book(study):
-    frame = members.evaluate(frames=study, model="tiny", profile="quick")
+    frame = judged(frames=study)
     assert frame.columns.tolist() == claims.COLUMNS
     wanted = {f"D{i}" for i in range(1, 8)}
     assert wanted <= set(frame.claim)
@@ -136,7 +142,7 @@ def answered(full: float, dropkv: float, peer: float, task: str = "needle", toke
 
 
 def verdicts_of(study, answers) -> pd.DataFrame:
-    return members.evaluate(frames=study, answers=answers, model="tiny", profile="quick").set_index("claim")
+    return judged(frames=study, answers=answers).set_index("claim")
 
 
 @few_claims.only("D4", "D4b", "D4c", "D4d", "D5")
@@ -174,20 +180,16 @@ def test_verdicts_follow_the_frames(study):
     a = study.assumptions.assign(c_low=-0.1)
     r = study.records.assign(ratio=1.5 * study.records.bound.fillna(1e9))
     changed = Study(**(vars(study) | {"assumptions": a, "records": r}))
-    verdicts = members.evaluate(frames=changed, model="tiny", profile="quick").set_index("claim").verdict
+    verdicts = judged(frames=changed).set_index("claim").verdict
     assert (verdicts[["D1", "D1b", "D2", "D3", "D3h"]] == "not reproduced").all()
 
 
 @few_claims.only("D3h")
 def test_a_record_above_the_bound_refutes_the_theorem_and_is_named(study):
     r = study.records.copy()
-    of_dropkv = estimates.selected(r)
+    of_dropkv = members.selected(r)
     at = of_dropkv[np.isfinite(of_dropkv.bound)].index[3]
     r.loc[at, "ratio"] = 2 * r.bound[at]
-    row = (
-        members.evaluate(frames=Study(**(vars(study) | {"records": r})), model="tiny", profile="quick")
-        .set_index("claim")
-        .loc["D3h"]
-    )
+    row = judged(frames=Study(**(vars(study) | {"records": r}))).set_index("claim").loc["D3h"]
     assert (row.verdict, row.ours) == ("not reproduced", pytest.approx(2))
     assert f"{r['item'][at]}, layer {r.layer[at]}, head {r['head'][at]}" in row.decided_by

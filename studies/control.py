@@ -12,6 +12,7 @@ import pandas as pd
 import typer
 
 from kvrepro.chapters.protection import members
+from kvrepro.chapters.protection.settings import Settings
 from kvrepro.errors import InputError, one_line_errors
 from kvrepro.experiment import artifact, claims
 from kvrepro.paths import DATA, write_table
@@ -87,15 +88,9 @@ def panel_verdicts(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:
     about_study = [c for c in book["claims"] if c.get("study", "main") == panel.study]
     # Each rule by itself: most panels lack the full cache, and with it what claims presume.
     tested = [c | {"presumes": None} for c in about_study if not panel.topics or c["topic"] in panel.topics]
-    table = members.evaluate(
-        panel.rows,
-        {**book, "claims": tested},
-        scaling=panel.rows if panel.study == "scaling" else None,
-        more={panel.study: panel.rows} if panel.study not in ("main", "scaling") else None,
-        max_new_tokens=int(panel.rows.n_generated.max()),
-        kv_heads=panel.kv_heads,
-        profile="artifact",
-    )
+    tables = {"main": panel.rows, panel.study: panel.rows}
+    settings = Settings(max_new_tokens=int(panel.rows.n_generated.max()))
+    table = members.evaluate({**book, "claims": tested}, tables, settings, panel.kv_heads)
     return table.assign(panel=panel.name)
 
 

@@ -82,7 +82,7 @@ def pairs(names: Iterable[str], what: str) -> list[tuple[str, str]]:
 def _members_of_model(claim: Mapping, sets: Mapping, rows: pd.DataFrame) -> Members:
     """A claim's members of one model. Where its full cache answers too little, the reason is the only one."""
     try:
-        return protection.members({"measure": "token_f1"} | dict(claim), sets, rows)
+        return protection.members(claim, sets, protection.Table(rows))
     except NotTestable as reason:
         return [reason]
 

@@ -10,6 +10,7 @@ presume. Where a run comes out differently, its own verdicts stand in their plac
 """
 
 import importlib
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
@@ -30,7 +31,8 @@ Presumed: TypeAlias = Mapping[str, str | Mapping[str, str]]  # claim -> its verd
 def verdicts(
     chapter: str, tables: Mapping[str, Any], loaded: Loaded | None, settings: Settings, only: Collection[str] = ()
 ) -> pd.DataFrame:
-    """The table of verdicts, `claims.COLUMNS`: of the claims in `only` and those that they presume, or of all."""
+    """The table of verdicts, `claims.COLUMNS`: of the claims in `only` and those that they presume, or of all; and of
+    those about a reader's own policies."""
     book = claims.load_claims(chapter)
     if only:
         premise = {claim["id"]: claim.get("presumes") for claim in book["claims"]}
@@ -40,7 +42,7 @@ def verdicts(
         book = {**book, "claims": [claim for claim in book["claims"] if claim["id"] in wanted]}
     members = importlib.import_module(f"kvrepro.chapters.{chapter}.members")
     frame: pd.DataFrame = members.verdicts(book, tables, loaded, settings)
-    return frame[frame.claim.isin(only)].reset_index(drop=True) if only else frame
+    return frame
 
 
 class Verdicts:
@@ -48,11 +50,32 @@ class Verdicts:
 
     def __init__(self, chapter: str, loaded: Loaded | None, settings: Settings) -> None:
         self.chapter, self.loaded, self.settings = chapter, loaded, settings
+        self.known: dict[str, tuple[Mapping[str, Any], pd.DataFrame]] = {}  # by claim: tables, and its rows of them
+        self.own = False  # whether claims about a reader's own policies were among them
 
     def of(self, tables: Tables, *ids: str) -> pd.DataFrame:
-        """The verdicts of these claims, `claims.COLUMNS`; of all claims where none is named."""
-        tables = {"main": tables} if isinstance(tables, pd.DataFrame) else tables
-        return verdicts(self.chapter, tables, self.loaded, self.settings, ids)
+        """The verdicts of these claims, `claims.COLUMNS`; of all claims where none is named.
+
+        A claim that some tables could test in all its members is not judged again where they are given once more, alone
+        or with others. With a reader's own policies, about which there are more claims, all are judged again.
+        """
+        tables = {"main": tables} if isinstance(tables, pd.DataFrame) else dict(tables)
+        book = [claim["id"] for claim in claims.load_claims(self.chapter)["claims"]]
+        names = ids or tuple(book)
+        known = {
+            name: rows for name, (given, rows) in self.known.items()
+            if name in names and not self.own and all(tables.get(study) is table for study, table in given.items())
+        }  # fmt: skip
+        parts, rest = list(known.values()), [name for name in names if name not in known]
+        if rest:
+            new = verdicts(self.chapter, tables, self.loaded, self.settings, rest if known else ids)
+            self.own = self.own or not set(new.claim) <= set(book)
+            parts.append(new[new.claim.isin(rest) | (not ids and ~new.claim.isin(book))])
+            for name, rows in new.groupby("claim"):
+                if "not testable" not in rows.to_csv():
+                    self.known[name] = tables, rows
+        order = [*names, *itertools.chain.from_iterable(part.claim for part in parts)]
+        return pd.concat(parts).sort_values("claim", key=lambda c: c.map(order.index), kind="stable", ignore_index=True)
 
     def __call__(self, tables: Tables, *ids: str) -> Styler:
         """The verdicts as a small table: what the paper says and printed, what we measure, and the verdict."""

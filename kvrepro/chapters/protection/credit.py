@@ -1,8 +1,7 @@
 """The online credit estimator, version 2: a linear guess of how much a token will be missed, learned while decoding.
 
-`run` answers prompts with it through the engine, in the protection paper's regime; what it learns from one answer it
-uses for the next. `python -m kvrepro.chapters.protection.credit` lets it learn on the embedded model, writes what it
-has learned, and compares its answers with protected LRU's.
+`run` answers prompts with it through the engine, one after the other, in the protection paper's regime; what it learns
+from one answer it uses for the next. `python -m kvrepro.chapters.protection.credit` shows it on the embedded model.
 
 Source: protection paper, section 8 and appendix D; artifact 496739f (estimator.py, interfaces.py:54-77,
 online_credit_generator.py). They leave some points open, which we decide thus: the bias learns like a weight whose
@@ -13,12 +12,10 @@ that follow, and not at all if none does.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import typer
@@ -30,35 +27,24 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition, Generation, Prompt, SharedCap
 from kvrepro.engine.decode import decode
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.generate import check_conditions, generate
+from kvrepro.engine.generate import check_conditions
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import find
 from kvrepro.engine.rows import Rows
 from kvrepro.engine.shapes import Mask, RowInts, Scores, TokenFloats, TokenInts, TokenMask
 from kvrepro.engine.shared import ACCESS
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
-from kvrepro.experiment.measure import token_f1
-from kvrepro.paths import ROOT
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
 
-EMBEDDED = "data/models/small-gqa-credit.json"  # relative to the project's folder
 BEFORE, AFTER = 8, 6  # log-probabilities averaged on either side of an eviction
 NOISE = 0.003  # smaller changes of their mean teach nothing
 WARM, RAMP, MOST = 8, 24, 0.40  # updates before the first blend, then until the full one; the full one's weight
 DOUBT = 0.70  # mean uncertainty above which LRU decides alone
 OPEN = 0.01  # blend from which the gate counts as open
-ROW = {  # of the table of methods: no policy of a condition, since it learns from one prompt to the next
-    "name": "online_credit",
-    "title": "Online credit estimator, version 2",
-    "keeps": "beta rank_credit + (1 - beta) rank_LRU: a guess of how much a token will be missed, learned in decoding",
-    "source": "protection paper, section 8; protection artifact 496739f; python -m kvrepro.chapters.protection.credit",
-    "regimes": SharedCap.name,
-    "budget": "one set for all heads and layers",
-}
 
 
 @dataclass(frozen=True)
@@ -162,67 +148,43 @@ class LearnedAnswer(NamedTuple):
     gate_open: int
 
 
-@dataclass
-class _Row:
-    """An answer that is being generated."""
-
-    log_p: list[float] = field(default_factory=list)  # log-probabilities of its tokens so far
-    events: list[tuple[int, Tensor]] = field(default_factory=list)  # evictions: (tokens before it, features of evicted)
-    gate_open: int = 0
-
-
 class Lessons:
-    """A batch of answers that are being generated, and the estimator that learns from their evictions.
+    """An answer that is being generated, and the estimator that learns from its evictions: from each when `AFTER`
+    log-probabilities have followed it, or when the answer ends."""
 
-    It learns from an eviction when `AFTER` log-probabilities have followed it, or when the answer ends. Several that
-    come due in one step follow the order of the prompts, before the step's evictions. The artifact has batches of one.
-    """
-
-    def __init__(self, estimator: Estimator, prompts: Sequence[Prompt], max_new_tokens: int, device: torch.device):
-        self.estimator = estimator
-        self.rows = {i: _Row() for i in range(len(prompts))}  # by the prompt's index, in the engine's order
-        width = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
-        self.uses = torch.ones(len(prompts), width, dtype=torch.long, device=device)  # N by position
+    def __init__(self, estimator: Estimator, tokens: int, device: torch.device):
+        self.estimator, self.gate_open = estimator, 0
+        self.uses = torch.ones(1, tokens, dtype=torch.long, device=device)  # N by position
         self.judged: tuple[Tensor, Tensor] | None = None  # (positions, features) of the last eviction's candidates
+        self.log_p: list[float] = []  # log-probabilities of its tokens so far
+        self.events: list[tuple[int, Tensor]] = []  # evictions: (tokens before it, features of the evicted)
 
     def score(self, o: Observation, budget: RowInts, guarded: Mask, tie_break: str) -> Scores:
         """`mixed`, as a policy's scorer."""
         uses = self.uses.gather(1, o.positions[:, 0].clamp(min=0))
         scores, beta = mixed(self.estimator, o, uses, budget, (o.alive & ~guarded)[:, 0], tie_break)
-        heard = (beta >= OPEN) & (o.alive[:, 0].sum(1) > budget)  # the other rows lose nothing
-        for row, opened in zip(self.rows.values(), heard.tolist(), strict=True):
-            row.gate_open += opened
+        self.gate_open += int(((beta >= OPEN) & (o.alive[:, 0].sum(1) > budget)).sum())  # else nothing is lost
         self.judged = o.positions, features(o, uses, budget)
         return scores
 
     def picked(self, rows: Rows, tokens: Tensor) -> None:
-        """The engine calls this with every step's tokens: record the last step's evictions, count uses, learn what has
+        """The engine calls this with every step's token: record the last step's evictions, count uses, learn what has
         come due."""
-        log_p = rows.logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
-        s, answers = rows.shared, list(self.rows.values())
-        if answers[0].log_p:  # at the first token the attention is the prompt's own
+        s = rows.shared
+        if self.log_p:  # at the first token the attention is the prompt's own
             self.uses += s.held[:, 0] & (s.tables["latest"] > ACCESS * s.tables["latest"].amax(1, keepdim=True))
         if self.judged is not None:
             (positions, f), self.judged = self.judged, None
-            gone = (positions >= 0) & ~s.held_at(positions)
-            for b, row in enumerate(answers):
-                if gone[b].any():
-                    row.events.append((len(row.log_p), f[b, gone[b, 0]]))
-        for row, value in zip(answers, log_p, strict=True):
-            row.log_p.append(value)
-            self._learn(row)
+            gone = ((positions >= 0) & ~s.held_at(positions))[0, 0]
+            self.events += [(len(self.log_p), f[0, gone])] if gone.any() else []
+        self.log_p.append(rows.logits.float().log_softmax(-1)[0, tokens[0]].item())
+        self.learn()
 
-    def ended(self, i: int) -> int:
-        """Answer i has ended: learn from its last evictions. Returns at how many of all the estimator had a say."""
-        self.uses = self.uses[[j != i for j in self.rows]]
-        row = self.rows.pop(i)
-        self._learn(row, at_once=True)
-        return row.gate_open
-
-    def _learn(self, row: _Row, at_once: bool = False) -> None:
-        while row.events and (at_once or len(row.log_p) - row.events[0][0] >= AFTER):
-            at, f = row.events.pop(0)
-            target = targets(f[:, 3], row.log_p[max(0, at - BEFORE) : at], row.log_p[at : at + AFTER])
+    def learn(self, ended: bool = False) -> None:
+        """Learn from the evictions that have come due, or from all that are left."""
+        while self.events and (ended or len(self.log_p) - self.events[0][0] >= AFTER):
+            at, f = self.events.pop(0)
+            target = targets(f[:, 3], self.log_p[max(0, at - BEFORE) : at], self.log_p[at : at + AFTER])
             if target is not None:
                 self.estimator = update(self.estimator, f, target)
 
@@ -230,68 +192,43 @@ class Lessons:
 @torch.inference_mode()
 def run(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], condition: Condition, *, max_new_tokens: int,
-    stop_ids: Collection[int], estimator: Estimator | None = None, batch: int = 1,
+    stop_ids: Collection[int], estimator: Estimator | None = None,
 ) -> tuple[list[LearnedAnswer], Estimator]:  # fmt: skip
     """Greedy answers in the order of `prompts`, and the estimator after them. estimator: to begin with; None: untaught.
 
-    condition: of policy lru, with which the credit is blended, in regime `SharedCap`. batch: prompts that decode
-    together (see `Lessons`). Raises InputError for arguments that do not fit, before any computation.
+    condition: of policy lru, with which the credit is blended, in regime `SharedCap`. Raises InputError for arguments
+    that do not fit, before any computation.
     """
     if condition.policy != "lru":
         raise InputError(f"the credit blends with lru, got {condition.policy!r}: give a condition of policy lru")
-    if batch < 1:
-        raise InputError(f"batch {batch}: at least 1 prompt")
     texts = [Prompt(list(prompt), {}) for prompt in prompts]
     check_conditions(model, texts, [condition], max_new_tokens)
     answers, e, facts = [], estimator or Estimator(), ModelFacts.of(model, one_set=True)
     with installed(model):
-        for together in (texts[a : a + batch] for a in range(0, len(texts), batch)):
-            lessons = Lessons(e, together, max_new_tokens, model.device)
+        for text in texts:
+            lessons = Lessons(e, len(text.ids) + max_new_tokens, model.device)
             policies = {"lru": replace(find("lru"), score=lessons.score)}
-            limits = [max_new_tokens] * len(together)
-            call = Call(model, together, [condition], limits, facts, policies=policies, watch=lessons.picked)
-            [rows] = read(call, list(range(len(together))), [0])
-            ended = decode(call, rows, stop_ids)  # in the order in which answers end
-            by_prompt = {i: LearnedAnswer(generation, lessons.ended(i)) for (i, _), generation in ended}
-            answers += [by_prompt[i] for i in range(len(together))]
+            call = Call(model, [text], [condition], [max_new_tokens], facts, policies=policies, watch=lessons.picked)
+            [rows] = read(call, [0], [0])
+            [(_, generation)] = decode(call, rows, stop_ids)
+            lessons.learn(ended=True)
+            answers.append(LearnedAnswer(generation, lessons.gate_open))
             e = lessons.estimator
     return answers, e
 
 
-def main(
-    items: str = "tinyworld:list_all,summary,ledger,minutes,story,dialogue",
-    n: Annotated[int, typer.Option(help="prompts, in order")] = 36,
-    tokens: int = 700,
-    capacity: int = 128,
-    guard: Annotated[float, typer.Option(help="share of the capacity protected at either end")] = 0.1,
-    max_new_tokens: int = 64,
-    seed: int = 2027,
-    batch: Annotated[int, typer.Option(help="prompts that decode together; 1: one after the other")] = 1,
-    out: Annotated[Path, typer.Option(help="relative paths start at the project's folder")] = Path(EMBEDDED),
-) -> None:
-    """Learn on the embedded model, on the CPU in float32; print token F1 of the credit and of protected LRU."""
-    with one_line_errors():
-        loaded = models.load()
-        drawn = data.load_items(items, n, seed, tokens)
-        prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context - max_new_tokens).ids for item in drawn]
-        condition = Condition("lru", capacity, SharedCap(), prefix=guard, suffix=guard)
-        ends = {"max_new_tokens": max_new_tokens, "stop_ids": models.stop_ids(loaded)}
-        answers, learned = run(loaded.model, prompts, condition, batch=batch, **ends)
-        lru = [row[0].tokens for row in generate(loaded.model, prompts, [condition], **ends)]
-
-    def f1(tokens: list[list[int]]) -> float:
-        texts = [loaded.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
-        scores = [token_f1(text, item.answer, item.papers) for text, item in zip(texts, drawn, strict=True)]
-        return round(sum(scores) / len(scores), 4)
-
-    ours = [answer.generation.tokens for answer in answers]
-    facts = {"model": loaded.hash, "items": items, "n": n, "tokens": tokens, "capacity": capacity, "guard": guard,
-             "seed": seed, "batch": batch, "calls": sum(a.generation.policy_calls for a in answers),
-             "open": sum(a.gate_open for a in answers),
-             "same_answers": sum(a == b for a, b in zip(ours, lru, strict=True)),
-             "f1_credit": f1(ours), "f1_lru": f1(lru), "estimator": asdict(learned)}  # fmt: skip
-    (ROOT / out).write_text(json.dumps(facts) + "\n")
-    print(json.dumps(facts))
+def main(items: str = "tinyworld:long", n: int = 36, tokens: int = 700, capacity: int = 128) -> None:
+    """Answer prompts of the embedded world; print each answer, the share of its evictions at which the estimator had a
+    say, and what was learned."""
+    loaded, new = models.load(), 64
+    drawn = data.load_items(items, n, tokens=tokens)
+    prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context - new).ids for item in drawn]
+    lru = Condition("lru", capacity, SharedCap(), prefix=0.1, suffix=0.1)
+    answers, learned = run(loaded.model, prompts, lru, max_new_tokens=new, stop_ids=models.stop_ids(loaded))
+    for item, (generation, gate_open) in zip(drawn, answers, strict=True):
+        text = loaded.tokenizer.decode(generation.tokens, skip_special_tokens=True)
+        print(f"{gate_open} of {generation.policy_calls}: {text!r} ({item.answer!r})")
+    print(learned)
 
 
 if __name__ == "__main__":

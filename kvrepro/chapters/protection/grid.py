@@ -23,7 +23,6 @@ SWEEP = (0.0, 0.5, 1.0, 1.5, 2.0)  # in units of the protected fraction: 0, 5, 1
 SIDES = ((1, 0), (0, 1), (2, 0), (0, 2), (1, 1))  # prefix and suffix in the same units; the last three match in budget
 
 
-
 class Size(NamedTuple):
     """How many items each study of the chapter takes."""
 

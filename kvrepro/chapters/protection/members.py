@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,8 @@ from kvrepro.experiment.figure import look
 from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
 from kvrepro.experiment.models import Loaded
 
-# Contrasts that hold of any weights; random ones write on, and attend to all alike.
-NO_CEILING = {"same_output", "evicted"}
 CONDITION = ["policy", "capacity", "prefix", "suffix", "suffix_mode"]  # columns of a row that tell conditions apart
+QUICK = Settings()
 MIN_CONDITIONS = 4  # of one cluster, for a correlation over its conditions
 MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a model is said to have a sink
 
@@ -29,26 +28,71 @@ MIN_SINK = 0.10  # attention mass on position 0, in some layer, from which on a 
 # ---------------------------------------------------------------- cells
 
 
-def per_item(rows: pd.DataFrame, cell: Mapping, column: str) -> pd.Series:
-    """One column of one condition, indexed by item; failed items are nan. Raises NotTestable where the condition was
-    not run or failed on every item, InputError where an item has several rows."""
-    wanted_columns = rows.columns.intersection(["item", "error", column])
-    if cell["policy"] == "full":
-        selected = rows.loc[rows.policy == "full", wanted_columns].drop_duplicates("item")
-    else:
-        wanted = {"suffix_mode": "dynamic"} | {name: cell[name] for name in ("policy", "capacity")}
-        wanted |= {name: cell[name] for name in ("suffix_mode", "regime") if name in cell}
-        same = [rows[name] == value for name, value in wanted.items()]
-        same += [np.isclose(rows[side], cell[side]) for side in ("prefix", "suffix")]
-        selected = rows.loc[np.logical_and.reduce(same), wanted_columns]
-    if selected.empty:
-        raise NotTestable(f"not run: {_described(cell)}")
-    if selected["item"].duplicated().any():
-        counts = f"{len(selected)} rows of {dict(cell)} for {selected['item'].nunique()} items"
-        raise InputError(f"results hold {counts}: one per item is needed")
-    if "error" in selected and selected.error.notna().all():
-        raise NotTestable(f"all {len(selected)} items failed ({selected.error.iloc[0]}): {_described(cell)}")
-    return selected.set_index("item")[column]
+class Table:
+    """Rows of one study in one reading, grouped by condition once for all claims; shares are rounded in the groups."""
+
+    def __init__(self, rows: pd.DataFrame, protect_frac: float = 0.10):
+        self.rows, self.protect_frac = rows, protect_frac
+
+    @functools.cached_property
+    def conditions(self) -> dict[tuple, pd.DataFrame]:
+        """The rows of each condition; of the full cache one per item, under the key of its name."""
+        rounded = self.rows.assign(prefix=self.rows.prefix.round(6), suffix=self.rows.suffix.round(6))
+        full = self.rows[self.rows.policy == "full"].drop_duplicates("item")
+        return {("full",): full, **dict(iter(rounded.groupby(CONDITION)))}
+
+    def column(self, cell: Mapping, name: str) -> pd.Series:
+        """One column of one condition, indexed by item; failed items are nan. Raises NotTestable where the condition
+        was not run or failed on every item, InputError where an item has several rows."""
+        key: tuple = ("full",)
+        if cell["policy"] != "full":
+            sides = round(cell["prefix"], 6), round(cell["suffix"], 6)
+            key = cell["policy"], cell["capacity"], *sides, cell.get("suffix_mode", "dynamic")
+        rows = self.conditions.get(key, self.rows[:0])
+        if "regime" in cell:
+            rows = rows[rows.regime == cell["regime"]]
+        if rows.empty:
+            raise NotTestable(f"not run: {_described(cell)}")
+        if rows["item"].duplicated().any():
+            counts = f"{len(rows)} rows of {dict(cell)} for {rows['item'].nunique()} items"
+            raise InputError(f"results hold {counts}: one per item is needed")
+        if "error" in rows and rows.error.notna().all():
+            raise NotTestable(f"all {len(rows)} items failed ({rows.error.iloc[0]}): {_described(cell)}")
+        return pd.Series(rows[name].to_numpy(), rows["item"])
+
+    @functools.cached_property
+    def capacities(self) -> dict[str, Any]:
+        """Smallest, middle, largest and all capacities of the main grid: those at which the most policies were run with
+        both sides protected. Raises NotTestable where nothing is protected on both sides."""
+        sides = [np.isclose(self.rows[side], self.protect_frac) for side in ("prefix", "suffix")]
+        main = self.rows[sides[0] & sides[1] & self.rows.capacity.notna()]
+        policies = main[~main.policy.str.endswith("_faithful")].groupby("capacity").policy.nunique()
+        sizes = sorted(policies.index[policies == policies.max()])
+        if not sizes:
+            raise NotTestable("not run: no condition is protected on both sides")
+        return {"smallest": sizes[0], "middle": sizes[len(sizes) // 2], "largest": sizes[-1], "all": sizes}
+
+    def parts(self, over: Mapping) -> dict[str, Table]:
+        """The tables that a claim asks for apart: of each task, of each length, unprotected and protected; or all."""
+        if "protection" in over:
+            full, guarded = self.rows.policy == "full", (self.rows.prefix > 0) | (self.rows.suffix > 0)
+            parts = {"unprotected": self.rows[full | ~guarded], "protected": self.rows[full | guarded]}
+        elif column := next((name for name in ("task", "length") if name in over), ""):
+            parts = {str(name): part for name, part in self.rows.groupby(column)}
+            if column == "task" and len(parts) < 2:
+                raise NotTestable(f"items of one domain alone ({next(iter(parts))}): it needs several")
+        else:
+            return {"": self}
+        return {name: Table(part, self.protect_frac) for name, part in parts.items()}
+
+    def check_ceiling(self) -> None:
+        """Raise NotTestable where the model cannot answer with its full cache, or with protected LRU where the full
+        cache was never run, as in several published files."""
+        full = self.conditions["full",]
+        if full.empty:
+            guarded = (self.rows.policy == "lru") & (self.rows.prefix > 0) & (self.rows.suffix > 0)
+            full = self.rows[guarded].drop_duplicates("item")
+        judge.answers_enough(full.token_f1, full.get("error"))
 
 
 def _described(cell: Mapping) -> str:
@@ -65,62 +109,27 @@ def _described(cell: Mapping) -> str:
     return ", ".join(filter(None, [kept, guard, pinned, regime]))
 
 
-def capacities(rows: pd.DataFrame, prefix: float) -> dict[str, Any]:
-    """Smallest, middle, largest and all capacities of the main grid: those at which the most policies were run with
-    `prefix` protected on both sides. Raises NotTestable where nothing is protected on both sides."""
-    guarded = np.isclose(rows.prefix, prefix) & np.isclose(rows.suffix, prefix) & rows.capacity.notna()
-    main = rows.loc[guarded, ["policy", "capacity"]]
-    main = main[~main.policy.str.endswith("_faithful")]
-    policies = main.groupby("capacity").policy.nunique()
-    sizes = sorted(policies.index[policies == policies.max()])
-    if not sizes:
-        raise NotTestable("not run: no condition is protected on both sides")
-    return {"smallest": sizes[0], "middle": sizes[len(sizes) // 2], "largest": sizes[-1], "all": sizes}
-
-
-def cells_of(claim: Mapping, rows: pd.DataFrame, sets: Mapping, protect_frac: float) -> list[dict]:
-    """Every member of a claim as `{"label", "a", "b", "rows"}`: cells with numbers for capacity and protection, and the
-    rows that hold them. Raises NotTestable where the run lacks the capacities or domains that the claim needs."""
-    over = claim.get("over", {})
-    sizes = capacities(rows, protect_frac)
-    given_cells = list(claim.get("cells", {}).values())
-    given_cells += [m.get(side, {}) for m in claim.get("members", []) for side in "ab"]
-    wanted_sizes = {cell.get("capacity") for cell in given_cells}
-    if len(sizes["all"]) == 1 and {"smallest", "largest"} <= wanted_sizes:
+def _cells(claim: Mapping, table: Table, sets: Mapping) -> Iterator[tuple[str, Table, dict[str, dict]]]:
+    """Every member of a claim: its label, its rows, and its cells by side, with numbers for capacity and protection.
+    Raises NotTestable where the run lacks the capacities or domains that the claim needs."""
+    over, sizes, frac = claim.get("over", {}), table.capacities, table.protect_frac
+    shared, members = claim.get("cells", {}), claim.get("members", [{}])
+    asked = {cell.get("capacity") for cell in [*shared.values(), *(m.get(side, {}) for m in members for side in "ab")]}
+    if len(sizes["all"]) == 1 and {"smallest", "largest"} <= asked:
         raise NotTestable(f"two capacities are needed, {sizes['middle']:.0f} alone was run")
-    policies = over.get("policy", [None])
-    named_sets = sets.get(policies, policies) if isinstance(policies, str) else policies
-    wanted = over.get("capacity")
-    sized = sizes["all"] if wanted == "all" else [sizes[wanted]] if wanted else [None]
-    axes: list[list[tuple[str, dict]]] = [
-        [(policy or "", {"policy": policy} if policy else {}) for policy in named_sets],
-        [(member["label"], member) for member in claim.get("members", [{"label": ""}])],
-        [(f"C={size:.0f}" if size and wanted == "all" else "", {"capacity": size} if size else {}) for size in sized],
-    ]
-    groups: list[tuple[str, pd.DataFrame]] = [("", rows)]
-    for column in ("task", "length"):
-        if column in over:
-            groups = [(str(name), group) for name, group in rows.groupby(column, sort=True)]
-            if column == "task" and len(groups) < 2:
-                raise NotTestable(f"items of one domain alone ({groups[0][0]}): it needs several")
-    if "protection" in over:
-        full, guarded = rows.policy == "full", (rows.prefix > 0) | (rows.suffix > 0)
-        groups = [("unprotected", rows[full | ~guarded]), ("protected", rows[full | guarded])]
-    cells = []
-    for (policy, policy_cell), (label, sides), (size, size_cell), (group, group_rows) in itertools.product(
-        *axes, groups
-    ):
-        member: dict = {"label": ", ".join(filter(None, [policy, label, group, size])) or "all", "rows": group_rows}
-        for side, side_cell in claim.get("cells", {}).items():
-            cell = {**policy_cell, **size_cell, **side_cell, **sides.get(side, {})}
-            if isinstance(cell.get("capacity"), str):
-                cell["capacity"] = sizes[cell["capacity"]]
-            if "length" in over:
-                cell["capacity"] = capacities(group_rows, protect_frac)["middle"]
-            cell["prefix"], cell["suffix"] = cell["prefix"] * protect_frac, cell["suffix"] * protect_frac
-            member[side] = cell
-        cells.append(member)
-    return cells
+    policies = over.get("policy", [""])
+    policies = sets.get(policies, policies) if isinstance(policies, str) else policies
+    wanted = over.get("capacity", "")
+    chosen = sizes["all"] if wanted == "all" else [sizes.get(wanted)]
+    for policy, member, size, (name, part) in itertools.product(policies, members, chosen, table.parts(over).items()):
+        at = f"C={size:.0f}" if wanted == "all" else ""
+        cells = {}
+        for side, given in shared.items():
+            cell = {"policy": policy, "capacity": size, **given, **member.get(side, {})}
+            capacity = part.capacities["middle"] if "length" in over else cell["capacity"]
+            cell["capacity"] = sizes.get(capacity, capacity)
+            cells[side] = cell | {"prefix": cell["prefix"] * frac, "suffix": cell["suffix"] * frac}
+        yield ", ".join(filter(None, [policy, member.get("label"), name, at])) or "all", part, cells
 
 
 # ---------------------------------------------------------------- members
@@ -148,13 +157,13 @@ def _two_measures(claim: Mapping, rows: pd.DataFrame) -> Sample:
     return Sample(values, _correlation, limits=(-1.0, 1.0))
 
 
-def _same_output(claim: Mapping, cell: Mapping) -> Sample:
+def _same_output(table: Table, cells: Mapping) -> Sample:
     """Whether two conditions write the same text, for items on which either evicts a second time: at the first time
     both rank tokens alike."""
-    rows = cell["rows"]
-    column = "prediction" if "prediction" in rows and rows.prediction.notna().any() else "output"
-    text = pd.DataFrame({side: per_item(rows, cell[side], column) for side in "ab"}).dropna()
-    calls = pd.DataFrame({side: per_item(rows, cell[side], "policy_calls") for side in "ab"})
+    texts = table.rows.get("prediction")
+    column = "output" if texts is None or texts.isna().all() else "prediction"
+    text = pd.DataFrame({side: table.column(cells[side], column) for side in "ab"}).dropna()
+    calls = pd.DataFrame({side: table.column(cells[side], "policy_calls") for side in "ab"})
     again = (calls.reindex(text.index) >= 2).any(axis=1)
     return Sample((text.a == text.b)[again].astype(float).to_frame("a"))
 
@@ -171,59 +180,35 @@ def _lift_when_sampled(claim: Mapping, rows: pd.DataFrame) -> Sample:
     return Sample(pd.DataFrame(lift).dropna(), "difference", bounds=(-1.0, 1.0))
 
 
-def _spread(claim: Mapping, cell: Mapping, sets: Mapping, label: str) -> Member:
+def _spread(claim: Mapping, label: str, table: Table, cells: Mapping, sets: Mapping) -> Member:
     """Differences between every two of the policies in `across`; where the claim compares them with LRU's lift, the
     lift minus each difference."""
-    measured = claim.get("measure", "token_f1")
-    columns, missing = {}, []
-    for policy in sets.get(claim["across"], claim["across"]):
+    columns, missing = {}, ""
+    for policy in sets[claim["across"]]:
         try:
-            columns[policy] = per_item(cell["rows"], {"policy": policy, **cell["a"]}, measured)
+            columns[policy] = table.column(cells["a"] | {"policy": policy}, claim["measure"])
         except NotTestable:
-            missing.append(policy)
+            missing += f", without {policy}"
     if len(columns) < 2:
         count = "one" if columns else "none"
         raise NotTestable(f"{count} of the policies of a spread was run: it needs two")
-    label = ", ".join([label, *(f"without {policy}" for policy in missing)])
-    if "b" not in cell:
-        return judge.pairs(pd.DataFrame(columns), label)
-    lift = {side: per_item(cell["rows"], {"policy": "lru", **cell[side]}, measured) for side in "ab"}
+    if "b" not in cells:
+        return judge.pairs(pd.DataFrame(columns), label + missing)
+    lift = {side: table.column(cells[side] | {"policy": "lru"}, claim["measure"]) for side in "ab"}
     parts = {}
     for x, y in itertools.permutations(columns, 2):
         frame = pd.DataFrame(lift | {"x": columns[x], "y": columns[y]})
         parts[f"LRU's lift against {x} minus {y}"] = Sample(frame, "lift_minus_difference")
-    return Member(label, parts)
+    return Member(label + missing, parts)
 
 
-def _member(claim: Mapping, cell: Mapping, sets: Mapping, limit: int) -> Member:
-    rows, kind, label = cell["rows"], claim["contrast"], cell["label"]
-    if kind not in NO_CEILING:
-        _check_ceiling(rows)
-    if kind == "correlation":
-        return Member(label, _two_measures(claim, rows))
-    if kind == "lift_when_sampled":
-        return Member(label, _lift_when_sampled(claim, rows))
-    if "across" in claim:
-        return _spread(claim, cell, sets, label)
-    if kind == "same_output":
-        return Member(label, _same_output(claim, cell))
-    if kind == "evicted":
-        return Member(label, Facts(per_item(rows, cell["a"], "evicted")))
-    if kind == "share_of_limit":
-        return Member(label, Sample((per_item(rows, cell["a"], "n_generated") / limit).to_frame("a")))
-    return Member(label, Sample(_columns(claim, cell), kind))
-
-
-def _columns(claim: Mapping, cell: Mapping) -> pd.DataFrame:
+def _columns(claim: Mapping, table: Table, cells: Mapping) -> pd.DataFrame:
     """The columns that a contrast of `stats.CONTRASTS` names, one row per item."""
-    rows, kind = cell["rows"], claim["contrast"]
-    wanted = {side: cell[side] for side in "abxy" if side in cell}
-    if kind in ("share_of_ceiling", "loss_ratio"):
-        wanted["full"] = {"policy": "full"}
-    measured = claim.get("measure", "token_f1")
-    frame = pd.DataFrame({side: per_item(rows, wanted_cell, measured) for side, wanted_cell in wanted.items()}).dropna()
+    if claim["contrast"] in ("share_of_ceiling", "loss_ratio"):
+        cells = {**cells, "full": {"policy": "full"}}
+    frame = pd.DataFrame({side: table.column(cell, claim["measure"]) for side, cell in cells.items()}).dropna()
     if only := claim.get("only"):
-        frame = frame[_satisfies(per_item(rows, cell[only["of"]], only["column"]).reindex(frame.index), only["rule"])]
+        frame = frame[_satisfies(table.column(cells[only["of"]], only["column"]).reindex(frame.index), only["rule"])]
     return frame.apply(_satisfies, rule=claim["counts"]).astype(float) if "counts" in claim else frame
 
 
@@ -232,90 +217,78 @@ def _satisfies(values: pd.Series, rule: Mapping) -> pd.Series:
     return values.map(lambda value: judge.state_of(rule, value, value) == "holds").astype(bool)
 
 
-def _check_ceiling(rows: pd.DataFrame) -> None:
-    """Raise NotTestable where the model cannot answer with its full cache, or with protected LRU where the full cache
-    was never run, as in several published files."""
-    ceiling = rows.policy == "full"
-    if not ceiling.any():
-        ceiling = (rows.policy == "lru") & (rows.prefix > 0) & (rows.suffix > 0)
-    full = rows.loc[ceiling, rows.columns.isin(["item", "token_f1", "error"])].drop_duplicates("item")
-    judge.answers_enough(full.token_f1, full.get("error"))
+def _member(claim: Mapping, label: str, table: Table, cells: Mapping, sets: Mapping, settings: Settings) -> Member:
+    kind = claim["contrast"]
+    if kind not in ("same_output", "evicted"):  # which hold of random weights too: they write on, and attend alike
+        table.check_ceiling()
+    if kind == "correlation":
+        return Member(label, _two_measures(claim, table.rows))
+    if kind == "lift_when_sampled":
+        return Member(label, _lift_when_sampled(claim, table.rows))
+    if "across" in claim:
+        return _spread(claim, label, table, cells, sets)
+    if kind == "same_output":
+        return Member(label, _same_output(table, cells))
+    if kind == "evicted":
+        return Member(label, Facts(table.column(cells["a"], "evicted")))
+    if kind == "share_of_limit":
+        return Member(label, Sample((table.column(cells["a"], "n_generated") / settings.max_new_tokens).to_frame("a")))
+    return Member(label, Sample(_columns(claim, table, cells), kind))
 
 
 def _of_attention(claim: Mapping, attention: pd.DataFrame) -> list[Member]:
     """Members of a claim about attention: means over layers and heads, per item. attention: rows (item, layer, head,
     region, mass, uniform)."""
-    mass = attention.pivot_table(index="item", columns="region", values="mass", aggfunc="mean")
+    means = attention.pivot_table(index="item", columns="region", values=["mass", "uniform"], aggfunc="mean")
+    mass, even = means["mass"], means["uniform"]
     if claim["contrast"] == "sink_share":
         of_layers = attention[attention.region == "sink"].groupby("layer").mass.mean()  # over heads and items
         if not of_layers.max() >= MIN_SINK:
             raise NotTestable("position 0 gets less than a tenth of the attention in every layer")
-        frame = pd.DataFrame({"a": mass.sink, "full": mass.sink + mass.prefix})
-        return [Member("all", Sample(frame, "share_of_ceiling", bounds=None))]
-    share = attention.pivot_table(index="item", columns="region", values="uniform", aggfunc="mean")
-    return [
-        Member(
-            region, Sample(pd.DataFrame({"a": mass[region], "full": share[region]}), "share_of_ceiling", bounds=None)
-        )
-        for region in claim["over"]["region"]
-    ]
+        shares = {"all": {"a": mass.sink, "full": mass.sink + mass.prefix}}
+    else:
+        shares = {region: {"a": mass[region], "full": even[region]} for region in claim["over"]["region"]}
+    return [Member(name, Sample(pd.DataFrame(f), "share_of_ceiling", bounds=None)) for name, f in shares.items()]
 
 
 def members(
-    claim: Mapping, sets: Mapping, rows: pd.DataFrame | None, *, protect_frac: float = 0.10,
-    max_new_tokens: int = 128, kv_heads: int | None = None, profile: str = "quick",
-) -> list[Member | NotTestable]:  # fmt: skip
-    """What a claim is tested on, in rows of one reading (or of `study.attention`); for what cannot be tested, why."""
-    _check_heads(claim, kv_heads)
-    if rows is None:
-        raise NotTestable(f"not run: it needs {_needed(claim, profile)}")
+    claim: Mapping, sets: Mapping, table: Table | None, settings: Settings = QUICK, kv_heads: int | None = None
+) -> list[Member | NotTestable]:
+    """What a claim is tested on, in the rows of its study in one reading; for what cannot be tested, why."""
+    if "kv_heads" in claim and kv_heads not in claim["kv_heads"]:
+        numbers = " or ".join(map(str, claim["kv_heads"]))
+        raise NotTestable(f"said of models with {numbers} KV heads; this one has {kv_heads or 'an unknown number'}")
+    if kv_heads is not None and kv_heads == claim.get("kv_heads_not"):
+        raise NotTestable(f"said of models without {kv_heads} KV heads")
+    if table is None:  # the studies of claims with `needs` belong to the full profile
+        needs = claim.get("needs", f"the study of {claim.get('study', 'main')}")
+        late = "needs" in claim and settings.profile != "full"
+        raise NotTestable(f"not run: it needs {'the full profile (profile=full) with ' if late else ''}{needs}")
     if claim.get("study") == "attention":
-        return list(_of_attention(claim, rows))
+        return [*_of_attention(claim, table.rows)]
     members_or_reasons: list[Member | NotTestable] = []
-    for cell in cells_of(claim, rows, sets, protect_frac):
+    for label, part, cells in _cells(claim, table, sets):
         try:
-            members_or_reasons.append(_member(claim, cell, sets, max_new_tokens))
+            members_or_reasons.append(_member({"measure": "token_f1", **claim}, label, part, cells, sets, settings))
         except NotTestable as error:
             reason = NotTestable(f"{error}; it needs {claim['needs']}") if "needs" in claim else error
             members_or_reasons.append(reason)
     return members_or_reasons
 
 
-def _needed(claim: Mapping, profile: str) -> str:
-    """What must be run before a claim can be asked. The studies of claims with `needs` belong to the full profile."""
-    if "needs" not in claim:
-        return f"the study of {claim.get('study', 'main')}"
-    return claim["needs"] if profile == "full" else f"the full profile (profile=full) with {claim['needs']}"
-
-
-def _check_heads(claim: Mapping, kv_heads: int | None) -> None:
-    """Raise NotTestable where a claim is about models with another number of KV heads (`kv_heads`, `kv_heads_not`)."""
-    wanted, excluded = claim.get("kv_heads"), claim.get("kv_heads_not")
-    if wanted is not None and kv_heads not in wanted:
-        numbers = " or ".join(map(str, wanted))
-        raise NotTestable(f"said of models with {numbers} KV heads; this one has {kv_heads or 'an unknown number'}")
-    if excluded is not None and kv_heads == excluded:
-        raise NotTestable(f"said of models without {excluded} KV heads")
-
-
 def evaluate(
-    results: pd.DataFrame, book: Mapping | str = "protection", *, scaling: pd.DataFrame | None = None,
-    attention: pd.DataFrame | None = None, more: Mapping[str, pd.DataFrame] | None = None, protect_frac: float = 0.10,
-    max_new_tokens: int = 128, kv_heads: int | None = None, measure: str = "token_f1", profile: str = "quick",
-) -> pd.DataFrame:  # fmt: skip
+    book: Mapping, tables: Mapping[str, pd.DataFrame], settings: Settings = QUICK, kv_heads: int | None = None
+) -> pd.DataFrame:
     """Verdict of every claim in every reading that was run (`judge.verdicts`), then those on a reader's own policies.
 
-    results, scaling: rows of the runner (`scaling` with a column `length`, tokens); attention: rows of
-    `study.attention`; more: rows of the studies of `scope`, by name.
-    kv_heads: of the model, for claims about their number. measure: the column of scores for claims that name none.
+    tables: rows by study: main, scaling (`study.context`), attention, real, once, and those of
+    `study.of_full_profile`. kv_heads: of the model.
     """
-    book = claims.load_claims(book) if isinstance(book, str) else book
-    sets = book.get("sets", {})
-    evicting = results[results.policy != "full"]
+    main, sets = tables["main"], book.get("sets", {})
+    evicting = main[main.policy != "full"]
     readings = [reading for reading in claims.READINGS if (evicting.reading == reading).any()]
     if not readings:
         raise InputError("results hold no condition but the full cache: nothing to evaluate")
-    tables = {"main": results, "scaling": scaling, "attention": attention, **(more or {})}
     own_policies = [policy for policy in dict.fromkeys(evicting.policy) if is_own(policy)]
 
     def readings_of(claim: Mapping) -> list[str]:
@@ -328,30 +301,23 @@ def evaluate(
         return [reading for reading in readings if reading in run]
 
     @functools.cache
-    def rows_of(study: str, reading: str) -> pd.DataFrame | None:
-        rows = tables.get(study)
-        return rows if rows is None or reading == "any" else rows[(rows.reading == reading) | (rows.policy == "full")]
+    def table_of(study: str, reading: str) -> Table | None:
+        if (rows := tables.get(study)) is None:
+            return None
+        if reading != "any":
+            rows = rows[(rows.reading == reading) | (rows.policy == "full")]
+        return Table(rows, settings.protect_frac)
 
     def members_of(claim: Mapping, reading: str) -> list[Member | NotTestable]:
         study = claim.get("study", "main")
-        if study == "attention" and attention is not None:
-            _check_ceiling(results)
-        rows, claim = rows_of(study, reading), {"measure": measure} | dict(claim)
-        return members(
-            claim, sets, rows, protect_frac=protect_frac, max_new_tokens=max_new_tokens, kv_heads=kv_heads,
-            profile=profile,
-        )  # fmt: skip
+        if study == "attention" and study in tables:
+            Table(main).check_ceiling()
+        return members(claim, sets, table_of(study, reading), settings, kv_heads)
 
-    own_claims = claims.claims_on_own(book["claims"], own_policies)
-    model = results["model"].iloc[0]
-    return history.verdicts(book["claims"], members_of, readings_of, own=own_claims, model=model, profile=profile)
+    own, model = claims.claims_on_own(book["claims"], own_policies), main["model"].iloc[0]
+    return history.verdicts(book["claims"], members_of, readings_of, own=own, model=model, profile=settings.profile)
 
 
 def verdicts(book: Mapping, tables: Mapping[str, Any], loaded: Loaded, settings: Settings) -> pd.DataFrame:
     """`evaluate` of a book's claims on the tables of one run, by their studies' names."""
-    main, scaling, attention = (tables.get(name) for name in ("main", "scaling", "attention"))
-    heads = max(ModelFacts.of(loaded.model).kv_heads.values())
-    return evaluate(
-        main, book, scaling=scaling, attention=attention, more=tables, protect_frac=settings.protect_frac,
-        max_new_tokens=settings.max_new_tokens, kv_heads=heads, profile=settings.profile,
-    )  # fmt: skip
+    return evaluate(book, tables, settings, max(ModelFacts.of(loaded.model).kv_heads.values()))

@@ -143,8 +143,8 @@ LRU = Condition("lru", 32, SharedCap(), prefix=0.1, suffix=0.1)
 SURE = replace(TAUGHT, updates=400, error=0.01, weights=(5.0, 5.0, -5.0, -5.0), variance=(1.0,) * 4)
 
 
-def answers(given, estimator=None, tokens=40, condition=LRU, batch=1):
-    return credit.run(model(), given, condition, max_new_tokens=tokens, stop_ids=[2], estimator=estimator, batch=batch)
+def answers(given, estimator=None, tokens=40, condition=LRU):
+    return credit.run(model(), given, condition, max_new_tokens=tokens, stop_ids=[2], estimator=estimator)
 
 
 @torch.no_grad()
@@ -217,12 +217,11 @@ def test_one_after_the_other_is_the_slow_loop(estimator):
     assert learned.updates > estimator.updates
 
 
-@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("reading", ["as_run", "as_described"])
-def test_an_untaught_estimator_answers_as_protected_lru(reading, batch):
+def test_an_untaught_estimator_answers_as_protected_lru(reading):
     condition = replace(LRU, reading=reading)
     given = prompts(70, 61)
-    ours, learned = answers(given, condition=condition, batch=batch)
+    ours, learned = answers(given, condition=condition)
     theirs = generate(model(), given, [condition], max_new_tokens=40, stop_ids=[2])
     for (generation, gate_open), [row] in zip(ours, theirs, strict=True):
         assert learned.updates <= 8
@@ -240,17 +239,3 @@ def test_what_one_answer_teaches_serves_the_next():
         assert alone.generation.tokens == expected.generation.tokens
     assert same(e, learned)
     assert learned.updates > 0
-
-
-def test_an_answer_that_ends_leaves_its_batch_whole():
-    """Its neighbours go on with their own uses and lessons."""
-    given = prompts(70, 61, 66)
-    doubtful = replace(TAUGHT, error=400.0)  # LRU decides alone, so that lessons move no answer
-    alone = [a.generation.tokens for a in answers(given, doubtful)[0]]
-    stop = next(t for t in alone[1][9:] if t not in alone[0] + alone[2])
-    settings = {"max_new_tokens": 40, "stop_ids": [stop], "estimator": doubtful}
-    singly, taught = credit.run(model(), given, LRU, **settings)
-    batched, learned = credit.run(model(), given, LRU, batch=3, **settings)
-    assert [a.generation.tokens for a in batched] == [a.generation.tokens for a in singly]
-    assert [len(a.generation.tokens) < 40 for a in batched] == [False, True, False]
-    assert learned.updates == taught.updates > doubtful.updates

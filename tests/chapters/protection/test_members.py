@@ -17,7 +17,7 @@ def states(claim_id: str, results: pd.DataFrame) -> pd.DataFrame:
     """Judged members of one claim on synthetic results."""
     claim = BY_ID[claim_id]
     heads = claim.get("kv_heads", [2])[0]
-    judged = judge.judge(claim, members.members(claim, BOOK["sets"], results, kv_heads=heads))
+    judged = judge.judge(claim, members.members(claim, BOOK["sets"], members.Table(results), kv_heads=heads))
     return pd.DataFrame([vars(member) | {"n": member.ours.n} for member in judged])
 
 
@@ -157,7 +157,7 @@ def test_sampling_each_way():
         ]
         assert outcome("P40", pd.concat([greedy, *warm])) == verdict
     with pytest.raises(judge.NotTestable, match="greedy and temperature 0.7"):
-        raise members.members(BY_ID["P40"], BOOK["sets"], greedy)[0]
+        raise members.members(BY_ID["P40"], BOOK["sets"], members.Table(greedy))[0]
 
 
 def real(f1, policies=BOOK["sets"]["real"], regimes=("prefill", "decode cap")) -> pd.DataFrame:
@@ -191,7 +191,7 @@ def test_sink_claims_each_way():
 
 def test_a_model_that_cannot_answer_tests_nothing():
     silent = one_reading(lambda cell: 0.0, n_items=6, noise=0.0)
-    quality = members.evaluate(silent, book_of("P1", "P4", "P6", "P9", "P22"))
+    quality = members.evaluate(book_of("P1", "P4", "P6", "P9", "P22"), {"main": silent})
     assert (quality.verdict == "not testable here").all()
     assert quality.note.str.contains("full cache itself|an interval needs").all()
 
@@ -200,12 +200,13 @@ def test_a_failure_is_called_a_failure_and_moves_no_other_condition():
     broken = one_reading(synthetic.paper_like, n_items=20)
     lost = broken.policy == "quest_simple"
     broken.loc[lost, "token_f1"], broken.loc[lost, "error"] = np.nan, "ValueError: no such score"
-    table = members.evaluate(broken, book_of("P4", "P15")).set_index("claim")
-    whole = members.evaluate(one_reading(synthetic.paper_like, n_items=20), book_of("P4", "P15")).set_index("claim")
+    table = members.evaluate(book_of("P4", "P15"), {"main": broken}).set_index("claim")
+    unbroken = one_reading(synthetic.paper_like, n_items=20)
+    whole = members.evaluate(book_of("P4", "P15"), {"main": unbroken}).set_index("claim")
     assert table.members["P4"].startswith("18 holds, 3 not testable (all 20 items failed (ValueError: no such score)")
     assert table.ours["P15"] == whole.ours["P15"]
     broken["token_f1"], broken["error"] = np.nan, "ValueError: no such score"
-    table = members.evaluate(broken, book_of("P4", "P15"))
+    table = members.evaluate(book_of("P4", "P15"), {"main": broken})
     assert set(table.verdict) == {"not testable here"}
     assert table.note.str.contains("all 20 items of the full cache failed: ValueError: no such score").all()
 
@@ -215,12 +216,9 @@ def test_the_reading_decides_when_members_turn_over():
         unprotected = not (cell["prefix"] or cell["suffix"]) and cell["policy"] != "full"
         return 0.7 if unprotected and cell["reading"] == "as_described" else synthetic.paper_like(cell)
 
-    table = members.evaluate(
-        synthetic.results(f1, n_items=80),
-        book_of("P1", "P2", "P6", "P33", "P35", "P38"),
-        scaling=synthetic.scaling(),
-        attention=synthetic.attention(),
-    )
+    tables = {"main": synthetic.results(f1, n_items=80)}
+    tables |= {"scaling": synthetic.scaling(), "attention": synthetic.attention()}
+    table = members.evaluate(book_of("P1", "P2", "P6", "P33", "P35", "P38"), tables)
     assert list(table.columns[:12]) == claims.COLUMNS[:12]
     by_reading = table.set_index(["claim", "reading"])
     assert by_reading.verdict["P1", "as_run"] == "reproduced"
@@ -238,7 +236,7 @@ def test_a_readers_own_policy_gets_its_own_verdicts_and_moves_no_other(monkeypat
     own_rows["rouge_l"] = 1 - own_rows.token_f1  # which would move a correlation over all conditions (P37)
     few = book_of("P1", "P2", "P4", "P37")
     both = pd.concat([results, own_rows], ignore_index=True)
-    before, after = (members.evaluate(rows, few) for rows in (results, both))
+    before, after = (members.evaluate(few, {"main": rows}) for rows in (results, both))
     own_verdicts = after[after.claim.str.endswith(" Mine")]
     assert {"P1 Mine", "P2 Mine", "P4 Mine"} <= set(own_verdicts.claim)
     assert own_verdicts.set_index("claim").verdict["P4 Mine"] == "reproduced"

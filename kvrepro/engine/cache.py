@@ -363,9 +363,6 @@ class EngineCache(DynamicCache):
         """The new keys and values, unchanged."""
         return key_states, value_states
 
-    def evicted(self) -> None:
-        """Called when every layer has evicted; a cache made of blocks compacts itself here."""
-
     @property
     def bytes(self) -> int:
         """Bytes of all keys and values as allocated."""

@@ -157,7 +157,6 @@ def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int]) -> Tensor:
     for layer, (index, stays) in held.items():
         lost |= ((index >= 0) & ~stays).any(2).any(1).to(lost.device)
         rows.cache.ragged[layer].evict(stays, index)
-    rows.cache.evicted()
     return lost
 
 

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import yaml
+from IPython import get_ipython
 
 from kvrepro.engine.allowed import Count, Positive, PositiveShare, ProperShare, Size, ensure
 from kvrepro.engine.policy import ensure_titles
@@ -18,7 +19,6 @@ from kvrepro.experiment import data, models
 from kvrepro.experiment.settings import ensure_folder, ensure_options
 from kvrepro.paths import WORK
 
-MOST = 1000  # values of a list
 INJECTED = "# Parameters"  # the first line of the cell that papermill adds
 KINDS: dict[str, Any] = {  # name of a parameter, which means the same in every notebook -> what it may be
     "reading": Literal["both", "as_run", "as_described"], "n_items": Size | None, "seed": Count, "block_size": Size,
@@ -32,26 +32,35 @@ KINDS: dict[str, Any] = {  # name of a parameter, which means the same in every 
 
 def check_parameters(**choices: Sequence[str]) -> None:
     """Raise InputError for parameters given to papermill that no earlier cell sets (papermill only logs that), for
-    lists given as text, and for values that `check_values` refuses.
+    lists given as text, and for values that `check_values` refuses. Does nothing outside a notebook.
 
     choices: name of a parameter of this notebook only -> its possible values.
     """
-    check_values(sys._getframe(1).f_globals, **choices)
-    set_before: set[str] = set()
-    for source in cells_of_notebook():
-        names = _names_set(source)
+    shell = get_ipython()
+    if shell is None:
+        return
+    cells = list(shell.user_ns.get("In", []))
+    names = [_names_set(source) for source in cells]
+    for i, source in enumerate(cells):
         if source.startswith(INJECTED):
-            for name in sorted(names - set_before):
+            known = set().union(*names[:i])
+            for name in sorted(names[i] - known):
                 way_out = "see its cell tagged parameters"
-                raise InputError(f"this notebook has no parameter {name!r}{suggestion(name, set_before)}: {way_out}")
-            _refuse_lists_as_text(source)
-        set_before |= names
+                raise InputError(f"this notebook has no parameter {name!r}{suggestion(name, known)}: {way_out}")
+    for name, value in injected().items():
+        if isinstance(value, str) and value.startswith(("[", "{")):
+            way_out = f'papermill passes text with -p, use -y "{name}: {value}"'
+            raise InputError(f"{name} is the text {value!r}: {way_out}")
+    check_values(shell.user_ns, **choices)
 
 
-def cells_of_notebook() -> list[str]:
-    """Source of the cells that were run in this process; none outside of a notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return list(shell.user_ns.get("In", [])) if shell is not None else []
+def injected() -> dict[str, Any]:
+    """The parameters that papermill got for this notebook."""
+    shell = get_ipython()
+    cells = shell.user_ns.get("In", []) if shell is not None else []
+    lines = [line for cell in cells if cell.startswith(INJECTED) for line in ast.parse(cell).body]
+    assignments = [line for line in lines if isinstance(line, ast.Assign)]
+    return {ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in assignments}
 
 
 def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
@@ -94,22 +103,7 @@ NO_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, ArithmeticEr
 
 
 class Yaml(yaml.SafeLoader):
-    """YAML as people write it. 1e-5 is a number, which PyYAML takes for a text. A key that stands twice is an error,
-    where PyYAML silently takes the last one. Aliases are refused, because they can make a short text endless."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            event = self.get_event()
-            what = f"alias *{event.anchor}: write it out"
-            raise yaml.constructor.ConstructorError(None, None, what, event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]!r} stands twice", node.start_mark)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
+    """YAML as people write it: 1e-5 is a number, which PyYAML takes for a text."""
 
 
 EXPONENT = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
@@ -131,9 +125,6 @@ def _check_texts(name: str, value: Any) -> None:
     for text in value if isinstance(value, list | tuple) else [value]:
         if isinstance(text, dict | list | tuple):
             raise InputError(f"{name} holds a {type(text).__name__}: give numbers or texts, alone or in a list")
-        if isinstance(text, int) and abs(text) > 10**18:
-            count = len(str(text)) if abs(text) < 10**4000 else "thousands of"
-            raise InputError(f"{name} has {count} digits: give fewer")
         if isinstance(text, str | Path) and not (str(text).isprintable() and len(str(text)) <= LONGEST):
             raise InputError(f"{name} {str(text)[:50]!r}: give at most {LONGEST} printed signs")
 
@@ -141,8 +132,6 @@ def _check_texts(name: str, value: Any) -> None:
 def _check_list(name: str, value: list[Any] | tuple[Any, ...]) -> None:
     if not value and name != "family":
         raise InputError(f"{name} {value!r}: give a list of at least one")
-    if len(value) > MOST:
-        raise InputError(f"{name} has {len(value):,} values: give at most {MOST:,}")
     if twice := next((element for at, element in enumerate(value) if element in value[:at]), None):
         raise InputError(f"{name} has {twice!r} twice: give each once")
 
@@ -166,15 +155,6 @@ def ensure_name(name: str) -> None:
         raise InputError(f"name {name[:50]!r}: give at most 100 letters, digits, '-', '_' and '.', no folder")
     if (count := len(os.fsencode(name))) > 150:  # parts of a file's 255
         raise InputError(f"name {name[:50]!r}: {len(name)} signs of {count} bytes in all, give at most 150 bytes")
-
-
-def _refuse_lists_as_text(source: str) -> None:
-    for line in ast.parse(source).body:
-        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
-            value, name = line.value.value, ast.unparse(line.targets[0])
-            if isinstance(value, str) and value.startswith(("[", "{")):
-                way_out = f'papermill passes text with -p, use -y "{name}: {value}"'
-                raise InputError(f"{name} is the text {value!r}: {way_out}")
 
 
 def _names_set(source: str) -> set[str]:

@@ -1,6 +1,5 @@
 """Where a chapter's numbers come from: code, model, settings, machine, versions, and the command that repeats them."""
 
-import ast
 import datetime
 import os
 import platform
@@ -16,7 +15,7 @@ import yaml
 from IPython.display import Markdown
 
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.parameters import INJECTED, cells_of_notebook
+from kvrepro.experiment.parameters import injected
 from kvrepro.experiment.plan import clock
 from kvrepro.experiment.run import USUAL, Settings
 from kvrepro.paths import INSTALLED, ROOT
@@ -79,13 +78,6 @@ def versions() -> list[str]:
     """The versions of the packages that decide numbers, where they are installed."""
     installed = {package.name.lower() for package in metadata.distributions() if package.name}
     return [f"{name} {metadata.version(name)}" for name in PACKAGES if name in installed]
-
-
-def injected() -> dict[str, Any]:
-    """The parameters that papermill got for this notebook."""
-    lines = [line for cell in cells_of_notebook() if cell.startswith(INJECTED) for line in ast.parse(cell).body]
-    assignments = [line for line in lines if isinstance(line, ast.Assign)]
-    return {ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in assignments}
 
 
 def command(chapter: str, parameters: dict[str, Any]) -> str:

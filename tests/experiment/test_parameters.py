@@ -1,4 +1,5 @@
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,8 @@ def check(monkeypatch):
     """`check_parameters` of a notebook whose cells are given."""
 
     def of(cells):
-        monkeypatch.setattr(parameters, "cells_of_notebook", lambda: cells)
+        shell = SimpleNamespace(user_ns={"In": cells})
+        monkeypatch.setattr(parameters, "get_ipython", lambda: shell)
         check_parameters()
 
     return of

@@ -23,8 +23,7 @@ def cells(name: str, parameters: dict[str, Any], display: Callable[..., None]) -
         tree, file = ast.parse(cell.source), f"<{name}.ipynb, cell {number}>"
         linecache.cache[file] = len(cell.source), None, cell.source.splitlines(keepends=True), file  # for `inspect`
         last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-        shows = ("IPython.display.display", "kvrepro.experiment.figure.display")
-        with mock.patch(shows[0], display), mock.patch(shows[1], display):
+        with mock.patch("IPython.display.display", display):
             exec(compile(tree, file, "exec"), space)
             shown = eval(compile(ast.Expression(last.value), file, "eval"), space) if last else None
         if shown is not None:

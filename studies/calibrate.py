@@ -19,7 +19,6 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.learned import frequencies, pairs, sampled
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.experiment import data, models
-from kvrepro.paths import WORK
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
 
@@ -74,12 +73,6 @@ def calibrate(model, texts: list[list[int]], name: str = "") -> Queries:
     return Queries(name, torch.stack(mean).to(torch.complex64), torch.stack(length).float(), sample)
 
 
-def prompts(loaded: models.Loaded, items: str, n: int, seed: int, tokens: int) -> list[list[int]]:
-    """Token ids of `n` items, as of `data.load_items`, each within the model's context."""
-    drawn = data.load_items(items, n, seed, tokens)
-    return [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
-
-
 def write(queries: Queries, path: Path) -> None:
     """JSON, five significant digits."""
     numbers = {"mean_real": queries.mean.real, "mean_imaginary": queries.mean.imag, "length": queries.length}
@@ -91,16 +84,13 @@ def write(queries: Queries, path: Path) -> None:
 def main(
     model: Annotated[str, typer.Option(help="small-gqa, a checkpoint folder, or a hub id")] = models.DEFAULT,
     items: Annotated[str, typer.Option(help="where the prompts come from")] = f"tinyworld:{TASKS}",
-    n: Annotated[int, typer.Option(help="prompts")] = 16,
-    tokens: int = 1000,
-    seed: int = 2027,
-    out: Annotated[str, typer.Option(help="from the project's folder; else <model>-queries.json beside it")] = "",
 ) -> None:
-    """Measure on the CPU in float32. Held out: no chapter's items come from this seed."""
+    """Measure on the CPU in float32, on 16 prompts. Held out: no chapter's items come from this seed."""
     loaded = models.load(model)
-    queries = calibrate(loaded.model, prompts(loaded, items, n, seed, tokens), loaded.hash)
-    path = WORK / out if out else loaded.path.with_name(f"{loaded.path.name}-queries.json")
-    write(queries, path)
+    drawn = data.load_items(items, 16, 2027, 1000)
+    texts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
+    path = loaded.path.with_name(f"{loaded.path.name}-queries.json")
+    write(calibrate(loaded.model, texts, loaded.hash), path)
     print(f'written: {path}; use it as Condition("tri_attention", ..., switches=(("calibration", "{path}"),))')
 
 

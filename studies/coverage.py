@@ -8,9 +8,8 @@ quantiles of clustered values. Writes data/coverage.csv: a row per quantity, pop
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -145,13 +144,6 @@ def truth(quantity: str, draw: Draw) -> float:
     return float(f.a.mean() / f.full.mean()) if quantity == "share_of_ceiling" else float(_differences(f).mean())
 
 
-def cells(quantities: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, str, int]]:
-    """(quantity, population, n) of each simulation."""
-    for quantity, n in itertools.product(quantities, sizes):
-        for name in POPULATIONS[quantity]:
-            yield quantity, name, n
-
-
 def cover(quantity: str, name: str, n: int, rules: Sequence[str], repeats: int) -> pd.DataFrame:
     """A row per rule for one cell: the share of repeats whose interval covers the truth, and the mean width."""
     draw, rng = POPULATIONS[quantity][name], np.random.default_rng([0, n])
@@ -165,26 +157,20 @@ def cover(quantity: str, name: str, n: int, rules: Sequence[str], repeats: int) 
     return pd.DataFrame(rows, columns=["quantity", "population", "n", "rule", "coverage", "width", "repeats"])
 
 
-def table(sizes: Sequence[int] = SIZES, repeats: int = 2000, peers: int = 300) -> pd.DataFrame:
-    """The rows of all cells. peers: repeats of the rules that resample, which are slow. The quantities in `RESAMPLED`
-    take a tenth of `repeats`, and no more than 48 items."""
+def main() -> None:
+    """Simulate, write the table, and print each rule's coverage by quantity and n. Rules that resample are slow: they
+    get fewer repeats, and the quantities in `RESAMPLED` no more than 48 items."""
     parts = []
-    for quantity, name, n in cells(list(POPULATIONS), sizes):
+    for quantity, n in itertools.product(POPULATIONS, SIZES):
         slow = quantity in RESAMPLED
-        if slow and n > 48:
-            continue
-        parts.append(cover(quantity, name, n, ["chosen"], repeats // 10 if slow else repeats))
-        if quantity in ("mean", "difference", UNBOUNDED):
-            parts.append(cover(quantity, name, n, ["Student's t"], repeats))
-            if n in (6, 12, 48):
-                parts.append(cover(quantity, name, n, ["BCa"], peers))
-    return pd.concat(parts, ignore_index=True)
-
-
-def main(out: Path = DATA / "coverage.csv", repeats: int = 2000, peers: int = 300) -> None:
-    """Simulate, write the table, and print each rule's coverage by quantity and n."""
-    coverages = table(repeats=repeats, peers=peers)
-    write_table(out, coverages)
+        for name in POPULATIONS[quantity] if not (slow and n > 48) else ():
+            parts.append(cover(quantity, name, n, ["chosen"], 200 if slow else 2000))
+            if quantity in ("mean", "difference", UNBOUNDED):
+                parts.append(cover(quantity, name, n, ["Student's t"], 2000))
+                if n in (6, 12, 48):
+                    parts.append(cover(quantity, name, n, ["BCa"], 300))
+    coverages = pd.concat(parts, ignore_index=True)
+    write_table(DATA / "coverage.csv", coverages)
     shown = coverages.groupby(["quantity", "rule", "n"]).coverage.agg(["min", "mean", "max"]).round(3)
     typer.echo(shown.to_string())
 

@@ -22,11 +22,11 @@ from kvrepro.engine.score.learned import sampled
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
-from kvrepro.paths import WORK
 from kvrepro.world import rows
 from studies.calibrate import rounded
 
 TASKS = ("needle", "needle_multivalue", "needle_multiquery", "two_hop", "variable_tracking", "passage_retrieval")
+RATE, WEIGHT, SEED = 0.05, 0.05, 2027
 
 
 class Gated:
@@ -49,17 +49,16 @@ class Gated:
 
 
 def learn(
-    model, batches: list[tuple[Int[Tensor, "rows tokens"], Int[Tensor, "rows tokens"]]], sinks: int, recent: int,
-    rate: float = 0.02, weight: float = 0.05,
-) -> tuple[Float[Tensor, "layers kv_heads"], list[float]]:  # fmt: skip
+    model, batches: list[tuple[Int[Tensor, "rows tokens"], Int[Tensor, "rows tokens"]]], sinks: int, recent: int
+) -> tuple[Float[Tensor, "layers kv_heads"], list[float]]:
     """(gates in [0, 1], distillation losses): one step for each of `batches`, token ids and a mask of answers.
 
-    The loss is the squared change of the last hidden states at the answers, mean over elements, plus `weight` times the
+    The loss is the squared change of the last hidden states at the answers, mean over elements, plus `WEIGHT` times the
     gates' mean. The rate rises over the first fifth of the steps and falls over the last, as the authors' does.
     """
     layers, kv_heads = model.config.get_text_config().num_hidden_layers, max(ModelFacts.of(model).kv_heads.values())
     gates = torch.ones(layers, kv_heads, device=model.device, requires_grad=True)
-    optimizer = torch.optim.AdamW([gates], lr=rate, weight_decay=0)
+    optimizer = torch.optim.AdamW([gates], lr=RATE, weight_decay=0)
     losses, ramp = [], max(1, len(batches) // 5)
     decoder = model.get_decoder()
     with installed(model):
@@ -68,9 +67,9 @@ def learn(
                 target = decoder(ids, use_cache=False, kvrepro=Gated(None, sinks, recent)).last_hidden_state[answers]
             hidden = decoder(ids, use_cache=False, kvrepro=Gated(gates, sinks, recent)).last_hidden_state[answers]
             distillation = (hidden - target).square().mean()
-            optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / ramp, max((len(batches) - step) / ramp, 0.1))
+            optimizer.param_groups[0]["lr"] = RATE * min(1, (step + 1) / ramp, max((len(batches) - step) / ramp, 0.1))
             optimizer.zero_grad()
-            (distillation + weight * gates.abs().mean()).backward()
+            (distillation + WEIGHT * gates.abs().mean()).backward()
             optimizer.step()
             with torch.no_grad():
                 gates.clamp_(0, 1)
@@ -78,11 +77,11 @@ def learn(
     return gates.detach(), losses
 
 
-def draw(steps: int, tokens: int, length: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """A batch of conversations for each step: token ids, and a mask of the answers, [tokens // length, length]."""
-    rng = random.Random(seed)
+def draw(steps: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    """A conversation for each step: token ids, and a mask of the answers, [1, length]."""
+    rng = random.Random(SEED)
     shares = np.asarray([float(name in TASKS) for name in rows.TASK_NAMES])
-    drawn = [rows.batch(rng, shares, length, tokens, turns=8)[:2] for _ in range(steps)]
+    drawn = [rows.batch(rng, shares, length, length, turns=8)[:2] for _ in range(steps)]
     return [(torch.from_numpy(ids).long(), torch.from_numpy(turn) > 0) for ids, turn in drawn]
 
 
@@ -90,28 +89,20 @@ def main(
     model: Annotated[str, typer.Option(help="a model with the embedded one's vocabulary")] = models.DEFAULT,
     steps: Annotated[int, typer.Option(help="updates of the gates", min=1)] = 80,
     length: Annotated[int, typer.Option(help="tokens of a conversation", min=64)] = 768,
-    batch: Annotated[int, typer.Option(help="conversations a step", min=1)] = 1,
     sinks: int = 32,
     recent: int = 64,
-    rate: float = 0.05,
-    weight: float = 0.05,
-    seed: int = 2027,
-    out: Annotated[str, typer.Option(help="from the project's folder; else <model>-gates.json beside it")] = "",
 ) -> None:
-    """Learn on the CPU in float32 and write the gates with what they were learned with."""
+    """Learn on the CPU in float32 and write the gates, with what they were learned with, beside the model."""
     loaded = models.load(model)
     facts = ModelFacts.of(loaded.model)
     if facts.sliding:
-        way_out = "take a model whose layers all see everything"
-        raise InputError(f"{model} has layers that slide, which need no gates: {way_out}")
-    batches = draw(steps, batch * length, length, seed)
-    gates, losses = learn(loaded.model, batches, sinks, recent, rate, weight)
-    result = {"model": loaded.hash, "sinks": sinks, "recent": recent, "length": length, "steps": steps, "seed": seed,
-             "rate": rate, "weight": weight, "distillation": round(float(np.mean(losses[-10:])), 5),
-             "sample": rounded(sampled([facts.outputs[n] for n in facts.attention]).tolist()),
-             "gates": [[round(g, 4) for g in layer] for layer in gates.tolist()]}  # fmt: skip
-    path = WORK / out if out else loaded.path.with_name(f"{loaded.path.name}-gates.json")
-    path.write_text(json.dumps(result) + "\n")
+        raise InputError(f"{model} has layers that slide, which need no gates: take one whose layers see everything")
+    gates, losses = learn(loaded.model, draw(steps, length), sinks, recent)
+    result = {"model": loaded.hash, "sinks": sinks, "recent": recent, "length": length, "steps": steps, "seed": SEED}
+    result |= {"rate": RATE, "weight": WEIGHT, "distillation": round(float(np.mean(losses[-10:])), 5)}
+    result |= {"sample": rounded(sampled([facts.outputs[n] for n in facts.attention]).tolist())}
+    result |= {"gates": [[round(g, 4) for g in layer] for layer in gates.tolist()]}
+    loaded.path.with_name(f"{loaded.path.name}-gates.json").write_text(json.dumps(result) + "\n")
     print(json.dumps(result))
 
 

@@ -9,7 +9,7 @@ nothing; column `enough` says with how many it can do both.
 Wanted: at most 5% "reproduced" where the claim is false or just not true, and at most 5% "not reproduced" where it is
 true or just true. With 150 repeats a rate of 5% has a standard error of 1.8 points, with the 60 of rules that
 resample (120 times each) or have many parts one of 2.8; a rule is listed where its rate is above 5% by two of these.
-Column `repeats` says how many a row had. `--times 4` draws four times the items: does a rule err for want of items?
+Column `repeats` says how many a row had.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -103,11 +102,8 @@ def of_facts(claim: Mapping[str, Any], members: Sequence[Member]) -> dict[str, d
     return {"true": whole, "false": mean, "far_true": whole, "far_false": mean}
 
 
-def rates(
-    claim: Mapping[str, Any], members: Sequence[Member], repeats: int | None = None, times: float = 1.0
-) -> dict[str, Any]:
-    """One row of the table, without the columns that name the claim. times: draw so many times the items that were
-    seen."""
+def rates(claim: Mapping[str, Any], members: Sequence[Member], repeats: int | None = None) -> dict[str, Any]:
+    """One row of the table, without the columns that name the claim."""
     tested = [p for m in members for p in (m.what.values() if isinstance(m.what, Mapping) else [m.what])]
     row: dict[str, Any] = {"members": len(members), "parts": len(tested)}
     if all(isinstance(what, Facts) for what in tested):
@@ -116,8 +112,8 @@ def rates(
     elif any(isinstance(what, Measured | Facts) for what in tested):
         return row | {"note": "ranges of timings, or facts beside samples: not tried"}
     else:
-        parts = sampled(claim, members, times)
-        counts = [p.many(p.n) for parts_of_member in parts for p in parts_of_member.values()]
+        parts = sampled(claim, members)
+        counts = [p.n for parts_of_member in parts for p in parts_of_member.values()]
         if max(counts) < MIN_ITEMS:
             return row | {"note": f"{max(counts)} items: an interval needs at least {MIN_ITEMS}"}
         slow = any(isinstance(what, Sample) and callable(what.contrast) for what in tested)
@@ -125,24 +121,20 @@ def rates(
         with mock.patch.object(stats, "DRAWS", SLOW_DRAWS):
             repeats_of_kind = {k: min(n_repeats, FAR_REPEATS) if "far" in k else n_repeats for k in KINDS}
             shares = {k: simulated(claim, members, parts, k, count) for k, count in repeats_of_kind.items()}
-            row |= {
-                "n": min(counts),
-                "repeats": n_repeats,
-                "enough": _enough(claim, members, shares, min(counts), times),
-            }
+            row |= {"n": min(counts), "repeats": n_repeats, "enough": _enough(claim, members, shares, min(counts))}
     for kind in KINDS[:4]:
         row |= {f"{kind}_{name}": shares.get(kind, {}).get(name, math.nan) for name in SHORT.values()}
     return row | summary(claim, shares, row["repeats"])
 
 
 def _enough(
-    claim: Mapping[str, Any], members: Sequence[Member], shares: Mapping[str, Mapping[str, float]], n: int, times: float
+    claim: Mapping[str, Any], members: Sequence[Member], shares: Mapping[str, Mapping[str, float]], n: int
 ) -> float:
     """Of 2, 4 .. 64 times n items the fewest with which a rule can hold and fail that cannot do both with n, by its
     shares on the kinds *far*. nan: it can do both with n, or with none of these."""
     for factor in (1, 2, 4, 8, 16, 32, 64):
         if factor > 1:
-            parts = sampled(claim, members, times * factor)
+            parts = sampled(claim, members, factor)
             shares = {kind: simulated(claim, members, parts, kind, FAR_REPEATS) for kind in FAR}
         if all(shares.get(kind, {}).get(name, 0.0) > 0 for kind, name in FAR.items()):
             return factor * n if factor > 1 else math.nan
@@ -194,32 +186,25 @@ def recorded() -> Iterator[list[TestedClaim]]:
         yield tested_claims
 
 
-def tested_claims_of(chapter: str, results: Path) -> list[TestedClaim]:
-    """Claims of a chapter with their members, from stored rows: runs the notebook."""
-    with recorded() as tested_claims:
-        chapters.run(chapter, {"results": str(results)})
-    return tested_claims
-
-
-def table(chapter: str, tested_claims: Sequence[TestedClaim], processes: int = 2, times: float = 1.0) -> pd.DataFrame:
+def table(chapter: str, tested_claims: Sequence[TestedClaim], processes: int = 2) -> pd.DataFrame:
     """Error rates of each claim and reading, a row for each."""
     _TESTED_CLAIMS[:] = tested_claims
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        rows = pool.map(partial(_row, times=times), range(len(tested_claims)), chunksize=1)
+        rows = pool.map(_row, range(len(tested_claims)), chunksize=1)
     return pd.DataFrame(rows).assign(chapter=chapter)
 
 
 _TESTED_CLAIMS: list[TestedClaim] = []  # inherited by the processes: members hold functions, which cannot be pickled
 
 
-def _row(i: int, times: float) -> dict[str, Any]:
+def _row(i: int) -> dict[str, Any]:
     """The row of the claim at place i of `_TESTED_CLAIMS`."""
     claim, reading, members = _TESTED_CLAIMS[i]
     row = {"claim": claim["id"], "reading": reading, "rule": judge.rule_text(claim)}
     if not members:
         return row | {"note": "nothing to test in this run"}
     started = time.perf_counter()
-    row |= rates(claim, members, times=times)
+    row |= rates(claim, members)
     return row | {"seconds": time.perf_counter() - started}
 
 
@@ -227,14 +212,14 @@ def main(
     results: Annotated[Path, typer.Option(help="stored rows of all chapters")] = DATA / "results",
     chapter: Annotated[list[str] | None, typer.Option(help="these alone; the rows of others stay")] = None,
     processes: Annotated[int, typer.Option()] = 2,
-    times: Annotated[float, typer.Option(help="draw so many times the items that were seen")] = 1.0,
-    out: Annotated[Path, typer.Option()] = DATA / "error_rates.csv",
 ) -> None:
     """Try every rule, write the table, and name the rules that err too often, cannot hold or cannot fail."""
     for name in chapter or chapters.JUDGED:
-        rows = table(name, tested_claims_of(name, results), processes, times)
+        with recorded() as tested_claims:
+            chapters.run(name, {"results": str(results)})
+        rows = table(name, tested_claims, processes)
         typer.echo(f"{name}: {len(rows)} rules, {rows.seconds.sum() / processes:.0f} s")
-        written = replace_rows(out, rows.reindex(columns=COLUMNS), ["chapter"], digits=3)
+        written = replace_rows(DATA / "error_rates.csv", rows.reindex(columns=COLUMNS), ["chapter"], digits=3)
     for problem, which in (
         ("wrongly reproduced in more than 5%", written.wrongly_reproduced_above.eq(True)),
         ("wrongly not reproduced in more than 5%", written.wrongly_not_reproduced_above.eq(True)),

@@ -1,12 +1,11 @@
 """Claims that take several models (`data/claims/family.yml`), judged over the runs of `studies.family`.
 
-Which models are compared is read off their configurations: those of one kind have equal ones, and differ in their seed.
+The models are those that ship with the project.
 """
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -24,56 +23,29 @@ RATES = ["wrongly_reproduced", "wrongly_not_reproduced", "can_hold", "can_fail"]
 ROWS = "family.parquet"  # what a run keeps of its rows for these claims, beside its verdicts
 FOLLOWS = 0.5  # share of instructions that a model must follow uncompressed, as in the leakage chapter
 Members = list["Member | NotTestable"]
+KV_HEADS = {"small-mqa": 1, "small-gqa": 2, "small-gqa-seed-0": 2, "small-gqa-seed-2": 2, "small-mha": 4}
+KV_HEADS |= {"small-sliding": 2, "tiny-gqa": 2}
+HEADS = 4  # query heads of the small models
+ALIKE = {"small-mqa", "small-gqa", "small-mha"}  # kinds that differ in their KV heads alone
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What a model's configuration says of its kind; models of equal kinds differ in their seed."""
-
-    kv_heads: int
-    heads: int
-    layers: int
-    width: int
-    window: int  # tokens that a sliding layer sees; 0 where none slides
-
-    @classmethod
-    def of(cls, folder: Path) -> "Kind":
-        config = json.loads((folder / "config.json").read_text())
-        slides = "sliding_attention" in config.get("layer_types", [])
-        return cls(
-            config["num_key_value_heads"], config["num_attention_heads"], config["num_hidden_layers"],
-            config["hidden_size"], config["sliding_window"] if slides else 0,
-        )  # fmt: skip
-
-    def differs_in(self, other: "Kind") -> str:
-        """seed, KV heads, sliding layers or size; what differs in several counts as the last of these."""
-        if (self.layers, self.heads, self.width) != (other.layers, other.heads, other.width):
-            return "size"
-        if self.window != other.window:
-            return "sliding layers"
-        return "KV heads" if self.kv_heads != other.kv_heads else "seed"
-
-
-def kinds(names: Iterable[str] | None = None) -> dict[str, Kind]:
-    """The kind of every embedded model, or of those named."""
-    folders = models.embedded()
-    return {name: Kind.of(folders[name]) for name in (folders if names is None else names)}
+def kind(name: str) -> str:
+    """The name of the first model of its kind: models of one kind differ in their seed."""
+    return name.partition("-seed-")[0]
 
 
 def pairs(names: Iterable[str], what: str) -> list[tuple[str, str]]:
     """Pairs of models. heads: alike but for the number of their KV heads, with no model's number between theirs, the
     one with fewer first; seeds: of one kind; kinds: of different kinds, with the first model of each kind."""
-    kind_of = kinds(names)
-    every = list(itertools.combinations(sorted(kind_of, key=lambda name: kind_of[name].kv_heads), 2))
+    names = list(names)
+    every = list(itertools.combinations(sorted(names, key=KV_HEADS.__getitem__), 2))
     if what == "kinds":
-        first = {kind: name for name, kind in reversed(kind_of.items())}.values()
+        first = {kind(name): name for name in reversed(names)}.values()
         return [(a, b) for a, b in every if a in first and b in first]
-    wanted = "seed" if what == "seeds" else "KV heads"
-    chosen = [(a, b) for a, b in every if kind_of[a].differs_in(kind_of[b]) == wanted]
     if what == "seeds":
-        return chosen
-    between = {name: {kind_of[b].kv_heads for a, b in chosen if a == name} for name in kind_of}
-    return [(a, b) for a, b in chosen if kind_of[b].kv_heads == min(between[a])]
+        return [(a, b) for a, b in every if kind(a) == kind(b)]
+    fewer = [(a, b) for a, b in every if {kind(a), kind(b)} <= ALIKE and KV_HEADS[a] < KV_HEADS[b]]
+    return [(a, b) for a, b in fewer if KV_HEADS[b] == min(KV_HEADS[y] for x, y in fewer if x == a)]
 
 
 # ---------------------------------------------------------------- the protection paper's
@@ -98,14 +70,14 @@ def paired(fewer: Sample, more: Sample) -> Sample:
 
 def _of_protection(claim: Mapping, sets: Mapping, rows: Mapping[str, pd.DataFrame]) -> Members:
     """A claim's members by model, or by pair of models: as many for each as the claim has cells."""
-    kind_of, comparison = kinds(rows), claim["models"]
+    comparison = claim["models"]
     if comparison != "heads":
-        chosen = [name for name, k in kind_of.items() if comparison == "each" or k.kv_heads == k.heads]
+        chosen = [name for name in rows if comparison == "each" or KV_HEADS[name] == HEADS]
         return [_named(name, member) for name in chosen for member in _members_of_model(claim, sets, rows[name])]
     members_of = {name: _members_of_model(claim, sets, rows[name]) for name in rows}
     members: Members = []
     for fewer, more in pairs(rows, comparison):
-        heads = f"{kind_of[fewer].kv_heads} against {kind_of[more].kv_heads} KV heads ({fewer}, {more})"
+        heads = f"{KV_HEADS[fewer]} against {KV_HEADS[more]} KV heads ({fewer}, {more})"
         reasons = [member for name in (fewer, more) for member in members_of[name] if isinstance(member, NotTestable)]
         members += [NotTestable(f"{heads}: {reasons[0]}")] if reasons else []
         left, right = (_samples(members_of[name], bool(claim.get("together"))) for name in (fewer, more))

@@ -27,15 +27,7 @@ VERDICTS, RUNS, SCORES = (DATA / f"language_model{part}.csv" for part in ("", "_
 NO_PASSAGE = "no_passage"  # in place of a policy's name: the model's answers to the questions alone
 COLUMNS = ["model", "items", *family.COLUMNS[1:]]
 MAIN = {"protection": "main", "fragility": "every", "dropkv_bound": "quality-1900", "synthesis": "grid"}
-GAIN = {"value": "gain", "low": "gain_low", "high": "gain_high"}
 BY = ["chapter", "items", "policy", "reading", "guard", "kept"]  # of `scores_of`
-
-
-def rows_of(folder: Path) -> pd.DataFrame:
-    """All answers of a chapter's run, each once. Conditions that an item cannot meet are left out: a budget below what
-    guards protect, for instance."""
-    rows = answers_of(folder)
-    return rows[~rows.error.map(lambda error: str(error).startswith("InputError")).astype(bool)]
 
 
 def newest(rows: pd.DataFrame) -> pd.DataFrame:
@@ -60,15 +52,13 @@ def main_study(folder: Path) -> pd.DataFrame:
 
 
 def run_of(folder: Path, main: pd.DataFrame) -> dict[str, object]:
-    """What a chapter's run was: its items, answers, failed ones, the share that kernels computed, seconds, and of the
-    main study the full cache's score with its interval, the median prompt in tokens, and the share of prompts cut."""
-    done, rows = json.loads((folder / family.DONE).read_text()), rows_of(folder)
+    """What a chapter's run was: its items, answers, failed ones, seconds, and of the main study the full cache's score
+    with its interval, the median prompt in tokens, and the share of prompts cut. A condition that an item cannot meet,
+    a budget below what guards protect for instance, does not count."""
+    done, rows = json.loads((folder / family.DONE).read_text()), answers_of(folder)
+    rows = rows[~rows.error.astype(str).str.startswith("InputError")]
     row: dict[str, object] = {"chapter": folder.name, "items": done["items"], "seconds": done["seconds"]}
     row |= {"date": done["date"], "answers": len(rows), "failed": int(rows.error.notna().sum())}
-    if len(computed := rows[rows.error.isna()]):
-        row["kernels"] = (computed.backend == "triton").mean()
-        facts = ("model", "processor", "dtype", "torch")
-        row |= {name: ", ".join(sorted(computed[name].dropna().unique())) for name in facts}
     full = main.query("policy == 'full'")
     if len(full):
         mean = stats.interval(full.score, bounds=stats.UNIT)
@@ -78,8 +68,7 @@ def run_of(folder: Path, main: pd.DataFrame) -> dict[str, object]:
 
 
 def scores_of(folder: Path, main: pd.DataFrame) -> pd.DataFrame:
-    """Mean scores of a chapter's main study with their intervals: columns `BY`, value, low, high, n; and gain,
-    gain_low, gain_high, the mean of what an item gains over its question alone.
+    """Mean scores of a chapter's main study with their intervals: columns `BY`, value, low, high, n.
 
     Policies of a notebook or a grid's cells are left out; `NO_PASSAGE` is among the policies. guard: shares of the
     budget at the prompt's beginning and end. kept: tokens, or a share of the prompt; none for the full cache.
@@ -90,15 +79,10 @@ def scores_of(folder: Path, main: pd.DataFrame) -> pd.DataFrame:
     guard = [f"{start:.0%} + {end:.0%}" for start, end in rows[["prefix", "suffix"]].astype(float).fillna(0).to_numpy()]
     kept = rows.capacity.astype(float).fillna(rows.share.astype(float)).map("{:g}".format).replace("nan", "")
     items = json.loads((folder / family.DONE).read_text())["items"]
-    rows = rows.assign(guard=guard, kept=kept, chapter=folder.name, items=items)
-    alone = rows[rows.policy == NO_PASSAGE]
-    gains = stats.contrasts(rows, alone, BY, "score", clusters="item").rename(columns=GAIN)
-    return stats.means(rows, BY, "score", "item").merge(gains[[*BY, *GAIN.values()]], on=BY, how="left")
+    return stats.means(rows.assign(guard=guard, kept=kept, chapter=folder.name, items=items), BY, "score", "item")
 
 
-def main(
-    results: Annotated[list[Path], typer.Argument(help="folders of runs by studies.family")],
-) -> None:
+def main(results: Annotated[list[Path], typer.Argument(help="folders of runs by studies.family")]) -> None:
     """Store the verdicts, the runs and the scores of chapters that were run for one model on several kinds of items."""
     tables = collected(results)
     for file, table in zip((VERDICTS, RUNS, SCORES), tables, strict=True):

@@ -9,12 +9,10 @@ takes many times as long as usual. In survivors.csv the column `reason` is writt
 change from the original. It stays with its mutant when the table is written again.
 """
 
-import contextlib
 import json
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Annotated
 
 import pandas as pd
 import typer
@@ -69,18 +67,13 @@ def counted(table: pd.DataFrame, explained: pd.DataFrame) -> pd.DataFrame:
 
 
 @one_line_errors()
-def main(
-    mutants: Annotated[Path, typer.Argument(help="the folder that mutmut wrote")] = Path("mutants"),
-    out: Annotated[Path, typer.Option(help="the folder for both tables")] = FOLDER,
-) -> None:
+def main() -> None:
     """Write both tables, keeping the reasons that were given."""
-    table, out = outcomes(mutants), out.resolve()
+    table = outcomes(Path("mutants"))
     table = table[table.module.isin(table.module[table.outcome != NOT_TRIED])]
-    with contextlib.chdir(mutants.resolve().parent):  # mutmut reads what it wrote from there
-        survivors = pd.DataFrame(list(changes(table[table.outcome == SURVIVED])), columns=CHANGE)
-    file = out / "survivors.csv"
-    old = pd.read_csv(file) if file.is_file() else pd.DataFrame()
-    old = old.reindex(columns=[*CHANGE, "reason"]).astype(object).drop_duplicates(CHANGE).fillna("")
+    survivors = pd.DataFrame(list(changes(table[table.outcome == SURVIVED])), columns=CHANGE)
+    file = FOLDER / "survivors.csv"
+    old = pd.read_csv(file)[[*CHANGE, "reason"]].astype(object).drop_duplicates(CHANGE).fillna("")
     survivors = survivors.merge(old, how="left", on=CHANGE).fillna("")
     survivors = pd.concat([old[~old.module.isin(table.module)], survivors]).sort_values("module", kind="stable")
     write_table(file, survivors)
@@ -88,7 +81,7 @@ def main(
     total = pd.DataFrame([{"module": "all", **counts[COUNTS].sum()}])
     counts = pd.concat([counts, total]).assign(date=f"{date.today()}", machine=provenance.machine())
     counts.insert(7, "share", (counts[KILLED] + counts.timeouts) / counts.tried)
-    replace_rows(out / "mutants.csv", counts, ["module"], digits=4)
+    replace_rows(FOLDER / "mutants.csv", counts, ["module"], digits=4)
     typer.echo(counts.to_string(index=False))
 
 

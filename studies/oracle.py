@@ -57,9 +57,8 @@ def compare(results: Path, chapter: str = "") -> None:
         differ = both[name].ne(both[f"{name}_new"]) & ~(both[name].isna() & both[f"{name}_new"].isna())
         print(f"{name}: {int(differ.sum())} of {len(both)} differ")
         if differ.any():
-            print(
-                both[differ].groupby(["chapter", "name", "policy", "regime"], dropna=False).size().head(20).to_string()
-            )
+            where = both[differ].groupby(["chapter", "name", "policy", "regime"], dropna=False)
+            print(where.size().head(20).to_string())
     for name in CLOSE:
         print(f"{name}: largest difference {(both[name] - both[f'{name}_new']).abs().max():.3g}")
     claims = old_claims.merge(new_claims, how="outer", on=CLAIM, suffixes=("", "_new"), indicator="where")
@@ -69,15 +68,10 @@ def compare(results: Path, chapter: str = "") -> None:
     for name in NUMBERS:
         away = (claims[name] - claims[f"{name}_new"]).abs() > 1e-6 * claims[name].abs().clip(lower=1)
         moved |= away | (claims[name].isna() != claims[f"{name}_new"].isna())
-    print(
-        f"verdicts: {int((claims.verdict != claims.verdict_new).sum())} of {len(claims)} turn, {int(moved.sum())} move"
-    )
-    if moved.any():
-        print(
-            claims[moved][[*CLAIM[:3], "verdict", "verdict_new", "ours", "ours_new", "low", "low_new"]].to_string(
-                index=False
-            )
-        )
+    turned = claims.verdict != claims.verdict_new
+    print(f"verdicts: {int(turned.sum())} of {len(claims)} turn, {int(moved.sum())} move")
+    columns = [*CLAIM[:3], "verdict", "verdict_new", "ours", "ours_new", "low", "low_new"]
+    print(claims[moved][columns].to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ import datetime
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -30,7 +29,7 @@ from kvrepro.engine.condition import Condition, Prefill
 from kvrepro.engine.generate import generate
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
-from kvrepro.paths import write_table
+from kvrepro.paths import DATA, write_table
 
 SHARES = (0.25, 0.5)
 Kept = dict[str, list[tuple[Tensor, Tensor | None]]]  # by press, of each layer
@@ -52,19 +51,18 @@ class PressPair:
         return " ".join([self.policy, *(f"{k}={v}" for k, v in self.switches)])
 
 
-REPEATED = (
-    "layer 0: keys of a repeated word have one norm, up to the rounding of their rotation; of such ties ours keeps the "
-    "later token, kvpress what topk happens to return"
-)
-
-WINDOW_ALONE = (
-    "kvpress 0.5.2 scores the window like the best token before it: where a layer keeps the window alone, that tie may "
-    "cost a window token; 0.5.5 adds 1, ours guards the window"
-)
+REPEATED = """layer 0: keys of a repeated word have one norm, up to the rounding of their rotation; of such ties ours \
+keeps the later token, kvpress what topk happens to return"""
+WINDOW_ALONE = """kvpress 0.5.2 scores the window like the best token before it: where a layer keeps the window alone, \
+that tie may cost a window token; 0.5.5 adds 1, ours guards the window"""
 
 
 def _snapkv(k: Any, r: float, window: int = 64) -> Any:
     return k.SnapKVPress(r, window_size=window, kernel_size=5)
+
+
+def _pyramid(k: Any, r: float, window: int = 8, beta: int = 20) -> Any:
+    return k.PyramidKVPress(r, window_size=window, kernel_size=5, beta=beta)
 
 
 PAIRS = (
@@ -76,17 +74,15 @@ PAIRS = (
     PressPair("tova", lambda k, r: k.TOVAPress(r)),
     PressPair("snapkv", _snapkv),
     PressPair("snapkv", lambda k, r: _snapkv(k, r, 32), (("window", 32),)),
-    PressPair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=64, kernel_size=5), note=WINDOW_ALONE),
-    PressPair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=8, kernel_size=5), (("window", 8),),
-         note=WINDOW_ALONE),
-    PressPair("pyramid_kv", lambda k, r: k.PyramidKVPress(r, window_size=8, kernel_size=5, beta=4),
-         (("window", 8), ("beta", 4))),
+    PressPair("pyramid_kv", lambda k, r: _pyramid(k, r, 64), note=WINDOW_ALONE),
+    PressPair("pyramid_kv", _pyramid, (("window", 8),), note=WINDOW_ALONE),
+    PressPair("pyramid_kv", lambda k, r: _pyramid(k, r, beta=4), (("window", 8), ("beta", 4))),
     PressPair("ada_kv", lambda k, r: k.AdaKVPress(_snapkv(k, r))),
     PressPair("critical_kv", lambda k, r: k.CriticalKVPress(_snapkv(k, r))),
     PressPair("critical_kv", lambda k, r: k.CriticalKVPress(_snapkv(k, r, 32)), (("window", 32),)),
     PressPair("critical_ada_kv", lambda k, r: k.CriticalAdaKVPress(_snapkv(k, r))),
     PressPair("critical_ada_kv", lambda k, r: k.CriticalAdaKVPress(_snapkv(k, r, 32)), (("window", 32),)),
-)  # fmt: skip
+)
 
 
 def kvpress() -> Any:
@@ -215,20 +211,16 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
             for a, (b, scores) in zip(answer.kept_sets, kept_by_press[f"{pair.label} {share}"], strict=True):
                 common, tied = agreement(torch.as_tensor(a), b, scores, joint)
                 heads += zip(common.tolist(), tied.tolist(), strict=True)
-    return _table(cells, [type(pair.press(library, 0.5)).__name__ for pair, _ in cells], agreements)
+    presses = [type(pair.press(library, 0.5)).__name__ for pair, _ in cells]
+    return pd.DataFrame(row(*cell, *rest) for cell, *rest in zip(cells, presses, agreements, strict=True))
 
 
-def _table(cells: Sequence[tuple[Any, float]], presses: Sequence[str], agreements: Sequence[Any]) -> pd.DataFrame:
-    """The rows of a comparison."""
-    return pd.DataFrame(
-        {
-            "policy": pair.policy, "switches": " ".join(f"{k}={v}" for k, v in pair.switches),
-            "press": press, "share_kept": share, "heads": len(heads),
-            "equal": sum(common == 1 for common, _ in heads), "differ_by_ties": sum(tied for _, tied in heads),
-            "least_in_common": min(common for common, _ in heads), "note": pair.note,
-        }
-        for (pair, share), press, heads in zip(cells, presses, agreements, strict=True)
-    )  # fmt: skip
+def row(pair: Any, share: float, press: str, heads: Sequence[tuple[float, bool]]) -> dict[str, Any]:
+    """A row of the table, without the prompts. heads: of each, as of `agreement`."""
+    common, tied = zip(*heads, strict=True)
+    named = {"policy": pair.policy, "switches": " ".join(f"{k}={v}" for k, v in pair.switches), "press": press}
+    counts = {"share_kept": share, "heads": len(heads), "equal": common.count(1), "differ_by_ties": sum(tied)}
+    return named | counts | {"least_in_common": min(common), "note": pair.note}
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -236,14 +228,10 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in packages} | {"date": datetime.date.today().isoformat()}
 
 
-def main(
-    out: Annotated[Path | None, typer.Option(help="CSV to write, rows of others kept; none: print only")] = None,
-    n: Annotated[int, typer.Option("--prompts", help="half random, half of the embedded model")] = 100,
-) -> None:
-    """Compare kept sets with kvpress, head by head."""
-    library = kvpress()
-    loaded = models.load()
-    randoms, texts = prompts(loaded, max(1, n // 2))
+def main() -> None:
+    """Compare kept sets with kvpress, head by head, and put the rows into the table; those of other versions stay."""
+    library, loaded = kvpress(), models.load()
+    randoms, texts = prompts(loaded, 50)
     table = pd.concat(
         compare(model, library, ids, PAIRS).assign(prompts=len(ids), model=name)
         for name, model, ids in (("random", random_model(), randoms), (loaded.name, loaded.model, texts))
@@ -253,9 +241,8 @@ def main(
     typer.echo(table.drop(columns="note").to_string(index=False))
     equal, tied, heads = table[["equal", "differ_by_ties", "heads"]].sum()
     typer.echo(f"{equal} of {heads} heads keep the same set ({equal / heads:.2%}), {tied} differ by ties")
-    if out is not None:
-        before = pd.read_csv(out, keep_default_na=False) if out.is_file() else table.iloc[:0]
-        write_table(out, pd.concat([before[before.kvpress != table.kvpress.iloc[0]], table]), None)
+    before = pd.read_csv(DATA / "parity.csv", keep_default_na=False)
+    write_table(DATA / "parity.csv", pd.concat([before[before.kvpress != table.kvpress.iloc[0]], table]), None)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -122,12 +121,6 @@ def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "head", "signal", "contrast", "auc"])
 
 
-def table(loaded: Loaded, items: list[Item]) -> pd.DataFrame:
-    """The mean AUC over prompts with its interval, in columns signal, contrast, layer, head, value, low, high, n."""
-    aucs = pd.concat([of_item(loaded, item) for item in items])
-    return stats.means(aucs, ["signal", "contrast", "layer", "head"], "auc")
-
-
 def conditions() -> list[Condition]:
     """Policies that keep a share of the passage before the question is read, the longest values among them."""
     plain = own("value_norm", Policy("Value norm", "this page", value_norm, parameters={"sinks": 4}))
@@ -151,11 +144,11 @@ def kept(loaded: Loaded, item: Item) -> pd.DataFrame:
     )
 
 
-def lost(loaded: Loaded, items: list[Item], folder: Path) -> pd.DataFrame:
+def lost(loaded: Loaded, items: list[Item]) -> pd.DataFrame:
     """The share of the full cache's token F1 that is lost, in columns policy, share, value, low, high, n, beside the
     columns of `kept`."""
     study = Answers("shortcuts", "main", items, [Condition(), *conditions()], 32)
-    rows = run(study, loaded, Settings(folder, progress=False))
+    rows = run(study, loaded, Settings(DATA / "results", progress=False))
     full = rows.policy == "full"
     losses = stats.contrasts(rows[~full], rows[full], ["policy", "share"], "token_f1", kind="loss")
     held = pd.concat([kept(loaded, item) for item in items]).groupby(["policy", "share"]).mean().reset_index()
@@ -164,15 +157,15 @@ def lost(loaded: Loaded, items: list[Item], folder: Path) -> pd.DataFrame:
 
 def main(
     model: Annotated[str, typer.Option(help="small-gqa, or the folder of a checkpoint")] = models.DEFAULT,
-    folder: Annotated[Path, typer.Option(help="for the tables")] = DATA,
 ) -> None:
     """Measure on the CPU in float32: shortcuts.csv and shortcuts_lost.csv."""
     loaded = models.load(model)
     drawn_items = data.load_items("tinyworld:long,story,ledger,needle_multikey", 22, seed=2028, tokens=1900)
-    aucs = table(loaded, drawn_items)
-    write_table(folder / "shortcuts.csv", aucs, "%.4f")
-    losses = lost(loaded, drawn_items, folder / "results")
-    write_table(folder / "shortcuts_lost.csv", losses, "%.4f")
+    aucs = pd.concat([of_item(loaded, item) for item in drawn_items])
+    aucs = stats.means(aucs, ["signal", "contrast", "layer", "head"], "auc")
+    write_table(DATA / "shortcuts.csv", aucs, "%.4f")
+    losses = lost(loaded, drawn_items)
+    write_table(DATA / "shortcuts_lost.csv", losses, "%.4f")
     wide = aucs.pivot_table("value", ["contrast", "layer", "head"], "signal")
     typer.echo(wide.round(3).to_string())
     typer.echo(losses.round(3).to_string(index=False))

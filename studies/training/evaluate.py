@@ -12,11 +12,9 @@ import torch
 import typer
 from statsmodels.stats.proportion import proportion_confint
 
-from kvrepro.errors import ensure_known
 from kvrepro.experiment import models
 from kvrepro.paths import write_table
 from kvrepro.world import rows as R
-from kvrepro.world.world import ALL
 
 LENGTHS = (500, 1000, 1900, 3800)  # prompt and answer together
 Sets = dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]  # (task, length) -> ids, turn
@@ -63,19 +61,14 @@ def write(path: Path, result: dict[tuple[str, int], float], n: int) -> None:
     write_table(path, table, "%.4f")
 
 
-def main(
-    model: str = models.DEFAULT, n: int = 20, tokens: int = 1900, tasks: str = "all", seed: int = 2026,
-    out: Path = Path("evaluation.csv"),
-) -> None:  # fmt: skip
-    """Evaluate on the CPU in float32 and write `out`."""
-    names = list(ALL) if tasks == "all" else tasks.split(",")
-    ensure_known("task", names, ALL)
+def main(model: str = models.DEFAULT, n: int = 20, tokens: int = 1900) -> None:
+    """Evaluate on the CPU in float32 and write evaluation.csv."""
     loaded = models.load(model)
     result = {}
-    for name in names:
-        result |= exact_match(loaded.model, {(name, tokens): evaluation_set(name, tokens, n, seed)}, rows=4)
+    for name in R.TASK_NAMES:
+        result |= exact_match(loaded.model, {(name, tokens): evaluation_set(name, tokens, n, 2026)}, rows=4)
         print(f"{name:24s} {tokens:5d}  {result[name, tokens]:.3f}", flush=True)
-    write(out, result, n)
+    write(Path("evaluation.csv"), result, n)
 
 
 if __name__ == "__main__":

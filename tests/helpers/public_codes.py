@@ -389,7 +389,7 @@ def table(policies: Sequence[str], prompts: int = 20) -> pd.DataFrame:
         for pair in pairs:
             for share in shares(pair):
                 heads = [head for ids in texts for head in agreements(model, ids, file, pair, share)]
-                [row] = parity._table([(pair, share)], [pair.source], [heads]).to_dict("records")
+                row = parity.row(pair, share, pair.source, heads)
                 rows.append(row | {"prompts": len(texts), "model": name})
     return pd.DataFrame(rows)
 

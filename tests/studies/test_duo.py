@@ -27,11 +27,11 @@ def batches(n=6, length=40):
 
 def test_gates_shrink_where_the_answers_do_not_need_them():
     """A window over everything: no gate matters, so all fall together; a narrow one: they part."""
-    free, losses = duo.learn(tiny.model(), batches(), sinks=0, recent=40, rate=0.05)
+    free, losses = duo.learn(tiny.model(), batches(), sinks=0, recent=40)
     assert max(losses) < 1e-9
     assert float(free.max()) < 0.9
     torch.testing.assert_close(free, free[:1, :1].expand(3, 2), atol=1e-4, rtol=0)
-    needed, losses = duo.learn(tiny.model(), batches(), sinks=1, recent=4, rate=0.05)
+    needed, losses = duo.learn(tiny.model(), batches(), sinks=1, recent=4)
     assert losses[-1] > 1e-6
     assert float(needed.max() - needed.min()) > 0.02
     assert bool(((needed >= 0) & (needed <= 1)).all())

@@ -13,7 +13,7 @@ import typer
 
 from kvrepro.chapters.protection import members
 from kvrepro.chapters.protection.settings import Settings
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import one_line_errors
 from kvrepro.experiment import artifact, claims
 from kvrepro.paths import DATA, write_table
 
@@ -28,11 +28,6 @@ SHORT = ("longbench-balanced", "longbench-pool")
 EIGHTHS = {"longbench-balanced": 256, "longbench-longctx": 1024, "longbench-32k": 4096}  # of the cache, by length
 EARLIER = "sweep-20260309-202648/q25-c256-lru"  # an unprotected run, older than the one whose F1 was printed
 TWICE = ("n481/qwen25-3b/q25-c256-lru-prot10", EARLIER)  # files that hold a condition for the second time
-CAUSES = {
-    "paper": "the paper says more than its rows",
-    "scope": "said of other prompts or models",
-    "data": "these items cannot decide",
-}
 COLUMNS = "panel claim ours low high unit p n rule verdict members decided_by needed".split()
 
 
@@ -101,20 +96,6 @@ def evaluate(rows: pd.DataFrame) -> pd.DataFrame:
     table = table.loc[table.verdict != claims.NOT_TESTABLE, COLUMNS]
     order = pd.Categorical(table.claim, [claim["id"] for claim in book["claims"]], ordered=True)
     return table.assign(claim=order).sort_values(["claim", "panel"], ignore_index=True).astype({"claim": str})
-
-
-def cause(row: Any, claim: Mapping[str, Any]) -> tuple[str, str]:
-    """Why a claim is not reproduced on a panel: a name of `CAUSES`, and a sentence; two empty texts where it is.
-    row: of `evaluate`. Raises InputError where the claim does not say why."""
-    if row.verdict == "reproduced":
-        return "", ""
-    for entry in claim.get("control", []):
-        if not entry.get("panels") or any(part in row.panel for part in entry["panels"]):
-            return entry["cause"], entry["why"]
-    if row.verdict != "inconclusive":
-        raise InputError(f"claim {claim['id']} is {row.verdict} on {row.panel}: say why under `control` in its entry")
-    items = "more would hardly settle it" if not row.needed < 100_000 else f"about {row.needed:,.0f} would settle it"
-    return "data", f"{row.n:.0f} items leave it open; {items}."
 
 
 def main() -> None:

@@ -30,8 +30,7 @@ from studies import chapters, error_rates, family_claims
 from studies.family_claims import FULL, JUDGED, TABLE
 
 COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note date".split()
-DONE, FAILED = "done.json", "failed.txt"  # beside a chapter's claims.csv; in its place
-NOT_RUN = "not run"  # the verdict in the one row of a chapter that failed
+DONE = "done.json"  # beside a chapter's claims.csv
 app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
 
@@ -46,7 +45,6 @@ def run_chapter(chapter: str, folder: Path, parameters: dict[str, Any]) -> bool:
         PER_ITEM[chapter](space).to_parquet(folder / chapter / family_claims.ROWS)
     facts = {"parameters": parameters, "date": f"{date.today()}", "seconds": round(time.perf_counter() - start)}
     done.write_text(json.dumps(facts | {"items": Path(str(space.get("items", ""))).name}))  # a file without its folders
-    (folder / chapter / FAILED).unlink(missing_ok=True)
     return True
 
 
@@ -93,16 +91,13 @@ def run(
                 outcome = "done" if run_chapter(chapter, folder, parameters) else "was done"
             except Exception as error:  # whatever a cell raises, one model's refusal too
                 outcome, failed = f"failed: {error_line(error)}", True
-                (folder / chapter).mkdir(parents=True, exist_ok=True)
-                (folder / chapter / FAILED).write_text(error_line(error))
             typer.echo(f"{folder.name:<20}{chapter:<14}{time.perf_counter() - start:8.0f} s  {outcome}")
     raise typer.Exit(int(failed))
 
 
 def collected(results: Path, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
     """A row per model, claim and reading of all runs with seed 0, with these columns. The estimate and its interval are
-    those of the member that decides. A chapter that failed has one row, without a claim. Raises InputError where there
-    is no such run."""
+    those of the member that decides. Raises InputError where there is no such run."""
     parts = []
     for file in sorted(results.glob("*-0/*/claims.csv")):
         model, chapter = file.parent.parent.name.removesuffix("-0"), file.parent.name
@@ -112,9 +107,6 @@ def collected(results: Path, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
         note = verdicts.note.where(verdicts.verdict == claims.NOT_TESTABLE, "")
         facts = {"date": done.get("date", ""), "items": done.get("items", "")}
         parts.append(verdicts.assign(chapter=chapter, note=note, **facts))
-    for file in sorted(results.glob(f"*-0/*/{FAILED}")):
-        row = {"model": file.parent.parent.name.removesuffix("-0"), "chapter": file.parent.name}
-        parts.append(pd.DataFrame([row | {"verdict": NOT_RUN, "note": file.read_text()}]))
     if not parts:
         raise InputError(f"no verdicts in {results}/<model>-0/<chapter>/claims.csv: first family run")
     return pd.concat(parts, ignore_index=True).reindex(columns=list(columns))

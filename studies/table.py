@@ -1,7 +1,7 @@
 """Tables of the project: those that studies measure, row by row (CSV), and those of words (YAML)."""
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,3 @@ def stamp() -> dict[str, Any]:
     from kvrepro.experiment import provenance
 
     return {"machine": provenance.machine(), "torch": torch.__version__, "date": f"{datetime.date.today()}"}
-
-
-def markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """A few rows of equal keys as a table in Markdown."""
-    lines = [rows[0], ["---"] * len(rows[0]), *([str(v).replace("|", "\\|") for v in row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

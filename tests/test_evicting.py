@@ -1,6 +1,7 @@
 """Hugging Face's `generate` inside `evicting`, and prefixes in files: the engine's tokens, and nothing left behind."""
 
 import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -171,8 +172,23 @@ def test_threads_take_turns_and_leave_the_model_as_it_was():
     before, attention = set(vars(network)), network.config._attn_implementation
     with ThreadPoolExecutor(4) as pool, kv.evicting(network, condition):
         assert list(pool.map(lambda text: written(network, [text]), texts)) == expected
+
+        def enters():
+            with pytest.raises(InputError, match="evicting.* of another thread"), kv.evicting(network, condition):
+                pytest.fail("the block was entered")
+
+        pool.submit(enters).result()
+        assert written(network, texts[:1]) == expected[0]
     assert set(vars(network)) == before
     assert network.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])
+def test_a_copy_made_inside_the_block_is_a_model_of_its_own(copied):
+    network, texts = model("llama"), prompts(70)
+    with kv.evicting(network, CONDITIONS["decode cap"]):
+        twin = copied(network)
+        assert written(twin, texts) == written(model("llama"), texts) != written(network, texts)
 
 
 def lora(*targets: str, **more):

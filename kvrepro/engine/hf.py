@@ -17,8 +17,9 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import update_wrapper, wraps
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -231,12 +232,13 @@ def evicting(
     Greedy tokens, without a penalty, are those of `kvrepro.generate`; sampling, streaming and prompts padded on the
     left work as usual, and `return_dict_in_generate=True` returns the `EvictedCache`. A direct call `model(...)` does
     not evict. Calls from several threads wait for each other. The compiled code of a `torch.compile` model is not used.
+    A copy of the model that is made inside the block, between calls, does not evict.
 
     condition: in any regime, or a `Prefix` that all prompts begin with. spans: a function from the token ids of a
     prompt to the positions of each span that the condition names. repeat, backend, seed: as in `kvrepro.generate`.
-    Raises InputError for a condition that cannot be met, and for a model that the engine cannot drive. `generate`
-    raises it, before anything is computed, for beams, assistants, other caches, padding on the right, and input without
-    token ids.
+    Raises InputError for a condition that cannot be met, for a model that the engine cannot drive, and inside the block
+    of another thread. `generate` raises it, before anything is computed, for beams, assistants, other caches, padding
+    on the right, and input without token ids.
     """
     given, model = model, usable(model)
     prefix, c = (condition, condition.condition) if isinstance(condition, Prefix) else (None, condition)
@@ -251,6 +253,9 @@ def evicting(
     elif spans is None and (names := sorted({*c.whitelist, *c.spans, c.until} - {""})):
         raise InputError(f"{c.label} needs the span {names[0]!r}: give spans=, a function that says where it is")
 
+    if getattr(vars(model).get("generate"), "thread", get_ident()) != get_ident():  # its end would not restore the model
+        raise InputError("model inside evicting(...) of another thread: one block around all threads, or a model each")
+
     def begin(texts: list[list[int]], max_new_tokens: int) -> tuple[Call, Rows]:
         marked = [Prompt(ids, {} if spans is None else _places(spans(ids))) for ids in texts]
         if c.bits is not None and len(texts) > 1:
@@ -264,7 +269,6 @@ def evicting(
             raise InputError("texts of unequal length after the compressed part, in recurrent layers: give one prompt")
         return call, _read(call, ends) if prefix is None else prefix.rows(call)
 
-    @wraps(type(model).generate)
     def generate(*inputs: Any, **options: Any) -> Any:
         for name in ("custom_generate", "cache_implementation", "assistant_model"):
             if options.get(name) is not None:
@@ -272,8 +276,22 @@ def evicting(
         with installed(model), _served(model, begin):
             return type(model).generate(model, *inputs, **options)
 
-    with with_methods(model, generate=generate):
+    with with_methods(model, generate=_Generate(model, generate)):
         yield given
+
+
+class _Generate:
+    """A model's `generate` inside a block of this thread. A copy of the model gets its class's own in its place."""
+
+    def __init__(self, model: PreTrainedModel, generate: Callable[..., Any]):
+        update_wrapper(self, type(model).generate)
+        self.model, self.generate, self.thread = model, generate, get_ident()
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.generate(*inputs, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.model, "generate")  # of a copy that has only its class's attributes yet
 
 
 def _places(named: Any) -> dict[str, list[int]]:

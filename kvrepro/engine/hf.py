@@ -253,7 +253,7 @@ def evicting(
     elif spans is None and (names := sorted({*c.whitelist, *c.spans, c.until} - {""})):
         raise InputError(f"{c.label} needs the span {names[0]!r}: give spans=, a function that says where it is")
 
-    if getattr(vars(model).get("generate"), "thread", get_ident()) != get_ident():  # its end would not restore the model
+    if getattr(vars(model).get("generate"), "thread", get_ident()) != get_ident():  # its end restores nothing
         raise InputError("model inside evicting(...) of another thread: one block around all threads, or a model each")
 
     def begin(texts: list[list[int]], max_new_tokens: int) -> tuple[Call, Rows]:

@@ -45,8 +45,8 @@ def with_factor(assumptions: pd.DataFrame, k: int) -> pd.DataFrame:
 
 
 def selected(records: pd.DataFrame, queries: int = 1, objective: str = "query") -> pd.DataFrame:
-    """Records of DropKV's rule without pooling, on the paper's four strata."""
-    ours = records.query("rule == 'dropkv' and kernel == 1 and queries == @queries and objective == @objective")
+    """Records of DropKV's rule on the paper's four strata."""
+    ours = records.query("rule == 'dropkv' and queries == @queries and objective == @objective")
     return ours[ours.stratum.isin(STRATA)]
 
 
@@ -144,7 +144,7 @@ def _cells(records: pd.DataFrame, of: Callable[[np.ndarray], float], *columns: s
 def _with_other_rule(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.DataFrame:
     """Our records with `ratio_other`, the triple's ratio by another rule, and `log`, its log minus that of ours."""
     keys = ["item", *WHERE, "stratum", "k", "objective"]
-    other = study.records.query("rule == @rule and queries == @queries and kernel == 1")
+    other = study.records.query("rule == @rule and queries == @queries")
     pairs = ours.merge(other[[*keys, "ratio"]], on=keys, suffixes=("", "_other"))
     return pairs.assign(log=np.log(pairs.ratio_other) - np.log(pairs.ratio))
 

@@ -22,7 +22,6 @@ class Sampling:
     positions: Size | None = None  #: query positions per prompt, layer and head; None: the profile's
     since: ProperShare = 0.5  #: they lie in the prompt after this share of it
     window: Size = 8  #: final keys outside the pool, and queries that a rule observes
-    kernel: Odd = 11  #: tokens that are pooled
     steps: Count = 6  #: ascents where the cone condition fails
     cones: Size = 2048  #: of a prompt's triples so many, spread evenly, are asked for their cone; fewer: all it has
     seed: int = 0  #: of the items, and of what is drawn from them
@@ -42,6 +41,7 @@ class Settings(run.Settings, Sampling):
     lengths: tuple[Size, ...] = (500, 1900, 3000)  #: for the study of lengths; what cannot be had is left out
     k: Size = 200  #: in 1 - k eps, of figures and tables
     triples: Size | None = None  #: for the enumeration, over all prompts; None: the profile's
+    kernel: Odd = 11  #: tokens that are pooled, for the answers
     max_new_tokens: Size = 48  #: of an answer
 
     def __post_init__(self) -> None:

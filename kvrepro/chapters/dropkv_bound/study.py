@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +15,6 @@ from kvrepro.chapters.dropkv_bound import bound, triples
 from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, Layer, Triple
 from kvrepro.engine.policy import find, is_own
-from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, run
 from kvrepro.experiment.models import Loaded
@@ -25,7 +23,7 @@ from kvrepro.item import Item
 PARTS = ("assumptions", "records", "alignment", "weights")
 WHERE = ["layer", "head", "position"]
 KS, TWENTY = (10, 18), 20  # 10 or 18 of 20 keys are evicted
-Rule = tuple[str, int, int]  # its name, the queries that it observes, the kernel of its pooling
+Rule = tuple[str, int]  # its name, and the queries that it observes
 
 
 # ---------------------------------------------------------------- prompts of a given length
@@ -104,12 +102,11 @@ class Study:
     """The frames of one run; the name of each, what one of its rows is about, and (in brackets) its other columns.
 
     assumptions: a triple and a pool (eps, c_low, c_high).
-    records: a triple, stratum, k, objective and rule (ratio, value, best; bound, eps, c_low, c_high for the query's F).
+    records: a triple, stratum, k, objective and rule (ratio to the optimum; bound for the query's F).
     alignment: one of the 20 nearest or most aligned keys of a triple (stratum; distance: ||a - v|| / ||a||; ranks by
-    AnDPro and DropKV, 1 = evicted first; `_value`: without the attention weight).
-    weights: a triple, stratum, k and way to weigh a key, `triples.WEIGHTS` (shift of the query's output: query, of the
-    window's: window, and of the query's after W_O: projected; same_alone: does the way choose DropKV's set for the last
-    query alone?).
+    AnDPro and DropKV, 1 = evicted first).
+    weights: a triple, stratum, k and way to weigh a key, `triples.WEIGHTS` (shift of the window's outputs: window, and
+    of the query's after W_O: projected; same_alone: does the way choose DropKV's set for the last query alone?).
     """
 
     assumptions: pd.DataFrame
@@ -216,14 +213,12 @@ def _assumptions(layer: Layer, t: int, heads: Iterable[int], s: Sampling) -> lis
 
 
 def _scores(t: Triple, keys: Tensor, s: Sampling) -> dict[Rule, Tensor]:
-    """Scores of a triple's `keys` [strata, 20] by every rule, [strata, 20], large = keep."""
+    """Scores of a triple's `keys` [strata, 20] by every rule without pooling, [strata, 20], large = keep."""
     draw = torch.Generator().manual_seed(s.seed * 7919 + t.layer * 997 + t.head * 31 + t.position)
     random = torch.rand(keys.shape[1], dtype=torch.float64, generator=draw)
-    scores = {("attention", 1, 1): t.p} | {(name, 1, 1): RULES[name](t.last(1)) for name in ("critical_kv", "andpro")}
-    scores |= {(name, s.window, 1): rule(t) for name, rule in RULES.items()}
-    for name in ("snapkv", "dropkv"):
-        scores[name, s.window, s.kernel] = pooled(scores[name, s.window, 1], "max", s.kernel)
-    of_query = {("dropkv", 1, 1): bound.single_cost(t.p, t.r)[keys], ("random", 1, 1): random.expand(keys.shape)}
+    scores = {("attention", 1): t.p} | {(name, 1): RULES[name](t.last(1)) for name in ("critical_kv", "andpro")}
+    scores |= {(name, s.window): rule(t) for name, rule in RULES.items()}
+    of_query = {("dropkv", 1): bound.single_cost(t.p, t.r)[keys], ("random", 1): random.expand(keys.shape)}
     return of_query | {rule: score[keys] for rule, score in scores.items()}
 
 
@@ -234,49 +229,35 @@ def _of_window(t: Triple, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _records(t: Triple, sets: Mapping[str, Tensor], s: Sampling, device: torch.device, policy: str = "") -> list[dict]:
-    """A row per stratum, k, objective and rule: F of the query, and on the paper's strata also of the window; its ratio
-    to the optimum over all subsets, and theorem 1's bound on the ratio of DropKV's choice for the query."""
+    """A row per stratum, k, objective and rule: F of the query, and on the paper's strata also of the window, over the
+    least of all subsets; and theorem 1's bound on this ratio for DropKV's choice for the query."""
     keys, paper = torch.stack(list(sets.values())), len(triples.STRATA)
     p, r, pw, rw = (x.to(device) for x in (t.p[keys], t.r[keys], *_of_window(t, keys[:paper])))
-    scores = {(policy, s.window, 1): triples.scores_of(find(policy), t)[keys]} if policy else _scores(t, keys, s)
+    scores = {(policy, s.window): triples.scores_of(find(policy), t)[keys]} if policy else _scores(t, keys, s)
     score, rows = torch.stack(list(scores.values())).to(device), []  # [rules, strata, 20]
-    cones, eps = bound.cone(r, s.steps), p.amax(-1)
+    low, eps = bound.cone(r, s.steps).low, p.amax(-1)
     for k in KS:
-        evicted = bound.smallest(score, k)
-        facts = {"best": bound.optimum(p, r, k).value, "eps": eps, "c_low": cones.low, "c_high": cones.high}
-        facts |= {"bound": bound.factor(cones.low, eps, k)}
-        best = {"best": bound.window_optimum(pw, rw, k).value}
-        where = t.where | {"k": k}
-        rows += _by_rule(where | {"objective": "query"}, sets, scores, bound.joint_cost(p, r, evicted), facts)
-        of_window = bound.window_cost(pw, rw, evicted[:, :paper])
-        rows += _by_rule(where | {"objective": "window"}, triples.STRATA, scores, of_window, best)
+        evicted, factors = bound.smallest(score, k), bound.factor(low, eps, k).tolist()
+        of_query = bound.joint_cost(p, r, evicted) / bound.optimum(p, r, k).value
+        of_window = bound.window_cost(pw, rw, evicted[:, :paper]) / bound.window_optimum(pw, rw, k).value
+        for objective, ratios in (("query", of_query.tolist()), ("window", of_window.tolist())):
+            for (rule, queries), of_rule in zip(scores, ratios, strict=True):
+                row = t.where | {"k": k, "objective": objective, "rule": rule, "queries": queries}
+                for name, ratio, factor in zip(sets, of_rule, factors, strict=False):  # of the window the paper's alone
+                    limit = factor if objective == "query" else math.nan
+                    rows.append(row | {"stratum": name, "ratio": ratio, "bound": limit})
     return rows
-
-
-def _by_rule(
-    where: dict[str, Any], strata: Iterable[str], rules: Iterable[Rule], value: Tensor, facts: Mapping[str, Tensor]
-) -> list[dict]:
-    """A row per rule and stratum. value: [rules, strata]; facts: [strata] each, among them the optimum, `best`."""
-    values, ratios = value.tolist(), (value / facts["best"]).tolist()
-    columns = {name: numbers.tolist() for name, numbers in facts.items()}
-    return [
-        where | {"stratum": stratum, **{name: numbers[j] for name, numbers in columns.items()}, "rule": rule,
-                 "queries": queries, "kernel": kernel, "value": values[i][j], "ratio": ratios[i][j]}
-        for i, (rule, queries, kernel) in enumerate(rules)
-        for j, stratum in enumerate(strata)
-    ]  # fmt: skip
 
 
 def _alignment(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
     """A row per key of the strata near and aligned: ||a - v_j|| / ||a||, its rank by AnDPro and DropKV for this query
-    (1 = evicted first), and by their scores without the attention weight, <a, v_j> and ||a - v_j||."""
+    (1 = evicted first)."""
     a, rows = t.window_a[-1], []
     for stratum in ("near", "aligned"):
         v, r, p = (x[sets[stratum]] for x in (t.v, t.r, t.p))
-        along, off = v @ a, r.norm(dim=-1)
-        scores = {"andpro": p * along, "dropkv": bound.single_cost(p, r), "andpro_value": along, "dropkv_value": off}
+        scores = {"andpro": p * (v @ a), "dropkv": bound.single_cost(p, r)}
         ranks = {name: scipy_stats.rankdata(score.numpy()) for name, score in scores.items()}
-        table = pd.DataFrame({"distance": (off / a.norm()).numpy(), **ranks})
+        table = pd.DataFrame({"distance": (r.norm(dim=-1) / a.norm()).numpy(), **ranks})
         rows += table.assign(stratum=stratum, **t.where).to_dict("records")
     return rows
 
@@ -285,14 +266,13 @@ def _weights(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
     """A row per stratum of the paper, k and way to weigh a key: how far the set that it chooses moves the outputs, and
     whether it chooses DropKV's set when it observes the last query alone."""
     keys, rows = torch.stack([sets[name] for name in triples.STRATA]), []
-    p, r, after, (pw, rw) = t.p[keys], t.r[keys], t.projected(t.r[keys]), _of_window(t, keys)
+    p, after, (pw, rw) = t.p[keys], t.projected(t.r[keys]), _of_window(t, keys)
     costs = {way: (cost(t)[keys], cost(t.last(1))[keys]) for way, cost in triples.WEIGHTS.items()}
     for k in KS:
         alone = {way: bound.smallest(cost, k) for way, (_, cost) in costs.items()}
         for way, (cost, _) in costs.items():
             chosen = bound.smallest(cost, k)
-            moved = {"query": bound.joint_cost(p, r, chosen), "window": bound.window_cost(pw, rw, chosen)}
-            moved |= {"projected": bound.joint_cost(p, after, chosen)}
+            moved = {"window": bound.window_cost(pw, rw, chosen), "projected": bound.joint_cost(p, after, chosen)}
             moved |= {"same_alone": (alone[way] == alone["squared"]).all(-1)}
             table = pd.DataFrame({name: x.numpy() for name, x in moved.items()}).assign(stratum=triples.STRATA)
             rows += table.assign(k=k, way=way, **t.where).to_dict("records")

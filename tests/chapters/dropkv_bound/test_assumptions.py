@@ -8,7 +8,7 @@ from kvrepro.chapters.dropkv_bound import bound, study
 from kvrepro.chapters.dropkv_bound.settings import Sampling, pool_name
 from kvrepro.chapters.dropkv_bound.triples import triples
 
-S = Sampling(pools=(0.9, 24), positions=2, window=4, kernel=3, steps=2)
+S = Sampling(pools=(0.9, 24), positions=2, window=4, steps=2)
 
 
 class Loaded:

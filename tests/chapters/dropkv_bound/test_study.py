@@ -18,7 +18,7 @@ from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, models, stats
 
-SMALL = Sampling(pools=(0.95, 24), positions=1, window=4, kernel=3, steps=3)
+SMALL = Sampling(pools=(0.95, 24), positions=1, window=4, steps=3)
 
 
 class Loaded:
@@ -58,7 +58,7 @@ def test_one_prompt_gives_every_frame(frames):
     assert set(a[a.pool == "24 lowest"].pool_size) == {24}
     assert (a.c_low <= a.c_high + 1e-9).all()
     assert (a.eps * (a.tokens - a.pool_size + 1) <= 1).all()  # all keys outside the pool weigh at least as much
-    rules = 5 + len(RULES) + 2  # one query: 5; the window: all; pooled: 2
+    rules = 5 + len(RULES)  # one query: 5; the window: all
     assert len(r) == 3 * 2 * rules * (len(STRATA) + 2 + len(STRATA))  # ours adds two strata for one of two objectives
     assert (r.ratio > 1 - 1e-9).all()  # nothing beats the optimum
     of_dropkv = members.selected(r)

@@ -6,7 +6,6 @@ The model reads a prompt once for a whole list, so the chapter runs all its grid
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 from kvrepro.engine.allowed import ensure, ensure_once_each
@@ -100,24 +99,17 @@ def protection(
     parameters that make an impossible condition."""
     ensure_once_each(capacities=capacities, policies=policies)
     middle = sorted(capacities)[len(capacities) // 2]
-    parts = (
-        main(capacities, policies, protect_frac, reading),
-        sided([(k, k) for k in SWEEP], middle, protect_frac, reading),
-        sided(SIDES, middle, protect_frac, reading),
-        faithful(middle, protect_frac, reading),
-        *(sided([(k, k)], size, protect_frac, reading) for size, k in absolute(capacities)),
-    )
-    conditions = list(dict.fromkeys(chain.from_iterable(parts)))
+    conditions = main(capacities, policies, protect_frac, reading)
+    conditions += sided([(k, k) for k in SWEEP], middle, protect_frac, reading)
+    conditions += sided(SIDES, middle, protect_frac, reading)
+    conditions += faithful(middle, protect_frac, reading)
+    for capacity in sorted(capacities):  # guards of as many tokens as at the middle one, where no rounding moves them
+        if (k := middle / capacity) in (0.5, 2.0):
+            conditions += sided([(k, k)], capacity, protect_frac, reading)
+    conditions = list(dict.fromkeys(conditions))
     for condition in conditions:
         check(condition)
     return conditions
-
-
-def absolute(capacities: Sequence[int]) -> list[tuple[int, float]]:
-    """Half and double the middle capacity, each with the guard, in units of the protected fraction, that is as many
-    tokens there as at the middle one. At other ratios rounding would make them differ."""
-    middle = sorted(capacities)[len(capacities) // 2]
-    return [(size, middle / size) for size in sorted(capacities) if middle / size in (0.5, 2.0)]
 
 
 def context(tokens: int, protect_frac: float = 0.10, reading: str = "both") -> list[Condition]:

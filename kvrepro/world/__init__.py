@@ -3,5 +3,5 @@
 world, words         tasks and their text; the vocabulary; tokenizer
 instructions         system prompts whose rules can be checked
 rows                 conversations for training
-ruler, ruler_text    RULER's tasks at any length
+ruler                RULER's tasks at any length
 """

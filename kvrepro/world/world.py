@@ -482,11 +482,6 @@ def _characters(words: Words, start: int, end: int) -> tuple[int, int]:
     return len(pretty(words[:start])) + gap, len(pretty(words[:end]))
 
 
-def prompt_tokens(conversation: Conversation) -> int:
-    """Tokens of the prompt: system turn, first user turn, and the mark that opens the answer."""
-    return len(conversation.system) + len(conversation.turns[0][0]) + 5
-
-
 def sample(task: str, n: int, seed: int = 0, tokens: int = 1900) -> list[Item]:
     """n evaluation items of `task`, each with a prompt of at most `tokens` tokens, as close to it as filler allows.
 
@@ -518,9 +513,9 @@ def _filled(task: str, name: str, tokens: int) -> Conversation:
         aim = tokens
         for _ in range(6):
             conversation = EVERY[task](random.Random(f"{name}-{attempt}"), aim, True, 1)
-            spare = tokens - prompt_tokens(conversation)
-            answer = len(conversation.turns[0][1]) + 1
-            if 0 <= spare < 12 and tokens - spare + answer <= CONTEXT:
+            user, answer = conversation.turns[0]
+            spare = tokens - (len(conversation.system) + len(user) + 5)  # 5: the marks of turns
+            if 0 <= spare < 12 and tokens - spare + len(answer) + 1 <= CONTEXT:
                 return conversation
             aim += spare
     what = f"task {task!r} has no prompt of {tokens} tokens whose answer fits {CONTEXT} positions"

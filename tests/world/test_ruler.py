@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
-from kvrepro.world import ruler, ruler_text, tokenizer, world
+from kvrepro.world import ruler, tokenizer, world
 
 TOKENIZERS = {"words": tokenizer.build(), "bytes": checkpoint.tokenizer()}
 ESSAY = " ".join(world.pretty(sentence) for sentence in world.FILLER)
@@ -208,7 +208,7 @@ def test_longest_is_the_longest(units, room, smallest):
 
 @given(st.lists(st.sampled_from(["one", "two.", 'three?"', "four"]), min_size=1), st.integers(1, 60))
 def test_sentences_are_the_first_words_again_and_again(listed, n):
-    hay = ruler_text.haystack(" ".join(listed), "test")
+    hay = ruler.haystack(" ".join(listed), "test")
     sentences = hay.sentences(n)
     assert " ".join(sentences).split() == [listed[i % len(listed)] for i in range(n)]
     ends = [sentence.split()[-1] for sentence in sentences]

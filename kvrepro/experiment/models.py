@@ -95,7 +95,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_
     model that thinks before it answers; None: what the template does by itself.
     Raises InputError before any weight is read or fetched for: an unknown name, .bin-only weights, remote code, no
     tokenizer, no chat template, no network, no such device, a family that the engine cannot drive. Raises it afterwards
-    for weights that do not fit, and for a model whose logits differ in the engine.
+    for weights that do not fit or are not finite, and for a model whose logits differ in the engine.
     """
     ensure_documented()
     ensure(get_args(Dtype), dtype=dtype)
@@ -132,8 +132,19 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_
             f"fetch both again"
         )
     network = (network if where == "balanced" else network.to(where)).eval().requires_grad_(False)
+    _check_finite(name, network)
     usable(network)
     return Loaded(network, tokenizer, name, checkpoint_hash(path), path)
+
+
+def _check_finite(name: str, network: Any) -> None:
+    """Raise InputError for a weight that is NaN or infinite: all logits may be so then, and no row would say why."""
+    for key, weights in network.named_parameters():
+        ends = weights.aminmax() if weights.dtype.is_floating_point and weights.dtype.itemsize > 1 else ()
+        if not all(end.isfinite() for end in ends):
+            kind = str(weights.dtype).removeprefix("torch.")
+            way_out = "fetch or save the checkpoint again, or take another dtype"
+            raise InputError(f"{name}: weights of {key} are NaN or infinite in {kind}: {way_out}")
 
 
 def _check_talk(name: str, folder: Path, tokenizer: Any) -> None:

@@ -8,6 +8,7 @@ import time
 
 import checkpoint
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
@@ -91,6 +92,12 @@ def fifo(folder):
     os.mkfifo(folder / "config.json")
 
 
+def not_a_number(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 def sparse(folder):
     with (folder / "tokenizer.json").open("r+b") as file:
         file.truncate(10**12)
@@ -105,6 +112,7 @@ LOOPS = {
     "calls itself": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
 }
 DAMAGES = {
+    "not a number": (not_a_number, "weights of model.norm.weight are NaN or infinite"),
     "layers below zero": (config(num_hidden_layers=-1), "num_hidden_layers -1"),
     "a billion layers": (config(num_hidden_layers=10**9), "num_hidden_layers 1000000000"),
     "huge vocabulary": (config(vocab_size=10**12), "vocab_size"),

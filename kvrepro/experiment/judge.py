@@ -460,10 +460,10 @@ def _row(
     needed = [j.needed for j in undecided if not math.isnan(j.needed)]
     if one_sided := _one_sided(claim, reading, min(j.ours.n for j in judged)):
         never, enough = one_sided
-        needed += [] if math.isnan(enough) else [enough]
-        if decision != "inconclusive":
+        if decision == {"hold": "not reproduced", "fail": "reproduced"}[never]:  # the only verdict that it can give
             decision = "inconclusive"
             counts += [f"though with {counted(worst.ours.n, 'item')} this rule can never {never}"]
+        needed += [enough] if decision == "inconclusive" and not math.isnan(enough) else []
     return row | {
         "ours": worst.ours.value * scale, "low": worst.ours.low * scale, "high": worst.ours.high * scale,
         "p": worst.p, "n": worst.ours.n, "verdict": decision, "members": ", ".join(counts),

@@ -78,7 +78,7 @@ def test_the_wheel_brings_one_model_the_tables_and_the_notebooks(archives):
     assert {"kvrepro/py.typed", "kvrepro_kernels/py.typed"} <= names
     assert {name.split("/")[2] for name in shipped if name.startswith("data/models/")} == {
         models.DEFAULT,
-        *(f"{models.DEFAULT}-{kind}.json" for kind in ("credit", "gates", "queries")),
+        *(f"{models.DEFAULT}-{kind}.json" for kind in ("gates", "queries")),
     }
     assert not {name for name in names if name.startswith(("tests", "kvrepro/shipped/data/results"))}
     assert archives[1].stat().st_size < 12e6

@@ -80,7 +80,8 @@ def check_values(given: Mapping[str, Any], **choices: Sequence[str]) -> None:
         if name in ("policies", "rivals"):
             ensure_titles(value)
     for name, words in choices.items():
-        for value in given[name] if isinstance(given[name], list) else [given[name]]:
+        chosen = given.get(name, [])
+        for value in chosen if isinstance(chosen, list) else [chosen]:
             ensure(tuple(words), **{name: value})
     if "items" in given:
         own = "ratios" in given or given["items"] == "ifeval"  # the leakage chapter has items of its own

@@ -23,6 +23,6 @@ def test_a_chapter_runs_on_two_layers_and_a_real_item(chapter, longbench, tmp_pa
     out = tmp_path / "chapters.csv"
     trial.main("two-layer", "cpu", "float32", [chapter], str(items), n_items=1, out=out)
     [row] = pd.read_csv(out).to_dict("records")
-    assert row["results"] > 10
+    assert row["results"] > 8
     assert row["failed"] == 0
     assert row["seconds"] > 0

@@ -122,13 +122,17 @@ def shares(d: tuple[Columns, Columns], scores: pd.DataFrame, draws: int = 1000, 
 def by_model(
     rows: pd.DataFrame, factors: Sequence[str], score: str, draws: int = 1000
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(shares, effects) of each model's rows, with a column `model`; interactions where conditions suffice."""
+    """(shares, effects) of each model's rows, with a column `model`; interactions where conditions suffice. Without
+    rows both are empty."""
     all_shares, all_effects = [], []
     for name, model_rows in rows.groupby("model", sort=False):
         conditions, scores = wide(model_rows, factors, score)
         d = design(conditions, interactions=len(conditions) >= ENOUGH)
         all_shares.append(shares(d, scores, draws).assign(model=name))
         all_effects.append(effects(conditions, scores).assign(model=name))
+    if not all_shares:
+        numbers = {name: pd.Series(dtype=float) for name in ("value", "low", "high", "n")}
+        return pd.DataFrame({"term": pd.Series(dtype=str), **numbers, "model": pd.Series(dtype=str)}), pd.DataFrame()
     return pd.concat(all_shares, ignore_index=True), pd.concat(all_effects, ignore_index=True)
 
 

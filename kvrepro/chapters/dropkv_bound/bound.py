@@ -20,11 +20,11 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
+from kvrepro.chapters.dropkv_bound import hull
+from kvrepro.chapters.dropkv_bound.hull import ORIGIN, TOLERANCE
 from kvrepro.errors import InputError
 
 SUBSETS = 2_000_000  # enumerations beyond this are refused
-ORIGIN = 1e-9  # a nearest point shorter than this is the origin, up to rounding
-TOLERANCE = 1e-8  # duality gap at which a nearest point is accepted
 
 
 # ---------------------------------------------------------------- lemma 1
@@ -95,15 +95,19 @@ class Cone:
 
 
 def cone(residuals: Tensor, steps: int = 30) -> Cone:
-    """Enclose c* of each set of residuals [..., tokens, dim], on the CPU; residuals of length 0 lie in every cone and
-    are left out. steps: most ascents where the origin lies in the hull (0: `low` is the value at the mean direction).
+    """Enclose c* of each set of residuals [..., tokens, dim], set by set on the CPU, many at once on a GPU (`hull`);
+    residuals of length 0 lie in every cone and are left out. steps: most ascents where the origin lies in the hull (0:
+    `low` is the value at the mean direction).
     """
     *shape, tokens, dim = residuals.shape
     if not residuals.numel():
         raise InputError(f"residuals have shape {tuple(residuals.shape)}: give [..., tokens, dim], none of them empty")
-    sets = residuals.detach().double().cpu().reshape(-1, tokens, dim)
-    solutions = zip(*(_enclosed(points.numpy(), steps) for points in sets), strict=True)
-    low, high, direction = (torch.from_numpy(np.stack(part)).to(residuals.device) for part in solutions)
+    sets = residuals.detach().double().reshape(-1, tokens, dim)
+    if sets.device.type == "cpu":
+        solutions = zip(*(_enclosed(points.numpy(), steps) for points in sets), strict=True)
+        low, high, direction = (torch.from_numpy(np.stack(part)) for part in solutions)
+    else:
+        low, high, direction = hull.enclosed(sets, steps)
     return Cone(low.view(shape), high.view(shape), direction.view(*shape, dim))
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from kvrepro.chapters.dropkv_bound import bound, quality, timings
-from kvrepro.chapters.dropkv_bound.bound import ORIGIN
+from kvrepro.chapters.dropkv_bound.hull import ORIGIN
 from kvrepro.chapters.dropkv_bound.settings import Settings
 from kvrepro.chapters.dropkv_bound.study import WHERE, Study
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial import ConvexHull
 
+from kvrepro.chapters.dropkv_bound import hull
 from kvrepro.chapters.dropkv_bound.bound import ORIGIN, cone
 from kvrepro.errors import InputError
 
@@ -105,3 +106,17 @@ def test_an_origin_that_rounding_leaves_beside_the_hull_ends_the_search(seed):
 def test_nothing_to_enclose_is_refused():
     with pytest.raises(InputError, match=r"\(0, 4\)"):
         cone(torch.zeros(0, 4))
+
+
+@given(seed=st.integers(0, 10**6), dim=st.integers(2, 5), sets=st.integers(1, 4), lean=st.floats(0, 1.5))
+@settings(max_examples=30, deadline=None)
+def test_many_sets_at_once_are_enclosed_as_one_by_one(seed, dim, sets, lean):
+    rng = np.random.default_rng(seed)
+    residuals = torch.tensor(rng.normal(size=(sets, dim + 9, dim)) + lean * np.eye(dim)[0])
+    one_by_one, (low, high, direction) = cone(residuals), hull.enclosed(residuals, 30)
+    inside = one_by_one.low < ORIGIN
+    assert ((low < ORIGIN) == inside).all()
+    torch.testing.assert_close(low[~inside], one_by_one.low[~inside], atol=1e-6, rtol=0)
+    torch.testing.assert_close((residuals @ direction[..., None])[..., 0].amin(1) < 0, inside)
+    assert (low <= one_by_one.high + 1e-6).all()
+    assert (one_by_one.low <= high + 1e-6).all()

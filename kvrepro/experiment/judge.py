@@ -460,7 +460,7 @@ def _row(
     needed = [j.needed for j in undecided if not math.isnan(j.needed)]
     if one_sided := _one_sided(claim, reading, min(j.ours.n for j in judged)):
         never, enough = one_sided
-        if decision == {"hold": "not reproduced", "fail": "reproduced"}[never]:  # the only verdict that it can give
+        if decision not in ("inconclusive", {"hold": "reproduced", "fail": "not reproduced"}[never]):
             decision = "inconclusive"
             counts += [f"though with {counted(worst.ours.n, 'item')} this rule can never {never}"]
         needed += [enough] if decision == "inconclusive" and not math.isnan(enough) else []

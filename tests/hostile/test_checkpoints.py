@@ -112,7 +112,6 @@ LOOPS = {
     "calls itself": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
 }
 DAMAGES = {
-    "not a number": (not_a_number, "weights of model.norm.weight are NaN or infinite"),
     "layers below zero": (config(num_hidden_layers=-1), "num_hidden_layers -1"),
     "a billion layers": (config(num_hidden_layers=10**9), "num_hidden_layers 1000000000"),
     "huge vocabulary": (config(vocab_size=10**12), "vocab_size"),
@@ -184,3 +183,9 @@ def test_a_template_that_reaches_out_reaches_nothing(copy, name, monkeypatch):
         models.load(str(copy))
     assert "\n" not in str(error.value)
     assert not (copy / "reached").exists()
+
+
+def test_weights_that_are_no_numbers_are_one_line(copy):
+    not_a_number(copy)
+    with pytest.raises(InputError, match="weights of model.norm.weight are NaN or infinite"):
+        models.load(str(copy))

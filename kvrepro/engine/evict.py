@@ -9,7 +9,7 @@ the regime `SharedCap` one observation, made of `signals`, stands for all layers
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,7 +24,7 @@ from kvrepro.engine.allocate import select
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Condition, DecodeCap, PerStep, Prompt, SharedCap
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import SUMS, Policy, call, guarded, named, ours
+from kvrepro.engine.policy import SUMS, Policy, call, guarded, named, ours, parameters_of
 from kvrepro.engine.shapes import Counts, Mask, Positions, RowFloats, RowInts, Scores, TokenInts
 from kvrepro.engine.shared import Reduction, Signals
 from kvrepro.errors import InputError
@@ -133,10 +133,15 @@ class EvictionJob:
         asked = [each if int(each + 1e-9) == size else size for each, size in exact]  # size: of a part of the prompt
         return torch.tensor(asked, dtype=torch.float64, device=self.prompts.positions.device)
 
-    def sizes(self, o: Observation) -> dict[str, Tensor]:
-        """`budget` and `asked` on the device of `o`, repeated for each layer that `o` stands for."""
-        both = {"budget": self.budget, "asked": self.asked}
-        return {name: each.to(o.positions.device).repeat(o.count) for name, each in both.items()}
+    def budget_in(self, o: Observation) -> RowInts:
+        """`budget` on the device of `o`, repeated for each layer that `o` stands for."""
+        return self.budget.to(o.positions.device).repeat(o.count)
+
+    def asked_by(self, function: Callable[..., Any], o: Observation | None = None) -> dict[str, RowFloats]:
+        """`asked`, for `o` as `budget_in`, if the function names it: its first use waits for the GPU."""
+        if "asked" not in parameters_of(function):
+            return {}
+        return {"asked": self.asked if o is None else self.asked.to(o.positions.device).repeat(o.count)}
 
     @property
     def pages(self) -> tuple[int, int, int] | None:
@@ -277,8 +282,8 @@ def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
 def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself."""
     policy, shape = job.policy, o.positions.shape
-    sizes, (guarded, protected) = job.sizes(o), protected_by(job, o)
-    given = {**sizes, "guarded": guarded, "draws": job.draws}
+    budget, (guarded, protected) = job.budget_in(o), protected_by(job, o)
+    given = {"budget": budget, "guarded": guarded, "draws": job.draws, **job.asked_by(policy.score, o)}
     try:
         raw_scores = _scored(policy, o, {**job.parameters, **given})
     except KeyError as error:
@@ -289,7 +294,7 @@ def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     precise = raw_scores.dtype == torch.float64 and job.reduction is not None
     scores = _ranked(raw_scores if precise else raw_scores.float(), shape)
     if policy.shield is not None:
-        shield = call(policy.shield, o, scores, sizes["budget"], parameters={**job.parameters, "guarded": guarded})
+        shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": guarded})
         ensure_given(policy, "shield", shield, shape, torch.bool)
         if job.reduction is None:
             protected = (protected | shield) & o.alive
@@ -307,9 +312,8 @@ def _ranked(scores: Tensor, shape: Sequence[int]) -> Scores:
 
 def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask) -> Counts:
     """Tokens that each head of a layer keeps."""
-    sizes = job.sizes(o)
-    given = {**job.parameters, "o": o, "asked": sizes["asked"]}
-    counts = call(job.policy.allocate, scores, protected, sizes["budget"], parameters=given)
+    given = {**job.parameters, "o": o, **job.asked_by(job.policy.allocate, o)}
+    counts = call(job.policy.allocate, scores, protected, job.budget_in(o), parameters=given)
     ensure_given(job.policy, "allocate", counts, scores.shape[:2], torch.int64)
     counts = counts.expand(scores.shape[:2])
     if not ours(job.policy.allocate) and job.reduction is None:  # a union of heads is trimmed to the budget
@@ -430,7 +434,8 @@ def across(job: EvictionJob) -> dict[int, Mask]:
         counts = [allocated(job, seen[n], s, p) for n, (s, p, _) in layers.items()]
     else:
         summaries = [None if x is None else x.to(home) for _, _, x in layers.values()]
-        of_all_layers = {"observations": list(seen.values()), "summaries": summaries, "asked": job.asked}
+        of_all_layers: dict[str, Any] = {"observations": list(seen.values()), "summaries": summaries}
+        of_all_layers |= job.asked_by(job.policy.across)
         returned = call(job.policy.across, scores, protected, job.budget, parameters=job.parameters | of_all_layers)
         scores, counts = returned if ours(job.policy.across) else _ensured_across(job, returned)
     if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:

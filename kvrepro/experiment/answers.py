@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -414,10 +414,14 @@ class AnswersPlan(Plan):
         """Store rows with an error."""
         self.table.add([self._row_of(i, j, RuntimeError(why)) for i, j in job.label])
 
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        """The stored rows by item, then condition; read once, when all jobs are done."""
+        return self.table.frame(self.keys)
+
     def results(self) -> pd.DataFrame:
         """Rows by item, then condition."""
-        frame = self.table.frame(self.keys)
-        return frame.assign(profile=self.settings.profile, seed=self.settings.seed)
+        return self.rows.assign(profile=self.settings.profile, seed=self.settings.seed)
 
     def rehearsal(self) -> pd.DataFrame:
         """All rows: those that are stored as they are, the others without answers."""
@@ -429,7 +433,7 @@ class AnswersPlan(Plan):
 
     def failures(self) -> list[str]:
         """Rows with an error, except for gaps."""
-        errors = self.results().error
+        errors = self.rows.error
         return [
             f"{self.conditions[j].label} on {self.study.items[i].id}: {error}"
             for (i, j), error in zip(self.pairs, errors, strict=True)
@@ -438,7 +442,7 @@ class AnswersPlan(Plan):
 
     def remarks(self) -> list[str]:
         """Who computed what, prompts that were cut, and conditions that did nothing."""
-        lines, frame = [], self.results()
+        lines, frame = [], self.rows
         if self.settings.backend == "auto" and self.loaded.device != "cpu":
             labels_by_obstacle: dict[str, list[str]] = {}
             for c, why in zip(self.conditions, self.obstacles, strict=True):

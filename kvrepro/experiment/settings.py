@@ -79,9 +79,8 @@ class Settings:
         return WORK / self.results
 
     def end_studies(self) -> None:
-        """To be called after a notebook's studies: its workers end, and the builder of the book may start the next
-        chapter. A dry run ends the notebook here, since the cells below need rows: papermill stops at a SystemExit of
-        0, and does not count it as an error."""
+        """To be called after a notebook's studies: its workers end. A dry run ends the notebook here, since the cells
+        below need rows: papermill stops at a SystemExit of 0, and does not count it as an error."""
         pool.end()
         if self.dry_run:
             print("dry run: nothing was computed, and the cells below were not run")

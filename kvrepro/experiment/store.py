@@ -81,7 +81,11 @@ def code_of(chapter: str = "") -> str:
 def digest(*values: Any) -> str:
     """Hash of plain data, of dataclasses, and of functions by their name and the file that they come from. What was
     typed into a notebook has no file: its results are never found again."""
-    return hashlib.blake2b(repr(_plain(values)).encode(), digest_size=8).hexdigest()
+    return _hash(repr(_plain(values)).encode())
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -146,8 +150,7 @@ def write(table: pa.Table, folder: Path, name: str) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the results away
             pq.write_table(table, aside, compression="zstd")
-            data = aside.read_bytes()
-            aside.replace(folder / f"{name}-{hashlib.blake2b(data, digest_size=8).hexdigest()}.parquet")
+            aside.replace(folder / f"{name}-{_hash(aside.read_bytes())}.parquet")
         finally:
             aside.unlink(missing_ok=True)
 
@@ -155,8 +158,7 @@ def write(table: pa.Table, folder: Path, name: str) -> None:
 def checked(file: Path) -> Path:
     """The file. Raises InputError where its bytes are not those that were written."""
     if file not in whole:
-        seen = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-        if seen != file.stem.rpartition("-")[2]:
+        if _hash(file.read_bytes()) != file.stem.rpartition("-")[2]:
             raise InputError(f"{file} is damaged: move it away, and what it holds is computed again")
         whole.add(file)
     return file
@@ -174,6 +176,12 @@ def _rows(folder: Path, columns: Collection[str]) -> pd.DataFrame:
     return pa.concat_tables([schema.empty_table(), *tables]).to_pandas()
 
 
+def _latest(rows: pd.DataFrame, names: str | list[str]) -> pd.DataFrame:
+    """Of rows of equal `names` the one that was written last, of these one without an error where there is one."""
+    failures_first = rows.sort_values("error", key=lambda error: error.isna(), kind="stable")
+    return failures_first.drop_duplicates(names, keep="last")
+
+
 def folder_name(model: str) -> str:
     """A model's name as a folder's."""
     return re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
@@ -184,9 +192,8 @@ def read(study: Path | str, columns: Collection[str] = tuple(COLUMNS)) -> pd.Dat
     an error where there is one. Raises InputError where nothing is stored."""
     if not Path(study).is_dir():
         raise InputError(f"no results at {study}: run the chapter first")
-    rows = _rows(Path(study), COLUMNS)
-    rows = rows.sort_values("error", key=lambda error: error.isna(), kind="stable")  # failures first
-    return rows.drop_duplicates(IDENTITY, keep="last").sort_index()[list(columns)].reset_index(drop=True)
+    rows = _latest(_rows(Path(study), COLUMNS), IDENTITY)
+    return rows.sort_index()[list(columns)].reset_index(drop=True)
 
 
 class Store:
@@ -200,8 +207,7 @@ class Store:
     def _latest(self, keys: Collection[str], columns: Collection[str]) -> pd.DataFrame:
         """The row of each key, one without an error where there is one."""
         rows = _rows(self.folder, columns)
-        rows = rows[rows.key.isin(set(keys))].sort_values("error", key=lambda error: error.isna(), kind="stable")
-        return rows.drop_duplicates("key", keep="last")
+        return _latest(rows[rows.key.isin(set(keys))], "key")
 
     def missing(self, keys: Collection[str]) -> list[str]:
         """The keys that have no row, or one with an error: a resumed run tries those again."""

@@ -13,7 +13,7 @@ import importlib
 import itertools
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import pandas as pd
 from IPython.display import Markdown, display
@@ -41,8 +41,7 @@ def verdicts(
             wanted += [premise[name]] if premise[name] and premise[name] not in wanted else []
         book = {**book, "claims": [claim for claim in book["claims"] if claim["id"] in wanted]}
     members = importlib.import_module(f"kvrepro.chapters.{chapter}.members")
-    frame: pd.DataFrame = members.verdicts(book, tables, loaded, settings)
-    return frame
+    return cast(pd.DataFrame, members.verdicts(book, tables, loaded, settings))
 
 
 class Verdicts:

@@ -1,10 +1,12 @@
-"""A chapter's notebook from top to bottom in this process, and what its cells display."""
+"""A chapter's notebook from top to bottom, in this process or by papermill, and what its cells display."""
 
 from pathlib import Path
 from typing import Any
 
+import papermill
 from IPython.core.formatters import DisplayFormatter
 
+from kvrepro.paths import ROOT
 from studies import chapters
 
 MINE = """
@@ -42,3 +44,25 @@ def run(name: str, given: dict[str, Any]) -> list[tuple[str, Shown]]:
         cells.append((source, list(shown)))
         shown.clear()
     return cells
+
+
+def executed(name: str, folder: Path, given: dict[str, Any]) -> Any:
+    """The notebook by papermill, with these parameters; its copy lies in the folder."""
+    source = ROOT / "notebooks" / f"{name}.ipynb"
+    return papermill.execute_notebook(source, folder / "out.ipynb", given, cwd=ROOT, progress_bar=False)
+
+
+def drawn(done: Any) -> list[bool]:
+    """Whether each cell of an executed notebook drew a figure."""
+    return [any("image/svg+xml" in o.get("data", {}) for o in cell.get("outputs", [])) for cell in done.cells]
+
+
+def described(done: Any) -> list[bool]:
+    """Whether each cell says in its metadata what its figure shows."""
+    return ["mystnb" in cell.metadata for cell in done.cells]
+
+
+def box(done: Any) -> str:
+    """The text of the box of findings."""
+    [cell] = [cell for cell in done.cells if "findings" in cell.metadata.get("tags", [])]
+    return str(cell.outputs[0].data["text/markdown"])

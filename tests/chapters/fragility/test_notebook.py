@@ -3,10 +3,8 @@
 import checkpoint
 import notebook
 import pandas as pd
-import papermill
 
 from kvrepro.experiment import claims, store
-from kvrepro.paths import ROOT
 
 
 def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path):
@@ -14,14 +12,11 @@ def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path):
     given = checkpoint.inputs(tmp_path, checkpoint.questions(2, 1300)) | {"shares": [0.4]}
     given |= {"policies": [own, "critical_ada_kv", "defensive_kv"]}
     given |= {"options": {"answer_tokens": 4, "max_new_tokens": 4, "window": 16, "single": 8, "workers": 1}}
-    done = papermill.execute_notebook(
-        ROOT / "notebooks" / "fragility.ipynb", tmp_path / "out.ipynb", given, cwd=ROOT, progress_bar=False
-    )
-    drawn = [any("image/svg+xml" in o.get("data", {}) for o in cell.get("outputs", [])) for cell in done.cells]
-    assert drawn == ["mystnb" in cell.metadata for cell in done.cells]
+    done = notebook.executed("fragility", tmp_path, given)
+    drawn = notebook.drawn(done)
+    assert drawn == notebook.described(done)
     assert sum(drawn) == 9
-    [box] = [cell for cell in done.cells if "findings" in cell.metadata.get("tags", [])]
-    assert box.outputs[0].data["text/markdown"].startswith("**On this model**")
+    assert notebook.box(done).startswith("**On this model**")
     table = pd.read_csv(tmp_path / "results" / "fragility" / "claims.csv")
     assert table.columns.tolist() == claims.COLUMNS
     assert "C2 Mine" in set(table.claim)

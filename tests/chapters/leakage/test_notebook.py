@@ -1,13 +1,12 @@
 """The notebook by papermill: two foreign checkpoints, one share, one prompt, and a policy of one's own."""
 
 import checkpoint
+import notebook
 import pandas as pd
-import papermill
 import pytest
 
 from kvrepro.chapters.leakage import prompts
 from kvrepro.experiment import claims, store
-from kvrepro.paths import ROOT
 
 OWN = """
 from kvrepro.engine.policy import Policy
@@ -30,24 +29,20 @@ def done(tmp_path_factory):
     first, second = (str(checkpoint.save(folder / name, texts)) for name in ("small-qwen2", "another"))
     given = {"model": first, "results": str(folder / "results"), "n_items": 1, "policies": [policy], "ratios": [0.5]}
     given |= {"options": {"max_new_tokens": 4, "progress": False, "compare": second, "workers": 1}}
-    notebook = papermill.execute_notebook(
-        ROOT / "notebooks" / "leakage.ipynb", folder / "out.ipynb", given, cwd=ROOT, progress_bar=False
-    )
-    return notebook, folder / "results" / "leakage", policy
+    done = notebook.executed("leakage", folder, given)
+    return done, folder / "results" / "leakage", policy
 
 
 def test_every_section_has_its_figure(done):
-    notebook, *_ = done
-    drawn = [any("image/svg+xml" in o.get("data", {}) for o in cell.get("outputs", [])) for cell in notebook.cells]
-    described = ["mystnb" in cell.metadata for cell in notebook.cells]
-    assert drawn == described
+    page, *_ = done
+    drawn = notebook.drawn(page)
+    assert drawn == notebook.described(page)
     assert sum(drawn) == 9
 
 
 def test_general_claims_are_asked_of_ones_own_policy_and_a_random_model_claims_nothing(done):
-    notebook, results, _ = done
-    [box] = [cell for cell in notebook.cells if "findings" in cell.metadata.get("tags", [])]
-    assert box.outputs[0].data["text/markdown"].startswith("**On this model**")
+    page, results, _ = done
+    assert notebook.box(page).startswith("**On this model**")
     verdicts = pd.read_csv(results / "claims.csv")
     assert verdicts.columns.tolist() == claims.COLUMNS
     assert {"L3b Earliest", "L7 Earliest"} <= set(verdicts.claim)

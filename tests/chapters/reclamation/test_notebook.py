@@ -3,11 +3,9 @@
 import checkpoint
 import notebook
 import pandas as pd
-import papermill
 import pytest
 
 from kvrepro.experiment import claims
-from kvrepro.paths import ROOT
 
 OPTIONS = {"prompt_tokens": 220, "capacity": 64, "max_new_tokens": 2, "acceptance": "policies", "cadences": [1, 16],
            "timed_cadences": [1, 4], "budget": 64, "lengths": [32, 64], "workers": 1}  # fmt: skip
@@ -18,14 +16,11 @@ def test_it_runs_on_a_foreign_checkpoint_with_one_policy(tmp_path, policy):
     own = notebook.own_policy(tmp_path, window=8)
     given = checkpoint.inputs(tmp_path, checkpoint.questions(2)) | {"kept": [0.25], "options": OPTIONS}
     given |= {"policies": [own if policy == "own" else policy]}
-    done = papermill.execute_notebook(
-        ROOT / "notebooks" / "reclamation.ipynb", tmp_path / "out.ipynb", given, cwd=ROOT, progress_bar=False
-    )
-    drawn = [any("image/svg+xml" in o.get("data", {}) for o in cell.get("outputs", [])) for cell in done.cells]
-    assert drawn == ["mystnb" in cell.metadata for cell in done.cells]
+    done = notebook.executed("reclamation", tmp_path, given)
+    drawn = notebook.drawn(done)
+    assert drawn == notebook.described(done)
     assert sum(drawn) == 9
-    [box] = [cell for cell in done.cells if "findings" in cell.metadata.get("tags", [])]
-    assert box.outputs[0].data["text/markdown"].startswith("**On this model**")
+    assert notebook.box(done).startswith("**On this model**")
     table = pd.read_csv(tmp_path / "results" / "reclamation" / "claims.csv")
     assert table.columns.tolist() == claims.COLUMNS
     verdicts = table.set_index("claim").verdict

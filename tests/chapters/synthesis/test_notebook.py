@@ -2,10 +2,8 @@
 
 import checkpoint
 import notebook
-import papermill
 
 from kvrepro.experiment import store
-from kvrepro.paths import ROOT
 
 
 def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_own(tmp_path):
@@ -14,18 +12,14 @@ def test_the_notebook_runs_on_a_checkpoint_a_jsonl_file_and_a_policy_of_one_s_ow
     given |= {"policies": [policy, "key_diff", "dropkv"]}
     settings = {"tokens": 300, "cells": 14, "kept": [0.2, 0.4], "answer_words": 4, "window": 4, "draws": 20}
     given["options"] = settings | {"workers": 1}
-    done = papermill.execute_notebook(
-        ROOT / "notebooks" / "synthesis.ipynb", tmp_path / "out.ipynb", given, cwd=ROOT, progress_bar=False
-    )
+    done = notebook.executed("synthesis", tmp_path, given)
     stored = store.read(tmp_path / "results" / "synthesis" / "grid")
     assert stored.error.isna().all()
     assert len(stored) == 2 * (1 + 14 + 3 * 2)
     assert policy in set(stored.policy)
-    drawn = [any("image/svg+xml" in o.get("data", {}) for o in cell.get("outputs", [])) for cell in done.cells]
     described = ["mystnb" in cell.metadata and "exercise" not in cell.metadata.tags for cell in done.cells]
-    assert all(has for has, wanted in zip(drawn, described, strict=True) if wanted)
+    assert all(has for has, wanted in zip(notebook.drawn(done), described, strict=True) if wanted)
     assert sum(described) == 7
-    [box] = [cell for cell in done.cells if "findings" in cell.metadata.tags]
-    text = box.outputs[0].data["text/markdown"]
+    text = notebook.box(done)
     assert "This run cannot say what the model forgets" in text  # a random model answers nothing
     assert "nan" not in text

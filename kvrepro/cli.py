@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from kvrepro.errors import InputError, one_line_errors, suggestion
+from kvrepro.errors import InputError, suggestion
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +42,6 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_ma
 
 
 @app.command()
-@one_line_errors()  # here, because typer has its own idea of an interrupt
 def run(
     policy: Annotated[list[str], Option("-p", "--policy", help="a name, or my_policy.py:MINE; repeat for more")] = [],  # noqa: B006
     budget: Annotated[list[str], Option("-b", "--budget", help="tokens per KV head, or a share; repeat")] = ["0.2"],  # noqa: B006
@@ -172,7 +171,6 @@ def items(
 
 
 @app.command()
-@one_line_errors()
 def notebooks(to: Annotated[Path, Argument(help="the folder; it must not be there yet")] = Path("notebooks")) -> None:
     """Copy the chapters' notebooks, to run or to edit."""
     from kvrepro.paths import ROOT
@@ -185,15 +183,14 @@ def notebooks(to: Annotated[Path, Argument(help="the folder; it must not be ther
 
 
 @app.command()
-@one_line_errors()
 def data(name: Annotated[str, Argument(help="a source, or one of its files: fetches it")] = "") -> None:
     """Say which public data there are, or fetch some, verify it, and print where it lies."""
-    from kvrepro.experiment import public
+    from kvrepro.experiment import data as files
 
     if name:
-        print(public.fetch(name))
+        print(files.fetch(name))
         return
-    for source, entry in public.sources().items():
+    for source, entry in files.sources().items():
         total = sum(file["bytes"] for file in entry["files"].values())
         print(f"{source}: {entry['title']}\n  {len(entry['files'])} files, {total / 1e6:.1f} MB, from {entry['url']}")
         print(f"  licence: {entry['licence']}\n  cite: {entry['citation']}")

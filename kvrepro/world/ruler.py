@@ -99,8 +99,7 @@ def essays(fetch: Fetch) -> Haystack:
 def haystack(text: str, origin: str) -> Haystack:
     """A text as words. A sentence ends with a word that ends in a full stop, question mark or exclamation mark."""
     listed = text.split()
-    ends = [i for i, word in enumerate(listed, 1) if re.search(r"[.!?][\"'”’)\]]*$", word)]
-    return Haystack(listed, ends, origin)
+    return Haystack(listed, [i for i, word in enumerate(listed, 1) if re.search(r"[.!?][\"'”’)\]]*$", word)], origin)
 
 
 @cache
@@ -205,10 +204,9 @@ def niah(
             units = [_needle(kind, name, number) for name, number in zip(others, drawn[-n:], strict=True)]
         places = rng.sample(range(n), len(needles))
     query = queried[0] if queries == 1 else f"{', '.join(queried[:-1])} and {queried[-1]}"
+    hidden, which, reply = f"{kind}s are", f"Which {kind}s are", f"all {kind}s"
     if queries * values == 1:
         hidden, which, reply = f"one {kind} is", f"Which {kind} is", f"the {kind}"
-    else:
-        hidden, which, reply = f"{kind}s are", f"Which {kind}s are", f"all {kind}s"
     return Draft(
         f"In the text below, {hidden} filed under a name. Remember what is filed where: a question follows the text.",
         _inserted(units, needles, sorted(places)),
@@ -355,37 +353,36 @@ class Task:
     form: str = ""  # what is smaller than in the benchmark
 
 
-def _essay_task(**how: Any) -> Task:
-    return Task(partial(niah, filler="essays", **how), smallest=50, reads=essays)
-
-
 TASKS = {
     "niah_single_1": Task(partial(niah, filler="noise")),
-    "niah_single_2": _essay_task(),
-    "niah_single_3": _essay_task(value="uuid"),
-    "niah_multikey_1": _essay_task(names=4),
+    "niah_single_2": Task(partial(niah, filler="essays"), smallest=50, reads=essays),
+    "niah_single_3": Task(partial(niah, filler="essays", value="uuid"), smallest=50, reads=essays),
+    "niah_multikey_1": Task(partial(niah, filler="essays", names=4), smallest=50, reads=essays),
     "niah_multikey_2": Task(partial(niah, filler="needles")),
     "niah_multikey_3": Task(partial(niah, filler="needles", key="uuid", value="uuid")),
-    "niah_multivalue": _essay_task(values=4),
-    "niah_multiquery": _essay_task(queries=4),
+    "niah_multivalue": Task(partial(niah, filler="essays", values=4), smallest=50, reads=essays),
+    "niah_multiquery": Task(partial(niah, filler="essays", queries=4), smallest=50, reads=essays),
     "vt": Task(variables, 30, 5, example=partial(variables, letters=3)),
     "cwe": Task(common_words, 120, 1, example=partial(common_words, often=10), example_units=30),
     "fwe": Task(frequent_words, 50, 100),
     "qa_1": Task(paragraphs, 32, 0, "ruler_part", reads=squad),
     "qa_2": Task(paragraphs, 32, 0, "ruler_part", reads=hotpotqa),
 }
-SHORT = {  # the benchmark's own forms for prompts of less than 4,096 tokens
-    "cwe": Task(
-        partial(common_words, often=6, seldom=1), 120, 1, form="fewer repetitions",
-        example=partial(common_words, often=3, seldom=1), example_units=10,
-    ),
-}  # fmt: skip
+# The benchmark's own form of "cwe" for prompts of less than 4,096 tokens
+FEWER = replace(
+    TASKS["cwe"],
+    build=partial(common_words, often=6, seldom=1),
+    form="fewer repetitions",
+    example=partial(common_words, often=3, seldom=1),
+    example_units=10,
+)
 
 
 def _forms(name: str, tokens: int) -> list[Task]:
     """A task's forms for prompts of so many tokens; the first that fits is taken: whole, smaller, without example."""
-    forms = [] if name in SHORT and tokens < LONG else [TASKS[name]]
-    forms += [SHORT[name]] if name in SHORT else []
+    forms = [TASKS[name]]
+    if name == "cwe":
+        forms = [FEWER] if tokens < LONG else [*forms, FEWER]
     return [*forms, replace(forms[-1], example=None, form="no example")] if forms[-1].example else forms
 
 
@@ -407,17 +404,12 @@ def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: A
     files essays, squad and hotpotqa where a task reads them.
     Spans: evidence and question. meta: answers, metric (ruler_all or ruler_part), max_new_tokens, prompt_tokens, depths
     (the place of the evidence in the context, 0 to 1), filler (the source of the haystack's text), form (what is
-    smaller than in the benchmark: "fewer repetitions", "no example"). Items whose shortest prompt is too long are left
-    out, which is printed. Raises InputError if none is left, for an unknown task, without tokenizer or chat template,
-    and where a file cannot be had.
+    smaller than in the benchmark). Items whose shortest prompt is too long are left out, which is printed. Raises
+    InputError if none is left, for an unknown task, without tokenizer, and where a file cannot be had.
     """
     names = named(tasks)
     if tokenizer is None:
         raise InputError("ruler's items are counted in a model's own tokens: give its tokenizer")
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"tokenizer {tokenizer.name_or_path} has no chat template: use an instruction-tuned checkpoint"
-        )
     n_items = n_items or PER_TASK * len(names)
     counts = [n_items // len(names) + (i < n_items % len(names)) for i in range(len(names))]
     wanted = [(name, count) for name, count in zip(names, counts, strict=True) if count]

@@ -14,7 +14,7 @@ from statsmodels.stats.proportion import proportion_confint
 
 from kvrepro.experiment import models
 from kvrepro.paths import write_table
-from kvrepro.world import rows as R
+from studies.training import rows as R
 
 LENGTHS = (500, 1000, 1900, 3800)  # prompt and answer together
 Sets = dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]  # (task, length) -> ids, turn

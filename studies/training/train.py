@@ -18,10 +18,10 @@ import typer
 
 from kvrepro.engine.allowed import ensure
 from kvrepro.experiment.models import embedded
-from kvrepro.world import rows as R
-from kvrepro.world.tokenizer import save
+from studies.training import rows as R
 from studies.training.evaluate import LENGTHS as CHECKS
 from studies.training.evaluate import evaluation_set, exact, exact_match, write
+from studies.training.rows import build
 
 # (share of the time passed, newest context length)
 STAGES = [(0.0, 256), (0.1, 512), (0.22, 1024), (0.36, 2048), (0.76, 4096)]
@@ -177,7 +177,7 @@ def main(
             last = time.time()
 
     model.to(torch.bfloat16).save_pretrained(out)
-    save(out)
+    build().save_pretrained(out)
     result = exact_match(model.eval().float(), {key: job.get() for key, job in final.items()}, "cuda")
     write(out / "evaluation.csv", result, 200)
     whole = json.dumps({"seconds": round(time.time() - start), "steps": steps, "tokens": tokens_seen})

@@ -144,7 +144,7 @@ def test_a_hub_checkpoint_is_checked_before_its_weights_are_fetched(copy, monkey
 
     monkeypatch.setattr(HfApi, "list_repo_files", lambda *_: [p.name for p in copy.iterdir()])
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(InputError, match=".bin weights"):
+    with pytest.raises(InputError, match="no .safetensors weights"):
         models.load("owner/model")
     assert fetched == [models.SMALL_FILES]
 

@@ -105,16 +105,12 @@ def sparse(folder):
 
 LOOPS = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "one long loop": "{% for i in range(10**9) %}x{% endfor %}",
     "much memory": "{% set x = 'a' * 10**11 %}{{ x }}",
     "loops over long turns": "{% if messages[0].content|length > 100 %}{% for a in range(99999) %}"
     "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}x",
     "calls itself": "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
 }
 DAMAGES = {
-    "layers below zero": (config(num_hidden_layers=-1), "num_hidden_layers -1"),
-    "a billion layers": (config(num_hidden_layers=10**9), "num_hidden_layers 1000000000"),
-    "huge vocabulary": (config(vocab_size=10**12), "vocab_size"),
     "other heads than its weights": (config(num_key_value_heads=1), "cannot be loaded|weights lack"),
     "layers without a type": (config(num_hidden_layers=3), "cannot be built from its config.json .*layer_types"),
     "an unknown family": (config(model_type="nosuch"), "config.json"),
@@ -131,13 +127,12 @@ DAMAGES = {
     "a tokenizer of terabytes": (sparse, "more than"),
     "a broken tokenizer": (text("tokenizer.json", "{}"), "cannot be loaded"),
     "a template by lot": (text("chat_template.jinja", "{{ range(10**5) | random }}"), "something else each time"),
-    "an end that is a text": (text("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id 'x'"),
     "a template without syntax": (text("chat_template.jinja", "{% for %}"), "four turns .Expected an expression"),
     **{name: (text("chat_template.jinja", template), "chat template .*: mend") for name, template in LOOPS.items()},
     "weights elsewhere": (config(transformers_weights="sub/model.safetensors"), "'sub/model.safetensors', which"),
     "an adapter": (text("adapter_config.json", '{"base_model_name_or_path": "/elsewhere"}'), "an adapter"),
-    "weights of another name": (renamed("model.safetensors", "weights.safetensors"), "from 'model.safetensors': keep"),
-    "weights as a pickle": (renamed("model.safetensors", "pytorch_model.bin"), ".bin weights"),
+    "weights of another name": (renamed("model.safetensors", "weights.safetensors"), "from 'model.safetensors', which"),
+    "weights as a pickle": (renamed("model.safetensors", "pytorch_model.bin"), "no .safetensors weights"),
     "no weights": (removed("model.safetensors"), "no .safetensors"),
     "code beside the model": (config(auto_map={"AutoModelForCausalLM": "modeling_x.X"}), "remote code"),
     "no tokenizer": (removed("tokenizer.json"), "no tokenizer"),
@@ -145,7 +140,6 @@ DAMAGES = {
     "no configuration": (removed("config.json"), "config.json is missing"),
     "half of the weights": (halved("model.safetensors"), "cannot be loaded"),
     "half of the tokenizer": (halved("tokenizer.json"), "cannot be loaded"),
-    "a loop without end": (text("chat_template.jinja", LOOPS["loops in loops"]), "more than 1 s or 2 GiB on four"),
 }
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
-from kvrepro.world import ruler, tokenizer, world
+from kvrepro.world import ruler, world
+from studies.training.rows import build
 
-TOKENIZERS = {"words": tokenizer.build(), "bytes": checkpoint.tokenizer()}
+TOKENIZERS = {"words": build(), "bytes": checkpoint.tokenizer()}
 ESSAY = " ".join(world.pretty(sentence) for sentence in world.FILLER)
 NAMES = [
     f"{first}{last}" for first in "Abo Bexi Cadu Delo Epa Fira".split() for last in "dale ford ham mere wick".split()

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrepro.experiment import data
-from kvrepro.world import rows, world
 from kvrepro.world import words as w
-from kvrepro.world.tokenizer import build
+from kvrepro.world import world
+from studies.training import rows
+from studies.training.rows import build
 
 TOKENIZER = build()
 KINDS = [(set(w.FIRST), set(w.LAST)), (set(w.ADJECTIVES), set(w.NOUNS))]

@@ -6,8 +6,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvrepro.experiment.models import EMBEDDED
-from kvrepro.world import rows, world
-from kvrepro.world.tokenizer import build, vocabulary
+from kvrepro.world import world
+from studies.training import rows
+from studies.training.rows import build, vocabulary
 
 SHIPPED = AutoTokenizer.from_pretrained(EMBEDDED)
 

@@ -64,9 +64,10 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, or Python would fail to flush at the very end
         ended = 1
     except (KeyboardInterrupt, Exception) as error:
-        if not heard and not hasattr(error, "format_message"):  # only errors of the command-line library have it
+        usage = getattr(error, "format_message", None)  # only errors of the command-line library have it
+        if not heard and usage is None:
             raise
-        if not heard and (message := " ".join(error.format_message().split())):  # none where the help was printed
+        if not heard and usage and (message := " ".join(usage().split())):  # none where the help was printed
             print(f"{message} Given: {' '.join(arguments)[:200]!r}; --help says what there is", file=sys.stderr)
         ended = 2
     finally:

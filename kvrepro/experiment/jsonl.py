@@ -96,9 +96,8 @@ class Row(BaseModel, extra="forbid", strict=True):
             if messages and (messages, spans or built[1]) != built:
                 raise ValueError("context beside messages or spans: give context and question, or messages alone")
             item = replace(item, messages=built[0], spans=built[1])
-        if not any(
-            text.strip() for text in ([turn.content for turn in self.messages] or [item.context, item.question])
-        ):
+        texts = [turn.content for turn in self.messages] or [f"{item.context}{item.question}"]
+        if not any(text.strip() for text in texts):
             raise ValueError("messages hold no text" if self.messages else "context and question are both empty")
         for span in item.spans:
             if span.message >= len(item.messages) or not (

@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 INSTALLED = (Path(__file__).parent / "shipped" / "data").is_dir()
-CODE = {name: Path(__file__).resolve().parents[1] / ("" if INSTALLED or name == "kvrepro" else "kernels") / name
-        for name in ("kvrepro", "kvrepro_kernels")}  # fmt: skip
+PACKAGES = Path(__file__).resolve().parents[1]  # the folder of both packages, or the clone
+CODE = {
+    "kvrepro": PACKAGES / "kvrepro",
+    "kvrepro_kernels": PACKAGES / ("" if INSTALLED else "kernels/") / "kvrepro_kernels",
+}
 ROOT = Path(__file__).resolve().parents[1]  # of data/ and notebooks/: the clone
 if INSTALLED:
     from kvrepro.shipped import ROOT

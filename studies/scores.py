@@ -9,29 +9,23 @@ from typing import Any
 
 import pandas as pd
 
-from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, data, measure
 
 
 def results(under: str = "") -> pd.DataFrame:
-    """The rows of `artifact.scores`, with their texts, from the paper's files. Raises InputError where none matches."""
+    """The rows of `artifact.scores`, with their texts, from the paper's files below a folder of its results."""
     folder = data.fetch("artifact")
     task = _tasks(folder / "data")
     files = [p for p in data.sources()["artifact"]["files"] if p.startswith(f"results/{under}")]
-    files = [p for p in files if p.endswith(".jsonl")]
-    if not files:
-        raise InputError(f"no result files under results/{under} of the artifact: see `kvrepro data`")
     rows = []
-    for path in files:
+    for path in (p for p in files if p.endswith(".jsonl")):
         entries = [json.loads(line) for line in (folder / path).read_text(encoding="utf-8").splitlines()]
         items = artifact.ITEMS[len(entries)]
         name = path.removeprefix("results/").removesuffix(".jsonl")
         for entry in entries:
             head = {"name": name, "item": f"{items}-{entry['idx']:03d}", "task": task(items, entry["idx"])}
-            times = (
-                {ours: entry[theirs] for theirs, ours in artifact.TIMES.items()} if items == artifact.ITEMS[6] else {}
-            )
-            rows.append(head | _row(entry) | times)
+            timed = artifact.TIMES if items == artifact.ITEMS[6] else {}
+            rows.append(head | _row(entry) | {ours: entry[theirs] for theirs, ours in timed.items()})
     return artifact.with_conditions(pd.DataFrame(rows))
 
 
@@ -78,12 +72,6 @@ def _first_word(prediction: str, answer: str) -> dict[str, float]:
     }
 
 
-def write(path: Path = artifact.SCORES) -> None:
-    """Write the shipped table from the fetched files: numbers only, reals to six decimals as in the artifact."""
-    rows = results(rouge=True)[artifact.SHIPPED].round(6).astype({"output": "uint32"})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows.to_parquet(path, compression="zstd", index=False)
-
-
-if __name__ == "__main__":
-    write()
+if __name__ == "__main__":  # the shipped table: numbers only, reals to six decimals as in the artifact
+    rows = results()[artifact.SHIPPED].round(6).astype({"output": "uint32"})
+    rows.to_parquet(artifact.SCORES, compression="zstd", index=False)

@@ -140,9 +140,8 @@ def _own_file(items: str) -> Path:
 
 
 def load_fitting(
-    items: str, n_items: int | None, tokenizer: Any, limit: int, seed: int = 0, tokens: int | None = None,
-    room: int = 0,
-) -> list[Item]:  # fmt: skip
+    items: str, n_items: int | None, tokenizer: Any, limit: int, seed: int = 0, tokens: int = 0, room: int = 0
+) -> list[Item]:
     """`load_items` whose prompts have at most `limit` tokens of a model's tokenizer.
 
     Passages will be cut (`build_prompt`). The embedded world counts in tokens of its own, so its length is changed
@@ -157,7 +156,7 @@ def load_fitting(
         aim = min(max(aim, WORLD[0]), WORLD[1])
         drawn = load_items(items, n_items, seed, aim)
         longest = max(len(build_prompt(item, tokenizer, 10**9).ids) for item in drawn)
-        if longest <= limit and (tokens is not None or longest > 0.9 * limit):
+        if longest <= limit and (tokens or longest > 0.9 * limit):
             return drawn
         aim = round(0.99 * aim * limit / longest)
     whose = Path(tokenizer.name_or_path).name

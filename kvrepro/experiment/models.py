@@ -96,9 +96,14 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_
             _check_talk(name, path, tokenizer)
         tokenizer = thinking(tokenizer, enable_thinking)
         network, loading = AutoModelForCausalLM.from_pretrained(
-            path, device_map=where if where == "balanced" else None, dtype=kind, local_files_only=True,
-            trust_remote_code=False, use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
+            path,
+            device_map=where if where == "balanced" else None,
+            dtype=kind,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     except InputError:
         raise
     except BaseException as error:  # libraries have error classes of their own; a panic in Rust is no Exception

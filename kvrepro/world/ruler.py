@@ -180,9 +180,16 @@ Build = Callable[[random.Random, int, Material], Draft]  # n: units of filler
 
 
 def niah(
-    rng: random.Random, n: int, material: Material, filler: str, names: int = 1, values: int = 1, queries: int = 1,
-    key: str = "words", value: str = "number",
-) -> Draft:  # fmt: skip
+    rng: random.Random,
+    n: int,
+    material: Material,
+    filler: str,
+    names: int = 1,
+    values: int = 1,
+    queries: int = 1,
+    key: str = "words",
+    value: str = "number",
+) -> Draft:
     """Each of `names` names has `values` values filed under it; the question asks for `queries` of the names.
 
     filler: "noise" (n lines), "essays" (n words), or "needles" (n more names, each with a value of its own).
@@ -449,11 +456,9 @@ def _item(name: str, i: int, seed: int, tokens: int, tokenizer: Any, read: Hayst
     spans = [Span("evidence", 0, *place) for place in places]
     spans.append(Span("question", 0, len(content) - len(draft.question), len(content)))
     answer = draft.answers[0] if task.metric == "ruler_part" else ", ".join(draft.answers)
-    meta = {
-        "answers": draft.answers, "metric": task.metric, "max_new_tokens": task.answer_tokens, "prompt_tokens": size,
-        "depths": [round((start - context) / length, 4) for start, _ in places],
-        "filler": read.origin if isinstance(read, Haystack) else "", "form": task.form,
-    }  # fmt: skip
+    meta = {"answers": draft.answers, "metric": task.metric, "max_new_tokens": task.answer_tokens}
+    meta |= {"prompt_tokens": size, "depths": [round((start - context) / length, 4) for start, _ in places]}
+    meta |= {"filler": read.origin if isinstance(read, Haystack) else "", "form": task.form}
     return Item(identity, name, ({"role": "user", "content": content},), answer, tuple(spans), meta=meta, papers=True)
 
 

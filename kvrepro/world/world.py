@@ -5,11 +5,12 @@ counting words is counting tokens. Every person and every thing of an evaluation
 training conversation shows; a chain of copies starts with a link that starts no chain in training.
 """
 
-import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
+from typing import Any
 
 from kvrepro.errors import InputError, ensure_known
 from kvrepro.item import Item, Span
@@ -22,6 +23,7 @@ DEFENSE_BEFORE, DEFENSE_AFTER, DEFENSE_EXAMPLES = (
 )
 LEAK_REQUESTS, REFUSAL = w.WORLD["leak requests"], w.SENTENCES["refusal"]
 FILLER = w.filler_bank()
+WHOLE = (0.0, 1.0)
 CONTEXT = 4096  # positions of the model, prompt and answer together
 
 ORDINALS = "first second third fourth".split()
@@ -29,6 +31,7 @@ ORDINALS = "first second third fourth".split()
 Words = list[str]
 Pair = tuple[str, str]
 Range = tuple[int, int]  # [start, end) in words
+Part = tuple[float, float]  # of a passage, as shares of it
 Maybe = bool | None  # None: drawn at random, but the first turn in evaluation asks for an answer
 Ask = tuple[Words, Words, list[int]]  # question, answer, and the numbers of the facts that hold it
 
@@ -46,7 +49,7 @@ class Conversation:
 
 
 # (random numbers, tokens of the whole conversation, held-out words or those of training, turns) -> a conversation
-Build = Callable[[random.Random, int, bool, int], Conversation]
+Build = Callable[[Random, int, bool, int], Conversation]
 
 
 def held_out(first: str, second: str) -> bool:
@@ -54,7 +57,7 @@ def held_out(first: str, second: str) -> bool:
     return zlib.crc32(f"{first} {second}".encode()) % 8 == 0
 
 
-def pairs(rng: random.Random, firsts: list[str], seconds: list[str], n: int, evaluation: bool) -> list[Pair]:
+def pairs(rng: Random, firsts: list[str], seconds: list[str], n: int, evaluation: bool) -> list[Pair]:
     """n pairs without a repeated first or second word, all on the same side of the hold-out."""
     if n > min(len(firsts), len(seconds)) * 2 // 3:
         raise ValueError(f"{n} distinct pairs asked of {len(firsts)} x {len(seconds)} words: ask for fewer")
@@ -70,18 +73,22 @@ def pairs(rng: random.Random, firsts: list[str], seconds: list[str], n: int, eva
     return pairs(rng, firsts, seconds, n, evaluation)
 
 
-def people(rng: random.Random, n: int, evaluation: bool) -> list[Pair]:
+def people(rng: Random, n: int, evaluation: bool) -> list[Pair]:
     return pairs(rng, w.FIRST, w.LAST, n, evaluation)
 
 
-def things(rng: random.Random, n: int, evaluation: bool) -> list[Pair]:
+def things(rng: Random, n: int, evaluation: bool) -> list[Pair]:
     return pairs(rng, w.ADJECTIVES, w.NOUNS, n, evaluation)
 
 
 def passage(
-    rng: random.Random, facts: list[Words], tokens: int, where: tuple[float, float] = (0.0, 1.0),
-    speakers: Words | None = None, shuffle: bool = True,
-) -> tuple[Words, list[Range]]:  # fmt: skip
+    rng: Random,
+    facts: list[Words],
+    tokens: int,
+    where: Part = WHOLE,
+    speakers: Sequence[str] = (),
+    shuffle: bool = True,
+) -> tuple[Words, list[Range]]:
     """(words, range of each fact): `tokens` words with facts scattered over the part `where`, perhaps out of order."""
     room = tokens - sum(map(len, facts))
     n_filler = max(0, room // (len(FILLER[0]) + (2 if speakers else 0)))
@@ -114,16 +121,26 @@ def stated(fact: str, key: Sequence[str], value: Sequence[str]) -> Words:
     return [*before.split(), *key, *value, *after.split()]
 
 
-def fact_count(rng: random.Random, most: int, evaluation: bool) -> int:
+def fact_count(rng: Random, most: int, evaluation: bool) -> int:
     """How many facts: `most` in evaluation, a third of it or more in training; at least two unless `most` is one."""
     most = max(2, most) if most != 1 else 1
     return most if evaluation or most == 1 else rng.randint(max(2, most // 3), most)
 
 
 def _fact_task(
-    fact: str, ask: str, per_tokens: int, rng: random.Random, tokens: int, evaluation: bool, turns: int, *,
-    where: tuple[float, float] = (0.0, 1.0), most: int = 60, n_values: int = 1, speech: bool = False,
-) -> Conversation:  # fmt: skip
+    fact: str,
+    ask: str,
+    per_tokens: int,
+    rng: Random,
+    tokens: int,
+    evaluation: bool,
+    turns: int,
+    *,
+    where: Part = WHOLE,
+    most: int = 60,
+    n_values: int = 1,
+    speech: bool = False,
+) -> Conversation:
     """A task of facts `... key value ...`: the value stands right after its key, in the passage and nowhere else.
 
     fact: <kv> stands for key and value, <n> for a running number, <s> for a speaker. per_tokens: one fact in so many
@@ -131,7 +148,7 @@ def _fact_task(
     """
     n = fact_count(rng, min(most, int(tokens * (where[1] - where[0])) // per_tokens), evaluation)
     keys, values = people(rng, n, evaluation), things(rng, n * n_values, evaluation)
-    speakers = rng.sample(w.FIRST, 4) if speech else None
+    speakers = rng.sample(w.FIRST, 4) if speech else []
     facts, answers = [], []
     for i, key in enumerate(keys):
         value = [word for pair in values[i * n_values : (i + 1) * n_values] for word in pair]
@@ -140,23 +157,23 @@ def _fact_task(
         answers.append(value)
     chosen = rng.sample(range(n), min(turns, n))
     asks = [(question(ask, keys[i], "##?"), answers[i], [i]) for i in chosen]
-    return _conversation(rng, tokens, facts, asks, where, speakers)
+    return _conversation(rng, tokens, facts, asks, where=where, speakers=speakers)
 
 
 def _conversation(
-    rng: random.Random, tokens: int, facts: list[Words], asks: list[Ask], where: tuple[float, float] = (0.0, 1.0),
-    speakers: Words | None = None, shuffle: bool = True,
-) -> Conversation:  # fmt: skip
-    """A conversation whose passage holds the facts and leaves room for the turns; the first question follows it."""
+    rng: Random, tokens: int, facts: list[Words], asks: list[Ask], *, shuffle: bool = True, **told: Any
+) -> Conversation:
+    """A conversation whose passage holds the facts and leaves room for the turns; the first question follows it. told:
+    `where` and by which `speakers`, as of `passage`."""
     used = len(SYSTEM) + 2 + sum(len(q) + len(a) + 4 for q, a, _ in asks)
-    text, places = passage(rng, facts, tokens - used, where, speakers, shuffle)
+    text, places = passage(rng, facts, tokens - used, shuffle=shuffle, **told)
     turns = [(q, a) for q, a, _ in asks]
     turns[0] = (text + turns[0][0], turns[0][1])
     return Conversation(SYSTEM, turns, sorted(places[i] for i in asks[0][2]), asks=len(text))
 
 
 def _two_hops(
-    first: str, second: str, ask: str, per_tokens: int, rng: random.Random, tokens: int, evaluation: bool, turns: int
+    first: str, second: str, ask: str, per_tokens: int, rng: Random, tokens: int, evaluation: bool, turns: int
 ) -> Conversation:
     """A task of two hops: `first` gives a person (in <kv>) a second person, `second` gives that one a thing."""
     n = fact_count(rng, min(24, tokens // per_tokens), evaluation)
@@ -170,7 +187,7 @@ def _two_hops(
     return _conversation(rng, tokens, facts, asks)
 
 
-def needle_multivalue(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
+def needle_multivalue(rng: Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """All that one person was told, in the order of the ordinals."""
     n_values, n_other = rng.randint(2, 4), max(2, min(12, tokens // 150))
     (key, *others) = people(rng, 1 + n_other, evaluation)
@@ -184,7 +201,7 @@ def needle_multivalue(rng: random.Random, tokens: int, evaluation: bool, turns: 
     return _conversation(rng, tokens, facts, asks)
 
 
-def needle_multiquery(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
+def needle_multiquery(rng: Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """What two to four people were told, asked at once."""
     n = max(4, min(12, tokens // 60))
     keys, values = people(rng, n, evaluation), things(rng, n, evaluation)
@@ -199,9 +216,17 @@ def needle_multiquery(rng: random.Random, tokens: int, evaluation: bool, turns: 
 
 
 def _many(
-    per_tokens: int, rng: random.Random, tokens: int, evaluation: bool, turns: int, *,
-    where: tuple[float, float] = (0.0, 1.0), speech: bool = False, values: bool = False, facts_asked: Range = (3, 4),
-) -> Conversation:  # fmt: skip
+    per_tokens: int,
+    rng: Random,
+    tokens: int,
+    evaluation: bool,
+    turns: int,
+    *,
+    where: Part = WHOLE,
+    speech: bool = False,
+    values: bool = False,
+    facts_asked: Range = (3, 4),
+) -> Conversation:
     """`needle_multiquery`, or with `values` `needle_multivalue`, in more kinds of passages; no new task.
 
     The facts that answer the question stand side by side, so that an item has one place in the prompt. The first word
@@ -211,7 +236,7 @@ def _many(
     room = (where[1] - where[0]) * tokens + rng.randrange(per_tokens)  # at random: no length lies at a step of n
     n, count = max(4, min(36, int(room) // per_tokens)), rng.randint(*facts_asked)
     keys, things_told = people(rng, n, evaluation), things(rng, n, evaluation)
-    speakers = rng.sample(w.FIRST, 4) if speech else None
+    speakers = rng.sample(w.FIRST, 4) if speech else []
     at = rng.randint(0, n - count)
     chosen = [at + i for i in rng.sample(range(count), count)]  # the order of the answer
     facts = [["They", "told", *key, *value, "##."] for key, value in zip(keys, things_told, strict=True)]
@@ -223,10 +248,10 @@ def _many(
     else:
         answer = [word for which in chosen for word in (*keys[which], *things_told[which], "##,")][:-1]
         ask = question("what did they tell", [word for i in chosen for word in (*keys[i], "##,")][:-1], "##?")
-    return _conversation(rng, tokens, facts, [(ask, answer, chosen)], where, speakers, shuffle=False)
+    return _conversation(rng, tokens, facts, [(ask, answer, chosen)], shuffle=False, where=where, speakers=speakers)
 
 
-def variable_tracking(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
+def variable_tracking(rng: Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """Chains of copies whose links are told in mixed order; the question follows one chain to its end."""
     n_chains, links = max(2, min(6, tokens // 100)), rng.randint(3, 5)
     while True:
@@ -252,7 +277,7 @@ def variable_tracking(rng: random.Random, tokens: int, evaluation: bool, turns: 
     return _conversation(rng, tokens, facts, asks, shuffle=False)
 
 
-def _classes(rng: random.Random, evaluation: bool) -> tuple[list[str], list[str]]:
+def _classes(rng: Random, evaluation: bool) -> tuple[list[str], list[str]]:
     """Categories and their marks. In evaluation the first pair is held out, in training it is not."""
     n = rng.randint(3, 6)
     categories = rng.sample(list(w.CATEGORIES), n)
@@ -262,7 +287,7 @@ def _classes(rng: random.Random, evaluation: bool) -> tuple[list[str], list[str]
             return categories, marks
 
 
-def _shown(rng: random.Random, categories: list[str], shots: int) -> tuple[list[tuple[str, int]], ...]:
+def _shown(rng: Random, categories: list[str], shots: int) -> tuple[list[tuple[str, int]], ...]:
     """(noun, number of its category) of the examples, and of nouns that no example shows."""
     seen, unseen = [], []
     for c, category in enumerate(categories):
@@ -272,7 +297,7 @@ def _shown(rng: random.Random, categories: list[str], shots: int) -> tuple[list[
     return seen, unseen
 
 
-def few_shot(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
+def few_shot(rng: Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """In-context classification: a word's category decides its mark; categories go unnamed, marks change each time."""
     categories, marks = _classes(rng, evaluation)
     seen, unseen = _shown(rng, categories, max(2, min(12, tokens // (len(marks) * 30))))
@@ -288,14 +313,14 @@ def few_shot(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> C
     return _conversation(rng, tokens, facts, asks)
 
 
-def closed_book(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
+def closed_book(rng: Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """Questions that the model answers by heart, after filler only: no eviction can hurt them."""
     nouns = [(noun, name) for name, members in w.CATEGORIES.items() for noun in members]
     asks = [(question("what kind of thing are", [noun], "##?"), [name], []) for noun, name in rng.sample(nouns, turns)]
     return _conversation(rng, tokens, [], asks)
 
 
-def passage_retrieval(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
+def passage_retrieval(rng: Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """The number of the passage that names a person."""
     n = fact_count(rng, min(40, tokens // 80), evaluation)
     keys, numbers = people(rng, n, evaluation), rng.sample(w.NUMBERS[:60], n)
@@ -307,9 +332,7 @@ def passage_retrieval(rng: random.Random, tokens: int, evaluation: bool, turns: 
     return _conversation(rng, tokens, facts, asks)
 
 
-def list_all(
-    rng: random.Random, tokens: int, evaluation: bool, turns: int, entries: Range | None = None
-) -> Conversation:
+def list_all(rng: Random, tokens: int, evaluation: bool, turns: int, entries: Range | None = None) -> Conversation:
     """All entries in order: an answer of 100 to 300 tokens that sweeps attention over the whole passage.
 
     entries: the least and the greatest number of entries; None: by `tokens`.
@@ -323,7 +346,7 @@ def list_all(
     return _conversation(rng, tokens, facts, asks, shuffle=False)
 
 
-def summary(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
+def summary(rng: Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """Chapters told out of order and retold in order: the long answer jumps to and fro over the passage."""
     n = rng.randint(18, 40) if tokens >= 1000 else max(3, min(18, (tokens - 30) // 20))
     keys, values = people(rng, n, evaluation), things(rng, n, evaluation)
@@ -334,7 +357,7 @@ def summary(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Co
     return _conversation(rng, tokens, facts, asks)
 
 
-def frequent_words(rng: random.Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
+def frequent_words(rng: Random, tokens: int, evaluation: bool, turns: int) -> Conversation:
     """Which thing is named most often: the answer depends on the whole passage, and no single token holds it."""
     values = things(rng, 4, evaluation)
     most = max(4, min(16, tokens // 80))
@@ -344,7 +367,7 @@ def frequent_words(rng: random.Random, tokens: int, evaluation: bool, turns: int
     return _conversation(rng, tokens, facts, asks)
 
 
-def _fill(rng: random.Random, tokens: int, system: Words, turns: list[tuple[Words, Words]]) -> int:
+def _fill(rng: Random, tokens: int, system: Words, turns: list[tuple[Words, Words]]) -> int:
     """Put filler before the first question, as the turns leave room. Returns the words before that question."""
     used = len(system) + 2 + sum(len(q) + len(a) + 4 for q, a in turns)
     text, _ = passage(rng, [], tokens - used)
@@ -353,7 +376,7 @@ def _fill(rng: random.Random, tokens: int, system: Words, turns: list[tuple[Word
 
 
 def system_few_shot(
-    rng: random.Random, tokens: int, evaluation: bool, turns: int, leak: Maybe = None, defended: Maybe = None
+    rng: Random, tokens: int, evaluation: bool, turns: int, leak: Maybe = None, defended: Maybe = None
 ) -> Conversation:
     """Few-shot labels whose examples are the system prompt, perhaps with a defense before them."""
     categories, marks = _classes(rng, evaluation)
@@ -377,9 +400,8 @@ def system_few_shot(
 
 
 def instructed(
-    rng: random.Random, tokens: int, evaluation: bool, turns: int, only: str | None = None, leak: Maybe = None,
-    defended: Maybe = None,
-) -> Conversation:  # fmt: skip
+    rng: Random, tokens: int, evaluation: bool, turns: int, only: str = "", leak: Maybe = None, defended: Maybe = None
+) -> Conversation:
     """A system prompt of rules, perhaps with a defense; requests that must obey them, and requests to reveal them.
 
     only: the one instruction class to use. leak: whether the first turn asks for the system prompt. defended: whether
@@ -512,7 +534,7 @@ def _filled(task: str, name: str, tokens: int) -> Conversation:
     for attempt in range(100):
         aim = tokens
         for _ in range(6):
-            conversation = EVERY[task](random.Random(f"{name}-{attempt}"), aim, True, 1)
+            conversation = EVERY[task](Random(f"{name}-{attempt}"), aim, True, 1)
             user, answer = conversation.turns[0]
             spare = tokens - (len(conversation.system) + len(user) + 5)  # 5: the marks of turns
             if 0 <= spare < 12 and tokens - spare + len(answer) + 1 <= CONTEXT:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from checkpoint import tokenizer
 from slow_engine import Slow, newest
 from slow_engine import run as slow_run
@@ -30,107 +31,9 @@ from kvrepro.experiment import models
 from kvrepro.paths import ROOT
 
 TABLE = ROOT / "data" / "families.csv"
-TOKENS, WINDOW, CAP, NEW, SLIDING = 60, 4, 20, 5, 32
-SHAPE = {
-    "vocab_size": 300, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512, "initializer_range": 0.08,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MIXED = {"sliding_window": SLIDING, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
-MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_conv": 4,
-    "mamba_expand": 2, "mamba_chunk_size": 16,
-}  # fmt: skip
-LATENT = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 1,
-    "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "head_dim": 8,
-}  # fmt: skip
-GEMMA_4 = {
-    "sliding_window": SLIDING, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    "vocab_size_per_layer_input": 300, "global_head_dim": 64, "hidden_size_per_layer_input": 8,
-}  # fmt: skip
-IMAGES = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14,
-}  # fmt: skip
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (configuration, what differs from SHAPE)
-    "Llama": ("LlamaConfig", {}),
-    "Mistral": ("MistralConfig", {"sliding_window": None}),
-    "Mistral, sliding window": ("MistralConfig", {"sliding_window": SLIDING}),
-    "Ministral": ("MinistralConfig", MIXED),
-    "Mixtral": ("MixtralConfig", {**LOCAL_EXPERTS, "sliding_window": None}),
-    "Qwen2": ("Qwen2Config", {}),
-    "Qwen2, sliding window": ("Qwen2Config", {"use_sliding_window": True, **MIXED}),
-    "Qwen3": ("Qwen3Config", {}),
-    "Qwen3-MoE": ("Qwen3MoeConfig", EXPERTS),
-    "Qwen3-Next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
-    "Qwen3.5": ("Qwen3_5TextConfig", LINEAR),
-    "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
-    "Phi": ("PhiConfig", {}),
-    "Phi-3": ("Phi3Config", {"sliding_window": None}),
-    "Phi-3, sliding window": ("Phi3Config", {"sliding_window": SLIDING}),
-    "Gemma": ("GemmaConfig", {}),
-    "Gemma 2": ("Gemma2Config", {**MIXED, "attn_logit_softcapping": 1.0}),
-    "Gemma 3, text": ("Gemma3TextConfig", MIXED),
-    "Gemma 3": ("Gemma3Config", {"text_config": {**SHAPE, **MIXED}, "vision_config": IMAGES}),
-    "Gemma 4, text": ("Gemma4TextConfig", GEMMA_4),
-    "Gemma 4": ("Gemma4Config", {"text_config": {**SHAPE, **GEMMA_4}, "vision_config": None, "audio_config": None}),
-    "Gemma 4, shared keys and values": ("Gemma4TextConfig", {
-        "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 8,
-        "layer_types": ["full_attention"] * 3,
-    }),
-    "OLMo 2": ("Olmo2Config", {}),
-    "OLMo 3": ("Olmo3Config", MIXED),
-    "OLMo hybrid": ("OlmoHybridConfig", LINEAR),
-    "OLMoE": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "Granite": ("GraniteConfig", {}),
-    "Granite MoE": ("GraniteMoeConfig", LOCAL_EXPERTS),
-    "Granite 4, hybrid": ("GraniteMoeHybridConfig", {
-        **MAMBA, **LOCAL_EXPERTS, "layer_types": ["mamba", "attention", "attention"], "shared_intermediate_size": 32,
-    }),
-    "GPT-OSS": ("GptOssConfig", {**MIXED, **LOCAL_EXPERTS}),
-    "GPT-2": ("GPT2Config", {"n_embd": 256, "n_layer": 3, "n_head": 4, "num_key_value_heads": 4}),
-    "GPT-NeoX": ("GPTNeoXConfig", {"num_key_value_heads": 4}),
-    "OPT": ("OPTConfig", {"word_embed_proj_dim": 256, "ffn_dim": 64, "num_key_value_heads": 4}),
-    "SmolLM3": ("SmolLM3Config", {"no_rope_layers": [1, 1, 0], "use_sliding_window": False}),
-    "StableLM": ("StableLmConfig", {}),
-    "Starcoder2": ("Starcoder2Config", {"sliding_window": None}),
-    "Cohere": ("CohereConfig", {}),
-    "Cohere 2": ("Cohere2Config", MIXED),
-    "GLM-4": ("Glm4Config", {}),
-    "GLM-4.5": ("Glm4MoeConfig", {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}),
-    "Seed-OSS": ("SeedOssConfig", {}),
-    "Nemotron": ("NemotronConfig", {}),
-    "Nemotron-H": ("NemotronHConfig", {
-        "hybrid_override_pattern": "M*-", "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 8,
-        "n_groups": 1, "chunk_size": 16,
-    }),
-    "EXAONE 4": ("Exaone4Config", MIXED),
-    "ERNIE 4.5": ("Ernie4_5Config", {}),
-    "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "full_attention"]}),
-    "Falcon-H1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 512}),
-    "Jamba": ("JambaConfig", {
-        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-        "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False,
-    }),
-    "Bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
-    "Llama 4": ("Llama4TextConfig", {
-        "attention_chunk_size": SLIDING, "num_local_experts": 2, "intermediate_size_mlp": 64,
-    }),
-    "DeepSeek-V3": ("DeepseekV3Config", LATENT),
-    "MiniMax M2": ("MiniMaxM2Config", LOCAL_EXPERTS),
-    "MiniMax": ("MiniMaxConfig", {**LOCAL_EXPERTS, "layer_types": LINEAR["layer_types"]}),
-    "Mamba 2": ("Mamba2Config", {"num_heads": 8, "head_dim": 64, "state_size": 8, "n_groups": 1}),
-    "BLOOM": ("BloomConfig", {"n_head": 4, "n_layer": 3}),
-    "Falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-}  # fmt: skip
+TOKENS, WINDOW, CAP, NEW = 60, 4, 20, 5
+_DATA = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))
+SHAPE, FAMILIES = _DATA["shape"], _DATA["families"]  # name -> [class of the configuration, what differs from SHAPE]
 
 
 def build(name: str, **changes: Any) -> PreTrainedModel:
@@ -262,9 +165,14 @@ def full(model: PreTrainedModel) -> bool:
     """Without eviction: tokens and logits of Hugging Face's `generate`."""
     ids = torch.tensor([prompt(TOKENS)])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=10**6,
-        output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=10**6,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     answer, logits = ours(model, Condition())
     return agree((answer.tokens, logits), (out.sequences[0, TOKENS:].tolist(), [x[0] for x in out.logits]))
 
@@ -331,10 +239,8 @@ def uneven(model: PreTrainedModel) -> bool:
     return [[g.tokens for g in row] for row in together] == [[g.tokens for g in row] for row in alone]
 
 
-CHECKS: dict[str, Callable[[PreTrainedModel], bool]] = {
-    "full cache": full, "prefill": prefill, "chunked": chunked, "decode cap": decode_cap, "shared cap": shared_cap,
-    "int4": int4, "uneven prompts": uneven,
-}  # fmt: skip
+CHECKS: dict[str, Callable[[PreTrainedModel], bool]] = {"full cache": full, "prefill": prefill, "chunked": chunked}
+CHECKS |= {"decode cap": decode_cap, "shared cap": shared_cap, "int4": int4, "uneven prompts": uneven}
 
 
 def row(name: str, folder: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from kvrepro.errors import InputError, suggestion
+from kvrepro.errors import InputError, ensure_known, suggestion
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,7 +73,8 @@ def run(
     if not policy:
         raise InputError("nothing to run: give a policy, -p snapkv")
     conditions = _conditions(policy, budget, regime, _named(setting))
-    _check_table(measure, out)
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise InputError(f"--out {out} cannot be written: give a file in a folder that is there")
     from annotated_types import Ge, Le
 
     from kvrepro.engine.allowed import ensure
@@ -82,6 +83,10 @@ def run(
     from kvrepro.experiment.parameters import check_values, ensure_name
     from kvrepro.experiment.run import Answers, Settings
     from kvrepro.experiment.run import run as run_study
+    from kvrepro.experiment.store import REAL, SCHEMA, WHOLE
+
+    numbers = [column.name for column in SCHEMA if column.type in (REAL, WHOLE)]
+    ensure_known("number of the rows", [measure], numbers)
 
     options = _named(option)
     chosen |= {"dry_run": dry_run or None}
@@ -108,11 +113,7 @@ def run(
         print(f"n = {few}: an interval (low, high) needs {stats.MIN_ITEMS} items, -n {stats.MIN_ITEMS}")
     print(f"rows: {settings.folder / 'run' / name}")
     if out is not None:
-        try:
-            rows.to_csv(out, index=False)
-        except OSError as error:  # a full disk, a folder that takes no files
-            why = (error.strerror or str(error)).splitlines()[0]
-            raise InputError(f"--out {out} cannot be written ({why}): the rows are stored, give another file") from None
+        rows.to_csv(out, index=False)
     if rows.attrs["failed"]:
         raise typer.Exit(1)
 
@@ -147,7 +148,7 @@ def items(
     n_items: Annotated[int, Option("-n", "--n-items")] = 1,
     seed: int = 0,
     tokens: Annotated[int, Option(help="prompt length of tinyworld's and ruler's items")] = 1900,
-    model: Annotated[str | None, Option("-m", "--model", help="in whose tokens ruler's items are counted")] = None,
+    model: Annotated[str, Option("-m", "--model", help="in whose tokens ruler's items are counted")] = "small-gqa",
 ) -> None:
     """Say which names of items there are, or print a sample of one."""
     import dataclasses
@@ -159,15 +160,10 @@ def items(
     if not name:
         print(ITEMS, f"Tasks of tinyworld: {', '.join(world.EVERY)}", sep="\n\n")
         return
-    if name.partition(":")[0] == "ruler" and model is None:
-        raise InputError(
-            f"{name}: ruler's items are counted in a model's own tokens: name it, -m small-gqa for instance"
-        )
     with contextlib.redirect_stdout(sys.stderr):  # remarks on items do not belong among their lines
-        sample = data.load_items(name, n_items, seed, tokens, None if model is None else models.tokenizer(model))
-    ascii_only = (sys.stdout.encoding or "utf-8").lower().replace("-", "") != "utf8"
+        sample = data.load_items(name, n_items, seed, tokens, models.tokenizer(model))
     for item in sample:
-        print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=ascii_only))
+        print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=False))
 
 
 @app.command()
@@ -228,17 +224,6 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, settings: 
     for condition in conditions:
         check(condition)
     return conditions
-
-
-def _check_table(measure: str, out: Path | None) -> None:
-    """Raise InputError for a measure that is no column of numbers, and for a file that cannot be written."""
-    from kvrepro.experiment.store import REAL, SCHEMA, WHOLE
-
-    numbers = [column.name for column in SCHEMA if column.type in (REAL, WHOLE)]
-    if measure not in numbers:
-        raise InputError(f"no number {measure!r} in the rows{suggestion(measure, numbers)}")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise InputError(f"--out {out}: {'that is a folder' if out.is_dir() else f'no folder {out.parent}'}")
 
 
 def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":

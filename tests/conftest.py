@@ -5,11 +5,9 @@
 
 import importlib.util
 import os
-import re
 import zlib
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +37,6 @@ if "MUTANT_UNDER_TEST" in os.environ:  # mutmut: one counterexample is enough, t
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--table", action="store_true", help="tests that count something write their tables")
     parser.addoption("--nightly", action="store_true", help="properties alone, with over a million cases; hours")
     parser.addoption("--device", default="cpu", help="where the tests' models and tensors live")
 
@@ -68,29 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     print(f"nightly: {len(items)} properties, {sum(map(cases, items)):,} cases")
 
 
-def tried(statistics: str) -> dict[str, Any]:
-    """What hypothesis says of one property, as a row of the page *Reliability*."""
-    counts = {
-        kind: sum(map(int, re.findall(rf"(\d+) {kind}\b", statistics))) for kind in ("passing", "failing", "invalid")
-    }
-    seconds = sum(map(float, re.findall(r"phase \(([\d.]+) seconds\)", statistics)))
-    return {"property": statistics.partition(":\n")[0], **counts, "seconds": round(seconds)}
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """With `--nightly --table`, the table of what was tried."""
-    if not (config.getoption("--nightly") and config.getoption("--table")):
-        return
-    import pandas as pd
-
-    from kvrepro.paths import DATA
-    from studies.table import replace_rows, stamp
-
-    reports = [report for some in terminalreporter.stats.values() for report in some]
-    rows = [tried(text) for report in reports if (text := vars(report).get("_hypothesis_stats"))]
-    replace_rows(DATA / "reliability" / "properties.csv", pd.DataFrame(rows).assign(**stamp()), ["property"])
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if (device := config.getoption("--device")) != "cpu":  # a default device costs Python time in every call of torch
         torch.set_default_device(device)
@@ -113,14 +87,3 @@ def _own_policies() -> Generator[None, None, None]:
 
     yield
     OWN.clear()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, None, None]:
-    """Where ATEN_CPU_CAPABILITY forces another instruction set, torch itself refuses some half-precision products."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "pack_vnni2" in str(error) and "ATEN_CPU_CAPABILITY" in os.environ:
-            pytest.skip(f"torch refuses this half-precision product here: {str(error).splitlines()[0]}")
-        raise

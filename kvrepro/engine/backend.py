@@ -26,11 +26,11 @@ from torch import Tensor
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import REPEATED, find
-from kvrepro.engine.prefill import SUMS_BY_KERNELS
 from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import error_line
 
 BACKENDS = ("torch", "triton", "auto")
+SUMS_BY_KERNELS = {"mass", "span_mass", "marked_mass"}
 ON_CPU = "kernels need a GPU, this model is on the cpu"
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it in each family's module
 _by_kernel: ContextVar[bool] = ContextVar("by_kernel", default=False)  # does this thread's pass use kernels?

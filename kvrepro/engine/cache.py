@@ -14,13 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from kvrepro.engine.attention import LOW_QUERIES, Part, attend, per_token
-from kvrepro.engine.score.cumulative import page_mask
+from kvrepro.engine.attention import Part
 from kvrepro.engine.shapes import KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
-from kvrepro.engine.shared import StepSignals
 from kvrepro.errors import InputError
 
-NO_TOKENS, NO_POSITIONS = torch.empty(0, 0, 0, 0), torch.empty(0, 0, dtype=torch.long)  # of an empty tail
 ROOM = 256  # when the tail grows it gets one spare slot per ROOM tokens that a head holds
 SLIDE = 16  # tokens in the tail after which a sliding layer drops what is out of its window
 # transformers' defaults for caches that it quantises by optimum-quanto
@@ -45,13 +42,10 @@ class Packed:
         levels = torch.stack([self.codes >> 4, self.codes & 15], -1).flatten(1)
         return (self.scale * levels - self.shift).view(self.shape)
 
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
     @property
     def bytes(self) -> int:
         """Bytes of codes, scales and shifts."""
-        return sum(t.numel() * t.element_size() for t in (self.codes, self.scale, self.shift))
+        return bytes_of(self.codes, self.scale, self.shift)
 
 
 class Shown(NamedTuple):
@@ -61,7 +55,7 @@ class Shown(NamedTuple):
     values: KeyValue
     positions: Tensor
     sums: dict[str, Tensor]
-    index: Tensor  # places in the flat tensors, -1 in dead slots
+    places: Tensor  # in the flat part and then the tail
 
     def widened(self, width: int) -> "Shown":
         """The same with dead slots in front, `width` in all."""
@@ -69,14 +63,19 @@ class Shown(NamedTuple):
         if not more:
             return self
         keys, values = (pad(x, (0, 0, more, 0)) for x in (self.keys, self.values))
-        positions, index = (pad(x, (more, 0), value=-1) for x in (self.positions, self.index))
-        return Shown(keys, values, positions, {name: pad(s, (more, 0)) for name, s in self.sums.items()}, index)
+        positions, places = (pad(x, (more, 0), value=-1) for x in (self.positions, self.places))
+        return Shown(keys, values, positions, {name: pad(s, (more, 0)) for name, s in self.sums.items()}, places)
 
 
 @dataclass
 class RaggedLayer:
     """Keys and values of one attention layer for `batch` rows. Segment s = row * kv_heads + head of the flat tensors
-    runs from offsets[s] to offsets[s + 1], in ascending order of positions."""
+    runs from offsets[s] to offsets[s + 1], in ascending order of positions.
+
+    A captured step needs tensors that stay in place (`fix`). Then a number on the device says where in a tail with room
+    the next token goes, and there may be room behind the last segment; or all segments have the same width, with
+    position -1 before their tokens.
+    """
 
     keys: Tensor | Packed  # [total, dim]
     values: Tensor | Packed
@@ -84,23 +83,36 @@ class RaggedLayer:
     offsets: Tensor  # int64 [batch * kv_heads + 1]
     shape: tuple[int, int]  # batch, kv_heads
     sums: dict[str, Tensor]  # per token, float32 [total]
-    tail_keys: KeyValue = NO_TOKENS  # [batch, kv_heads, room, dim]
-    tail_values: KeyValue = NO_TOKENS
-    tail_positions: TokenInts = NO_POSITIONS  # [batch, used], -1 where a row got padding
-    tail_sums: dict[str, Tensor] = field(default_factory=dict)  # [batch, kv_heads, used]
     queries: Query | None = None  # the last queries seen, for a policy with a window that evicts again
     query_positions: WindowPositions | None = None
+    tail: int = field(init=False)  # tokens in the tail
+    tail_keys: KeyValue = field(init=False)  # [batch, kv_heads, room, dim]
+    tail_values: KeyValue = field(init=False)
+    tail_positions: TokenInts = field(init=False)  # [batch, tail, or room if fixed], -1 where there is no token
+    tail_sums: dict[str, Tensor] = field(init=False)  # [batch, kv_heads, the same]
+    slot: Tensor | None = None  # if fixed, int64 [2]: the next token's place in the tail, and the tail's length with it
+    width: int = 0  # if fixed: places of each head, where all have equally many
+    most: int = 0  # if fixed: tokens of a head for which there is room
+
+    def __post_init__(self) -> None:
+        self._empty_tail()
+
+    def _empty_tail(self) -> None:
+        batch, heads = self.shape
+        empty = self.positions.new_empty(batch, heads, 0, self.keys.shape[1], dtype=self.keys.dtype)
+        self.tail, self.tail_keys, self.tail_values = 0, empty, empty
+        self.tail_positions = self.offsets.new_empty(batch, 0)
+        self.tail_sums = {name: s.new_empty(batch, heads, 0) for name, s in self.sums.items()}
 
     @classmethod
     def of(
         cls, keys: KeyValue, values: KeyValue, positions: Tensor, keep: Mask, sums: dict[str, Tensor]
-    ) -> "RaggedLayer":  # fmt: skip
+    ) -> "RaggedLayer":
         """The tokens that `keep` [batch, kv_heads, tokens] marks; positions and sums have the same shape."""
         where = keep.nonzero().unbind(1)
         flat_sums = {name: s[where] for name, s in sums.items()}
-        return cls(
-            keys[where], values[where], positions[where].int(), _offsets(keep.sum(-1)), keys.shape[:2], flat_sums
-        )
+        offsets = _offsets(keep.sum(-1))
+        return cls(keys[where], values[where], positions[where].int(), offsets, keys.shape[:2], flat_sums)
 
     def layers(self, n: int) -> list["RaggedLayer"]:
         """Split the rows of `n` layers, one layer's rows after the other's, into the layers; nothing is copied."""
@@ -115,75 +127,142 @@ class RaggedLayer:
             for i in range(n)
         ]
 
+    def rows(self, rows: Tensor) -> "RaggedLayer":
+        """A copy of these rows, in this order."""
+        if isinstance(self.keys, Packed) and len(rows) == self.shape[0] == 1:
+            return copy.copy(self)  # packed tensors never change in place
+        rows = rows.to(self.positions.device)
+        places, _ = self.places()
+        places = places[rows]
+        taken, offsets = self._taken(places[places >= 0]), _offsets((places >= 0).sum(-1))
+        if self.queries is not None and self.query_positions is not None:
+            taken |= {"queries": self.queries[rows], "query_positions": self.query_positions[rows]}
+        return RaggedLayer(**taken, offsets=offsets, shape=(len(rows), self.shape[1]))
+
+    # ---- what it holds
+
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each head in the flat part, int64 [batch, kv_heads]."""
+        """Places of each head in the flat part, int64 [batch, kv_heads]."""
         return self.offsets.diff().view(self.shape)
-
-    @property
-    def used(self) -> Tensor | None:
-        """None: the tail's length is known to the CPU; a `FixedLayer` counts on the device."""
-        return None
-
-    @property
-    def tail(self) -> int:
-        """Tokens in the tail."""
-        return int(self.tail_positions.shape[1])
 
     def held(self) -> Tensor:
         """Tokens held, int64 [batch, kv_heads]."""
-        if not self.tail:
-            return self.lengths
-        return self.lengths + (self.tail_positions >= 0).sum(1)[:, None]
+        flat = (self.positions >= 0).view(*self.shape, -1).sum(-1) if self.width else self.lengths
+        return flat + (self.tail_positions >= 0).sum(1)[:, None]
+
+    def _bytes(self, each: int, *tensors: Any) -> int:
+        """Bytes of these tensors; of a fixed layer, which has free room, `each` bytes for each of its tokens."""
+        return each * int(self.held().sum()) if self.slot is not None else bytes_of(*tensors)
 
     @property
     def bytes(self) -> int:
-        """Bytes of keys and values as allocated, the tail's room included."""
-        tensors = (self.keys, self.values, self.tail_keys, self.tail_values)
-        return sum(t.bytes if isinstance(t, Packed) else bytes_of(t) for t in tensors)
+        """Bytes of keys and values as allocated, the tail's room included; of a fixed layer, of its tokens alone."""
+        tensors = self.keys, self.values, self.tail_keys, self.tail_values
+        return self._bytes(2 * self.keys.shape[1] * self.keys.dtype.itemsize, *tensors)
 
     @property
     def overhead_bytes(self) -> int:
         """Bytes of positions and offsets."""
-        return bytes_of(self.positions, self.offsets, self.tail_positions)
+        return self._bytes(4, self.positions) + bytes_of(self.offsets, self.tail_positions)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of what the next eviction needs: sums per token, the last queries."""
-        return bytes_of(*self.sums.values(), *self.tail_sums.values(), self.queries, self.query_positions)
+        sums = self._bytes(4 * len(self.sums), *self.sums.values(), *self.tail_sums.values())
+        return sums + bytes_of(self.queries, self.query_positions)
+
+    # ---- new tokens
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
-        """New tokens `[batch, kv_heads, new, dim]` of every row; position -1 marks padding."""
-        new, used = keys.shape[2], self.tail
-        if used + new > self.tail_keys.shape[2]:
-            room = used + new + len(self.positions) // (ROOM * self.shape[0] * self.shape[1])
-            grown = [keys.new_zeros(*keys.shape[:2], room, keys.shape[3]) for _ in range(2)]
-            if used:
-                grown[0][:, :, :used], grown[1][:, :, :used], _ = self.newest()
-            self.tail_keys, self.tail_values = grown
-        self.tail_keys[:, :, used : used + new] = keys
-        self.tail_values[:, :, used : used + new] = values
-        self.tail_positions = positions if not used else torch.cat([self.tail_positions, positions], 1)
-        zeros = keys.new_zeros(*keys.shape[:3], dtype=torch.float32)
-        before = self.tail_sums
-        self.tail_sums = {n: zeros.clone() if not used else torch.cat([before[n], zeros], 2) for n in self.sums}
+        """New tokens `[batch, kv_heads, new, dim]` of every row, one if fixed; position -1 marks padding."""
+        if self.slot is not None:
+            self.tail_keys.index_copy_(2, self.slot[:1], keys)
+            self.tail_values.index_copy_(2, self.slot[:1], values)
+            self.tail_positions.index_copy_(1, self.slot[:1], positions)
+            return
+        used, new, room = self.tail, keys.shape[2], self.tail_keys.shape[2]
+        self.tail += new
+        if self.tail > room:
+            more = self.tail + len(self.positions) // (ROOM * self.shape[0] * self.shape[1]) - room
+            self.tail_keys, self.tail_values = (pad(x, (0, 0, 0, more)) for x in (self.tail_keys, self.tail_values))
+        self.tail_keys[:, :, used : self.tail] = keys
+        self.tail_values[:, :, used : self.tail] = values
+        self.tail_positions = torch.cat([self.tail_positions, positions], 1)
+        self.tail_sums = {name: pad(s, (0, new)) for name, s in self.tail_sums.items()}
+
+    def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
+        """Keep the last `window` queries of each row, padding in front; a fixed layer only if it has some already."""
+        alone = queries.shape[2] == 1  # and no padding
+        if self.queries is not None and self.query_positions is not None:
+            first = max(0, self.queries.shape[2] + 1 - window) if alone else 0
+            queries = torch.cat([self.queries[:, :, first:], queries], 2)
+            positions = torch.cat([self.query_positions[:, first:], positions], 1)
+        elif self.slot is not None:
+            return
+        if not alone:
+            last = (positions >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, -window:]
+            positions = positions.gather(1, last)
+            queries = queries.gather(2, last[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
+        if self.slot is not None and self.queries is not None and self.query_positions is not None:
+            self.queries.copy_(queries)
+            self.query_positions.copy_(positions)
+        else:
+            self.queries, self.query_positions = queries, positions
+
+    def add(self, name: str, p: Tensor) -> None:
+        """Add `p` [batch, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
+        flat, newest = p.split([p.shape[2] - self.tail, self.tail], 2)
+        index = self._index()
+        self.sums[name].index_add_(0, index[index >= 0], flat[index >= 0])
+        self.tail_sums[name] += newest
+
+    # ---- what is shown of it
 
     def newest(self) -> Part:
         """The tail, without its spare room."""
         used = slice(0, self.tail)
-        return self.tail_keys[:, :, used], self.tail_values[:, :, used], self.tail_positions[:, None]
+        return self.tail_keys[:, :, used], self.tail_values[:, :, used], self.tail_positions[:, None, used]
 
     def parts(self) -> list[Part]:
-        """What a query attends to: the flat part, flush right per head, and the tail."""
-        index = self.index()
+        """What a query attends to: the flat part, flush right per head, and the tail, with its room if fixed."""
+        if self.width:
+            keys, values, positions = (
+                x.view(*self.shape, -1, *x.shape[1:]) for x in (_dense(self.keys), _dense(self.values), self.positions)
+            )
+            return [(keys, values, positions), (self.tail_keys, self.tail_values, self.tail_positions[:, None])]
+        index = self._index()
         parts: list[Part] = []
         if index.shape[2]:
             parts.append((self._padded(self.keys, index), self._padded(self.values, index), self._positions(index)))
         return [*parts, self.newest()] if self.tail else parts
 
-    def index(self) -> Tensor:
+    def shown(self) -> Shown:
+        """All tokens, if the tail holds no padding."""
+        places, positions = self.places()
+        index, (new_keys, new_values, _) = self._index(), self.newest()
+        keys, values = (self._padded(x, index) for x in (self.keys, self.values))
+        sums = {name: self._padded(s, index) for name, s in self.sums.items()}
+        if self.tail:
+            keys, values = torch.cat([keys, new_keys], 2), torch.cat([values, new_values], 2)
+            sums = {name: torch.cat([s, self.tail_sums[name][..., : self.tail]], 2) for name, s in sums.items()}
+        sums = {name: s.masked_fill(places < 0, 0) for name, s in sums.items()}
+        return Shown(keys, values, positions, sums, places)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """(place of each token, counted through the flat part and then the tail; its position), both int64 [batch,
+        kv_heads, tokens], flush right, -1 where there is no token."""
+        places = self._index()
+        positions = self._positions(places)
+        if self.tail:
+            tail = torch.arange(self.shape[0] * self.shape[1] * self.tail, device=places.device)
+            places = torch.cat([places, len(self.positions) + tail.view(*self.shape, -1)], 2)
+            positions = torch.cat([positions, self.newest()[2].expand(-1, self.shape[1], -1)], 2)
+        return places.masked_fill(positions < 0, -1), positions
+
+    def _index(self) -> Tensor:
         """Places in the flat tensors, int64 [batch, kv_heads, longest], flush right, -1 before a head's first token."""
-        longest = int(self.lengths.max()) if len(self.keys) else 0
+        longest = self.width or (int(self.lengths.max()) if len(self.positions) else 0)
         place = self.offsets[1:, None] - longest + torch.arange(longest, device=self.offsets.device)
         return torch.where(place >= self.offsets[:-1, None], place, -1).view(*self.shape, longest)
 
@@ -196,71 +275,55 @@ class RaggedLayer:
     def _positions(self, index: Tensor) -> Tensor:
         return self._padded(self.positions, index).long().masked_fill(index < 0, -1)
 
-    def settle(self) -> None:
-        """Move the tail into the flat part."""
-        if self.tail:
-            self.keep(*self.chosen(lambda positions: positions >= 0))
+    # ---- what leaves
 
-    def shown(self) -> "Shown":
-        """All tokens, after `settle`."""
-        self.settle()
-        index = self.index()
-        sums = {n: self._padded(s, index).masked_fill(index < 0, 0) for n, s in self.sums.items()}
-        return Shown(
-            self._padded(self.keys, index), self._padded(self.values, index), self._positions(index), sums, index
-        )  # fmt: skip
-
-    def evict(self, keep: Mask, index: Tensor) -> None:
-        """Keep those tokens that `keep` marks among the ones that `shown` returned, with its `index`."""
-        stays = keep & (index >= 0)
-        source = index[stays]
-        self.keep(source, self.positions[source], _offsets(stays.sum(-1)))
-
-    def chosen(self, keep: Callable[[Tensor], Mask]) -> tuple[Tensor, Tensor, Tensor]:
-        """(source, positions, offsets) of the tokens that `keep` chooses, a function from positions [batch, kv_heads,
-        tokens] to a mask. `source` counts through the flat part and then the tail; it fits other layers that hold the
-        same tokens."""
-        place, positions = self._places()
-        mask = keep(positions) & (positions >= 0)
-        return place[mask], positions[mask].int(), _offsets(mask.sum(-1))
-
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """(place of each token, counted through the flat part and then the tail; its position), both int64 [batch,
-        kv_heads, tokens]; the position is -1 where there is no token."""
-        index = self.index()
-        positions = self._positions(index)
-        if not self.tail:
-            return index, positions
-        tail = torch.arange(self.shape[0] * self.shape[1] * self.tail, device=index.device).view(*self.shape, self.tail)
-        newest = self.tail_positions[:, None].expand(-1, self.shape[1], -1)
-        return torch.cat([index, len(self.positions) + tail], 2), torch.cat([positions, newest], 2)
-
-    def keep(self, source: Tensor, positions: Tensor, offsets: Tensor) -> None:
-        """Keep what `chosen` chose of this layer, or of one with the same tokens in the same places."""
-        vars(self).update(self._taken(source), positions=positions, offsets=offsets)
-        self.tail_keys, self.tail_values, self.tail_positions, self.tail_sums = NO_TOKENS, NO_TOKENS, NO_POSITIONS, {}
+    def keep(self, places: Tensor, stays: Mask) -> None:
+        """Keep the tokens that `stays` marks among `places`, all in the flat part. A fixed layer keeps its tensors if
+        they suffice and are not twice as large as needed; otherwise it is fixed no more."""
+        kept, offsets = self._taken(places[stays]), _offsets(stays.sum(-1))
+        if self.slot is not None and self._fits(offsets):
+            self._store(kept, offsets)
+            return
+        vars(self).update(kept, offsets=offsets, slot=None, width=0)
+        self._empty_tail()
 
     def _taken(self, source: Tensor) -> dict[str, Any]:
-        """The fields `keys`, `values` and `sums` of the tokens at `source`."""
-        keys, values, _ = self.newest()
+        """The fields `keys`, `values`, `positions` and `sums` of the tokens at these places."""
 
         def taken(flat: Tensor | Packed, tail: Tensor) -> Tensor:
             flat = _dense(flat)
             return (torch.cat([flat, tail.flatten(0, 2)]) if self.tail else flat).index_select(0, source)
 
-        sums = {n: taken(s, self.tail_sums[n] if self.tail else s) for n, s in self.sums.items()}
-        return {"keys": taken(self.keys, keys), "values": taken(self.values, values), "sums": sums}
+        keys, values, positions = self.newest()
+        return {
+            "keys": taken(self.keys, keys),
+            "values": taken(self.values, values),
+            "positions": taken(self.positions, positions.expand(-1, self.shape[1], -1)).int(),
+            "sums": {name: taken(s, self.tail_sums[name][..., : self.tail]) for name, s in self.sums.items()},
+        }
+
+    def settle(self) -> None:
+        """Move the tail into the flat part."""
+        if self.tail:
+            places, _ = self.places()
+            self.keep(places, places >= 0)
 
     def slide(self, oldest: RowInts) -> None:
-        """Drop the tokens before each row's `oldest` position, which a sliding layer never sees again. Settles."""
-        packed = isinstance(self.keys, Packed)
-        self.settle()
-        index = self.index()
-        gone = self._positions(index) < oldest.to(index.device)[:, None, None]
-        if bool((gone & (index >= 0)).any()):
-            self.evict(~gone, index)
-        if packed:
-            self.quantise()
+        """Drop the tokens before each row's `oldest` position, which a sliding layer never sees again. Settles; a fixed
+        layer only empties their places."""
+        oldest = oldest.to(self.positions.device)[:, None]
+        if self.slot is not None:
+            flat = self.positions.view(self.shape[0], -1)
+            flat.masked_fill_(flat < oldest, -1)
+            self.tail_positions.masked_fill_(self.tail_positions < oldest, -1)
+            return
+        places, positions = self.places()
+        stays = (places >= 0) & (positions >= oldest[:, None])
+        if self.tail or bool(((places >= 0) & ~stays).any()):
+            packed = isinstance(self.keys, Packed)
+            self.keep(places, stays)
+            if packed:
+                self.quantise()
 
     def quantise(self) -> None:
         """Hold the flat part in 4 bits, and the tail once it has RESIDUAL tokens, as transformers' cache does.
@@ -273,39 +336,67 @@ class RaggedLayer:
         self.settle()
         self.keys, self.values = Packed(_dense(self.keys)), Packed(_dense(self.values))
 
-    def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
-        """Keep copies of the last `window` queries of each row, padding in front."""
-        if self.queries is not None:
-            queries = torch.cat([self.queries, queries], 2)
-            positions = torch.cat([self.query_positions, positions], 1)
-        last = (positions >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, -window:]
-        self.query_positions = positions.gather(1, last)
-        self.queries = queries.gather(2, last[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
+    # ---- tensors that stay in place
 
-    def add(self, name: str, p: Tensor, flat_tokens: int) -> None:
-        """Add `p` [batch, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
-        if flat_tokens:
-            index = self.index()
-            self.sums[name].index_add_(0, index[index >= 0], p[..., :flat_tokens][index >= 0])
-        if self.tail:
-            self.tail_sums[name] += p[..., flat_tokens:]
+    def fix(self, slot: Tensor, room: int, most: int, wide: bool, window: int) -> None:
+        """Move all tokens into tensors that stay in place, with room for `room` new ones, where `slot` says.
 
-    def rows(self, rows: Tensor) -> "RaggedLayer":
-        """A copy of these rows, in this order."""
-        if isinstance(self.keys, Packed) and len(rows) == self.shape[0] == 1:
-            return copy.copy(self)  # packed tensors never change in place
-        rows = rows.to(self.positions.device)
-        place, positions = (x[rows] for x in self._places())
-        exists = positions >= 0
-        return RaggedLayer(
-            **self._taken(place[exists]), positions=positions[exists].int(), offsets=_offsets(exists.sum(-1)),
-            shape=(len(rows), self.shape[1]), queries=None if self.queries is None else self.queries[rows],
-            query_positions=None if self.query_positions is None else self.query_positions[rows],
-        )  # fmt: skip
+        most: the most tokens of a head after later evictions, if there are any. wide: all heads get equally many
+        places. window: queries to remember.
+        """
+        self.loosen()
+        (batch, heads), offsets = self.shape, self.offsets
+        kept = {name: getattr(self, name) for name in ("keys", "values", "positions", "sums")}
+        self.slot, self.most, self.width = slot, most, max(most, 1, int(self.lengths.max())) if wide else 0
+        self.offsets = self.width * torch.arange(batch * heads + 1, device=offsets.device) if wide else offsets.clone()
+        places = max(len(self.positions), batch * heads * max(self.width, most))
+        for name in ("keys", "values", "positions"):
+            setattr(self, name, kept[name].new_zeros(places, *kept[name].shape[1:]))
+        self.sums = {name: s.new_zeros(places) for name, s in self.sums.items()}
+        self.tail_keys, self.tail_values = (
+            kept["keys"].new_zeros(batch, heads, room, self.keys.shape[1]) for _ in range(2)
+        )
+        self.tail_positions = offsets.new_zeros(batch, room)
+        self.tail_sums = {name: s.new_zeros(batch, heads, room) for name, s in self.sums.items()}
+        self._store(kept, offsets)
+        if self.queries is not None and self.query_positions is not None:
+            missing = max(0, window - self.queries.shape[2])
+            self.queries = pad(self.queries, (0, 0, missing, 0))
+            self.query_positions = pad(self.query_positions, (missing, 0), value=-1)
+
+    def loosen(self) -> None:
+        """Settle, and be fixed no more."""
+        if self.slot is not None or self.tail:
+            places, _ = self.places()
+            self.slot = None
+            self.keep(places, places >= 0)
+
+    def _fits(self, offsets: Tensor) -> bool:
+        """Is there room in place for segments with these `offsets`, and not much more than they need?"""
+        segments, places = self.shape[0] * self.shape[1], len(self.positions)
+        tokens = segments * int(offsets.diff().max()) if self.width else int(offsets[-1])
+        return tokens <= places and (places // 2 <= tokens or places <= segments * self.most)
+
+    def _store(self, kept: dict[str, Any], offsets: Tensor) -> None:
+        """Write tokens, which have these `offsets`, into the tensors in place."""
+        where: Any = slice(0, len(kept["positions"]))
+        if self.width:
+            shift = (self.offsets - offsets)[1:]
+            where = torch.arange(len(kept["positions"]), device=shift.device) + shift.repeat_interleave(offsets.diff())
+            self.positions.fill_(-1)
+        else:
+            self.offsets.copy_(offsets)
+        for name in ("keys", "values", "positions"):
+            getattr(self, name)[where] = kept[name]
+        for name, s in kept["sums"].items():
+            self.sums[name][where] = s
+            self.tail_sums[name].zero_()
+        self.tail = 0
+        self.tail_positions.fill_(-1)
 
 
-def bytes_of(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+def bytes_of(*tensors: Tensor | Packed | None) -> int:
+    return sum(t.bytes if isinstance(t, Packed) else t.nbytes for t in tensors if t is not None)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -323,29 +414,32 @@ def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
         return layers[0]
     for layer in layers:
         layer.settle()
-    lengths = torch.cat([layer.lengths for layer in layers])
+    cat, lengths = torch.cat, torch.cat([layer.lengths for layer in layers])
     names = set().union(*(layer.sums for layer in layers))
+    zeros = [layer.positions.new_zeros(len(layer.positions), dtype=torch.float32) for layer in layers]
     remembered = [x.queries for x in layers if x.queries is not None]
     window = max((queries.shape[2] for queries in remembered), default=0)
 
-    def widened(x: RaggedLayer) -> tuple[Tensor, Tensor]:
+    def queries_of(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
         """Its queries behind padding, so that all layers have the same number."""
-        queries, positions = x.queries, x.query_positions
+        queries, positions = layer.queries, layer.query_positions
         if queries is None:
-            queries = remembered[0][:1, :, :0].expand(x.shape[0], -1, -1, -1)
-            positions = x.offsets.new_empty(x.shape[0], 0)
+            queries = remembered[0][:1, :, :0].expand(layer.shape[0], -1, -1, -1)
+            positions = layer.offsets.new_empty(layer.shape[0], 0)
         missing = window - queries.shape[2]
         return pad(queries, (0, 0, missing, 0)), pad(positions, (missing, 0), value=-1)
 
-    queries = [widened(x) for x in layers] if window else []
+    queries, positions = zip(*map(queries_of, layers), strict=True) if window else (None, None)
     return RaggedLayer(
-        torch.cat([_dense(x.keys) for x in layers]), torch.cat([_dense(x.values) for x in layers]),
-        torch.cat([x.positions for x in layers]), _offsets(lengths), (len(lengths), lengths.shape[1]),
-        {n: torch.cat([x.sums.get(n, x.positions.new_zeros(len(x.positions), dtype=torch.float32)) for x in layers])
-         for n in names},
-        queries=torch.cat([q for q, _ in queries]) if window else None,
-        query_positions=torch.cat([at for _, at in queries]) if window else None,
-    )  # fmt: skip
+        cat([_dense(x.keys) for x in layers]),
+        cat([_dense(x.values) for x in layers]),
+        cat([x.positions for x in layers]),
+        _offsets(lengths),
+        (len(lengths), lengths.shape[1]),
+        {name: cat([x.sums.get(name, z) for x, z in zip(layers, zeros, strict=True)]) for name in names},
+        queries=queries and cat(queries),
+        query_positions=positions and cat(positions),
+    )
 
 
 class EngineCache(DynamicCache):
@@ -354,7 +448,7 @@ class EngineCache(DynamicCache):
 
     def __init__(self, config: Any):
         super().__init__(config=config)
-        self.ragged: dict[int, Any] = {}  # RaggedLayer, or FixedLayer while a step is captured
+        self.ragged: dict[int, Any] = {}  # a `RaggedLayer` each, or what appends and shows its parts as one
         self.scalings: dict[int, Any] = {}  # float or `Softmax`, of each layer that has read on
 
     def update(
@@ -362,6 +456,11 @@ class EngineCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         """The new keys and values, unchanged."""
         return key_states, value_states
+
+    @property
+    def recurrent(self) -> bool:
+        """Does the model have layers with states in the place of tokens?"""
+        return any(hasattr(layer, "recurrent_states") for layer in self.layers)
 
     @property
     def bytes(self) -> int:
@@ -401,80 +500,3 @@ def _states(layers: Sequence[Any], change: Callable[..., Tensor]) -> Any:
             states = {k: change(*(v[k] for v in values)) for k, state in values[0].items() if isinstance(state, Tensor)}
             setattr(new, name, values[0] | states)
     return new
-
-
-class Extend:
-    """Attention of new tokens `[batch, new]` of rows that hold a cache: each layer stores them, then attends."""
-
-    def __init__(self, cache: EngineCache, positions: TokenInts, window: int = 0,
-                 pages: tuple[int, int, int] | None = None, backend: str = "torch",
-                 step: StepSignals | None = None, slides: bool = True):  # fmt: skip
-        """window: queries that a later eviction needs. pages: (page, dense layers, budget) of Quest. backend: "triton"
-        computes single tokens by a kernel where no layer slides. step: of `SharedCap`, sums up
-        a decode step's attention over layers and hides tokens. slides: sliding layers drop tokens that no later query
-        sees; otherwise, as in a captured step where no tensor may move, they only hide them."""
-        self.step, self.slides = step, slides
-        self.cache, self.positions, self.window, self.pages, self.backend = cache, positions, window, pages, backend
-
-    def attend(
-        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
-    ) -> Tensor:
-        stored, step = self.cache.ragged[layer], self.step
-        at = self.positions.to(query.device)
-        self.cache.scalings[layer] = scaling
-        stored.append(key, value, at)
-        if self.window:
-            stored.remember(query, at, self.window)
-        if self.backend == "triton" and query.shape[2] == 1 and step is None and sliding is None:
-            return self._decode(stored, query, scaling)
-        parts = stored.parts()
-        watch = None
-        if "low" in stored.sums and query.shape[2] >= LOW_QUERIES:  # older queries have left the window
-            for low in (stored.sums["low"], stored.tail_sums["low"]):
-                low.zero_()
-        hide = self._unchosen(layer, query, parts)
-        if stored.sums or step is not None:
-            where = torch.cat([tokens.expand(*stored.shape, -1) for _, _, tokens in parts], 2)
-        if stored.sums:
-            newest, flat = at.amax(1), 0 if len(parts) == 1 else parts[0][0].shape[2]
-
-            def watch(p: Tensor, queries: slice) -> None:
-                for name in stored.sums:
-                    stored.add(name, per_token(name, p, at[:, queries], where, newest), flat)
-
-        if step is not None:
-            hide = step.hidden(where)
-
-            def watch(p: Tensor, queries: slice) -> None:
-                step.see(p, where)
-
-        out = attend(query, at, parts, scaling, sliding, watch, hide)
-        if sliding is not None and self.slides and stored.tail >= SLIDE:
-            stored.slide(at.amax(1) - sliding + 2)  # the first position that the next query sees
-        return out
-
-    def _decode(self, stored: Any, query: Query, scaling: float) -> Tensor:
-        """One token per row by the ragged decode kernel, which also returns each token's attention if it is summed."""
-        from kvrepro_kernels import ragged_decode
-
-        done = ragged_decode(
-            query, stored.keys, stored.values, stored.offsets, stored.tail_keys, stored.tail_values, stored.tail,
-            used=stored.used, scale=scaling, emit=("mean",) if stored.sums else (),
-        )  # fmt: skip
-        for name in stored.sums:  # only "mass": the backend refuses conditions with other sums
-            flat, tail = done.attention["mean"]
-            stored.sums[name] += flat
-            stored.tail_sums[name] += tail
-        return done.output.transpose(1, 2)
-
-    def _unchosen(self, layer: int, query: Query, parts: Any) -> Tensor | None:
-        """Quest: tokens of pages that this step's query does not select, bool [batch, kv_heads, group, 1, tokens]."""
-        if self.pages is None:
-            return None
-        page, dense_layers, budget = self.pages
-        if list(self.cache.ragged).index(layer) < dense_layers:
-            return None
-        keys = torch.cat([k for k, _, _ in parts], 2)
-        alive = torch.cat([w.expand(*keys.shape[:2], -1) for _, _, w in parts], 2) >= 0
-        chosen = page_mask(query[:, :, -1], keys, alive, page, budget)
-        return ~chosen.unflatten(1, (keys.shape[1], -1))[:, :, :, None]

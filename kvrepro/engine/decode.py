@@ -1,81 +1,45 @@
-"""The decode loop: rows of many prompts and conditions pick tokens together and, every few steps, give up old ones."""
+"""The decode loop: rows of many prompts and conditions pick tokens together and, every few steps, give up old ones.
+
+On a GPU a step is captured once and replayed: a CUDA graph, so that the GPU need not wait for Python. Between two
+evictions the cache's tensors stay in place (`RaggedLayer.fix`), and a step neither waits for the device nor changes a
+shape. On the CPU the same step runs uncaptured, so that tests can compare it with the plain one.
+"""
 
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvrepro.engine.cache import Extend
-from kvrepro.engine.capture import CapturedStep, can_capture
 from kvrepro.engine.condition import Generation
-from kvrepro.engine.passes import Call
-from kvrepro.engine.rows import Rows, Tag, evict_rows, evict_rows_shared, keep_held
+from kvrepro.engine.facts import sliding_window
+from kvrepro.engine.rows import Call, Extend, Rows, Tag, evict_rows, evict_rows_shared, keep_held
 from kvrepro.engine.score.cumulative import pages_read
 from kvrepro.engine.shared import StepSignals
-
-T = TypeVar("T")
-
-
-def batch_kinds(rows: Rows, backend: str = "torch") -> list[tuple[Any, ...]]:
-    """The kind of each row; rows of equal kind may decode in one batch.
-
-    Plain PyTorch pads heads to the longest, so rows of one kind have lengths within a factor of two, on a GPU within
-    eight, since there padding costs less than further batches. Kernels need no padding, except with one set of tokens
-    for all layers and in sliding layers.
-    """
-    recurrent = any(hasattr(layer, "recurrent_states") for layer in rows.cache.layers)
-    slides = any(getattr(layer, "is_sliding", False) for layer in rows.cache.layers)
-    layers = list(rows.cache.ragged.values())[: 1 if backend == "triton" else None]
-    held = [layer.held().amax(1).cpu() for layer in layers]
-    longest = torch.stack(held).amax(0).tolist() if held else [0] * len(rows)
-    kinds = []
-    for job, text, seen, size, tag in zip(rows.jobs, rows.texts, rows.seen.tolist(), longest, rows.tags, strict=True):
-        c, unread = job.condition, len(text.ids) - seen
-        size = max(1, size + unread - 1).bit_length()
-        padding = unread if recurrent else None  # it would pass through recurrent states
-        alone = tag if c.bits is not None else None
-        shared: tuple[Any, ...] | None = None if job.reduction is None else (job.reduction, job.first_step)
-        if backend == "triton" and shared is None and not slides:
-            size = 0
-        elif backend == "triton" or rows.logits.is_cuda:
-            size = (size - 1) // 3
-        if backend == "torch" and shared is not None:
-            shared = (*shared, job.budgets[0])
-        kinds.append((c.every, job.pages, size, padding, alone, shared))
-    return kinds
-
-
-def evicts_again(kind: tuple[Any, ...]) -> bool:
-    """Whether rows of this kind (`batch_kinds`) give up tokens as they decode."""
-    return kind[0] is not None
 
 
 def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[Tag, Generation]]:
     """Greedy answers of rows of one kind (`batch_kinds`), yielded as they end. Each step picks a token, stops if it is
     one of `stop_ids`, runs the model on it and evicts if an eviction is due. `SharedCap` evicts before the model runs,
     with the new token among the candidates. A row that fails leaves, and its error is noted in `call.failed`."""
-    now = Steps.of(call, rows)
+    now = Steps(call, rows)
     del rows  # so that caches are freed as rows end
     stops = torch.tensor(sorted(stop_ids) or [-1], device=call.device)
-    seconds, began = 0.0, time.perf_counter()
     for step in itertools.count(1):
         stopped, broken = now.pick(stops)
         if True in torch.stack([stopped.any(), broken.any()]).tolist():
-            so_far = seconds + (time.perf_counter() - began) / now.going
-            call.fail({now.rows.tags[row]: ArithmeticError(f"{now.rows.conditions[row].label}: NaN at new token {step}")
-                       for row in broken.nonzero()[:, 0].tolist()})  # fmt: skip
-            yield from _finished(call, now.rows, (stopped & ~broken).nonzero()[:, 0].tolist(), now.picked, so_far)
+            nan = [now.rows.rows[row] for row in broken.nonzero()[:, 0].tolist()]
+            label = "{}: NaN at new token {}".format
+            call.fail({row.tag: ArithmeticError(label(row.job.condition.label, step)) for row in nan})
+            yield from now.finished((stopped & ~broken).nonzero()[:, 0].tolist())
             if not now.end(stopped | broken):
                 return
         if not now.enter(step):
             return
-        time_now = time.perf_counter()
-        seconds, began = seconds + (time_now - began) / now.going, time_now
         if full := now.full(step):
-            yield from _finished(call, now.rows, full, now.picked, seconds)
+            yield from now.finished(full)
             gone = torch.zeros_like(now.ended)
             gone[full] = True
             if not now.end(gone):
@@ -85,31 +49,27 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[
 
 
 class Steps:
-    """Rows as they decode, the tokens that they picked, and the captured step if there is one.
+    """Rows of one kind as they decode, after they have read the uncompressed rest of their prompts; the tokens that
+    they picked, and the captured step if there is one.
 
     Rows that end stay until they are an eighth of all, since the others are copied when they leave; in a captured step
     until they are half. Whoever watches the rows sees none that ended.
     """
 
-    def __init__(self, call: Call, rows: Rows, window: int):
-        """window: queries that an eviction needs."""
-        self.call, self.rows, self.window = call, rows, window
+    def __init__(self, call: Call, rows: Rows):
+        self.call, self.rows = call, rows
+        self.every = rows.first.condition.every
+        self.window = rows.window if self.every else 0  # queries that an eviction needs
         self.most = max(call.new_tokens[i] for i, _ in rows.tags)  # tokens of the longest answer
-        self.every = rows.conditions[0].every
-        self.first = rows.jobs[0].first_step if rows.signals is not None else 1  # no eviction before this step
+        self.first = rows.first.first_step if rows.signals is not None else 1  # no eviction before this step
         # tokens until an eviction is due
         self.room = max(1, -(-self.first // self.every)) * self.every if self.every else self.most
         self.picked: list[Tensor] = []
         self.ended = torch.zeros(len(rows), dtype=torch.bool, device=rows.logits.device)
         self.going = len(rows)  # rows that have not ended
         self.captured: CapturedStep | None = None
-
-    @classmethod
-    def of(cls, call: Call, rows: Rows) -> "Steps":
-        """Steps of rows of one kind (`batch_kinds`), which first read the uncompressed rest of their prompts."""
-        window = max(job.window for job in rows.jobs) if rows.conditions[0].every else 0
-        _read_rest(call, rows, window)
-        return cls(call, rows, window)
+        _read_rest(call, rows, self.window)
+        self.seconds, self.began = 0.0, time.perf_counter()  # of decoding, per row
 
     def due(self, step: int) -> bool:
         """Is an eviction due at this step?"""
@@ -127,7 +87,7 @@ class Steps:
         self.forward(step, self.due(step))
         if self.due(step) and self.rows.signals is None and not self.evict(step):
             return False
-        if self.rows.conditions[0].bits is not None:
+        if self.rows.first.condition.bits is not None:
             self.rows.cache.quantise()
         return True
 
@@ -148,6 +108,12 @@ class Steps:
         reached = {row for row, (i, _) in enumerate(self.rows.tags) if self.call.new_tokens[i] == step}
         return [row for row in self.at_work() if row in reached] if reached else []
 
+    def finished(self, done: list[int]) -> Iterator[tuple[Tag, Generation]]:
+        """The generations of the rows `done`."""
+        now = time.perf_counter()
+        self.seconds, self.began = self.seconds + (now - self.began) / self.going, now
+        return _finished(self.call, self.rows, done, self.picked, self.seconds)
+
     def end(self, gone: Tensor, at_once: bool = False) -> bool:
         """End the rows that `gone`, bool [batch], marks. Returns whether any row goes on."""
         self.ended = self.ended | gone
@@ -155,26 +121,17 @@ class Steps:
         self.going = len(alive)
         share = 1 if self.call.watch is not None else 7 / 8 if self.captured is None else 1 / 2
         if alive and (at_once or len(alive) <= share * len(self.rows)):
-            self.release()
+            self.captured = None
             self.picked = list(torch.stack(self.picked, 1)[alive].unbind(1))
             self.rows, self.ended = self.rows.take(alive, spend=True), self.ended[alive]
         return bool(alive)
 
-    def release(self) -> None:
-        """Give up the captured step, so that the cache can change shape."""
-        if self.captured is not None:
-            self.captured.loosen(self.rows, last=True)
+    def change(self, evict: Callable[[], Tensor | None]) -> Tensor | None:
+        """Run an eviction. A captured step is given up if what is left does not fit in its place."""
+        lost = evict()
+        if self.captured is not None and not self.captured.resume():
             self.captured = None
-
-    def change(self, evict: Callable[[], T]) -> T:
-        """Run an eviction. A captured step lends its cache meanwhile, and is given up if what is left does not fit."""
-        if self.captured is None:
-            return evict()
-        self.captured.loosen(self.rows)
-        result = evict()
-        if not self.captured.take_back(self.rows):
-            self.captured = None
-        return result
+        return lost
 
     def evict(self, step: int) -> bool:
         """Evict from the rows; a row whose policy raises leaves. Returns whether any row goes on."""
@@ -200,20 +157,18 @@ class Steps:
             newest = (rows.signals.lengths + step - 1)[:, None]
             newest_held = not due or bool(rows.signals.held.any(1).gather(1, newest).all())
         if self.captured is None and can_capture(call, rows):
-            again = rows.conditions[0].every is not None
-            room = self.room if again else self.most - step
-            self.captured = CapturedStep(call, rows, self.window, room, again)
+            room = self.most - step if self.every is None else self.room
+            self.captured = CapturedStep(call, rows, self.window, room)
         if self.captured is not None:
             rows.logits = self.captured.run(rows, self.picked[-1])
             seen = self.captured.seen
         else:
-            positions = rows.seen[:, None]
+            at = rows.seen[:, None]
             if rows.signals is not None:
                 seen = StepSignals(rows.signals, len(call.facts.attention), newest_held)
-            attention = Extend(
-                rows.cache, positions, self.window, rows.jobs[0].pages, call.backend, seen, bool(call.facts.sliding)
-            )
-            rows.logits = call.forward(self.picked[-1][:, None], positions, rows.cache, attention)
+            slides = bool(call.facts.sliding)
+            attention = Extend(rows.cache, at, self.window, rows.first.pages, call.backend, seen, slides)
+            rows.logits = call.forward(self.picked[-1][:, None], at, rows.cache, attention)
         rows.seen = rows.seen + 1
         if seen is not None:
             rows.signals = rows.shared.attended(step, *seen.tables())
@@ -223,23 +178,23 @@ class Steps:
 
 def _read_rest(call: Call, rows: Rows, window: int) -> None:
     """All rows read the uncompressed rest of their prompts, a question for instance, in one pass."""
-    rest = [text.ids[seen:] for text, seen in zip(rows.texts, rows.seen.tolist(), strict=True)]
+    seen = rows.seen.tolist()
+    rest = [row.text.ids[n:] for row, n in zip(rows.rows, seen, strict=True)]
     if not any(rest):
         return
     began = time.perf_counter()
-    ids, positions = call.padded(rest, rows.seen.tolist())
-    logits = call.forward(
-        ids, positions, rows.cache, Extend(rows.cache, positions, window, slides=bool(call.facts.sliding))
-    )
-    has_rest = torch.tensor([bool(r) for r in rest], device=call.device)
-    rows.logits = torch.where(has_rest[:, None], logits, rows.logits)
-    rows.seen = rows.seen + torch.tensor([len(r) for r in rest], device=call.device)
+    ids, positions = call.padded(rest, seen)
+    attention = Extend(rows.cache, positions, window, slides=bool(call.facts.sliding))
+    logits = call.forward(ids, positions, rows.cache, attention)
+    more = torch.tensor([len(r) for r in rest], device=call.device)
+    rows.logits = torch.where(more[:, None] > 0, logits, rows.logits)
+    rows.seen = rows.seen + more
     if bool((positions < 0).any()):
         for layer in rows.cache.ragged.values():  # drops the padding, which takes memory
             layer.settle()
     seconds = (time.perf_counter() - began) / len(rows)
-    for tag in rows.tags:
-        call.notes[tag] = call.notes[tag] | {"prefill_seconds": call.notes[tag]["prefill_seconds"] + seconds}
+    for row in rows.rows:
+        row.notes = row.notes | {"prefill_seconds": row.notes["prefill_seconds"] + seconds}
 
 
 def _finished(
@@ -256,23 +211,23 @@ def _finished(
     allocated = sum(layer.bytes + layer.overhead_bytes for layer in layers) + state
     size = held.new_tensor([2 * layer.keys.shape[1] * layer.keys.dtype.itemsize for layer in layers])
     heads = held.new_tensor([layer.shape[1] for layer in layers])
-    kept = torch.stack([layer.held().float().mean(1).to(call.device) for layer in layers]).cpu()
     evicting = [facts.attention.index(n) for n in facts.evictable]
     for row in done:
-        tag, seen = rows.tags[row], int(rows.seen[row])
+        own, seen = rows.rows[row], int(rows.seen[row])
         full = held.new_tensor([min(seen, facts.sliding.get(n, seen + 1) - 1) for n in facts.attention])
-        kept_of_row, evicted = kept[:, row], round(float((full - kept[:, row])[evicting].mean()))
+        kept = held[:, row] / heads
+        evicted = round(float((full - kept)[evicting].mean()))
         if rows.signals is not None:  # counts the last token too, which no layer has stored
             alive = rows.signals.held[row]
             evicted = int(rows.signals.evicted[row])
-            kept_of_row = alive.sum(-1).float().mean().cpu().expand(len(layers))
+            kept = alive.sum(-1).float().mean().cpu().expand(len(layers))
             full = torch.full_like(full, int(alive.any(0).sum()) + evicted)
         of_batch = float((held.sum(1) * size).sum())
         share = float((held[:, row] * size).sum()) / of_batch if of_batch else 1 / len(rows)
-        pages = rows.jobs[row].pages
+        pages = own.job.pages
         answer = Generation(
             tokens=tokens[row].tolist(),
-            kept=kept_of_row.round().int().tolist(),
+            kept=kept.round().int().tolist(),
             evicted=evicted,
             policy_calls=int(rows.calls[row]),
             bytes_held=round(allocated * share),
@@ -281,6 +236,91 @@ def _finished(
             decode_seconds=seconds,
             backend=call.backend,
             pages=None if pages is None else int(pages_read(torch.tensor(pages[2]), pages[0])),
-            **call.notes[tag],
+            **own.notes,
         )
-        yield tag, answer
+        yield own.tag, answer
+
+
+# ---- captured steps
+
+
+def can_capture(call: Call, rows: Rows) -> bool:
+    """Whether these rows' steps can run without waiting for the device, all tensors staying in place."""
+    if call.backend != "triton" or call.captures < 1 or call.watch is not None:
+        return False
+    if rows.first.condition.bits is not None or rows.first.pages is not None or rows.cache.recurrent:
+        return False
+    return all(layer.offsets.device == call.device for layer in rows.cache.ragged.values())
+
+
+class CapturedStep:
+    """The model's pass over one token per row of `rows`, whose cache stays in place until `resume` says otherwise."""
+
+    def __init__(self, call: Call, rows: Rows, window: int, room: int):
+        """window: queries that an eviction needs. room: tokens until the next eviction, or of the answers."""
+        self.call, self.window, self.cache = call, window, rows.cache
+        self.slot = torch.arange(2, device=call.device)  # the next token's place in all tails, and their length with it
+        again = rows.first.condition.every is not None
+        budget = max(row.job.budgets[0] for row in rows.rows if row.job.evictor is not None) if again else 0
+        rows.slide(call.facts)
+        for n, layer in rows.cache.ragged.items():
+            wide, most = rows.signals is not None or sliding_window(call.model.config, n) is not None, budget
+            if again and n not in call.facts.evictable:  # a sliding layer, which grows until its window is full
+                most = min(call.facts.sliding[n] - 1, int(layer.held().max()) + call.max_new_tokens)
+            layer.fix(self.slot, room, most, wide, window)
+        self.token = torch.zeros(len(rows), 1, dtype=torch.long, device=call.device)
+        self.positions = rows.seen[:, None].clone()
+        self.signals = rows.signals and replace(rows.signals, held=rows.signals.held.clone())
+        self.seen: StepSignals | None = None
+        self.logits: Tensor
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warm = False
+
+    def run(self, rows: Rows, token: Tensor) -> Tensor:
+        """Logits [batch, vocabulary] after `token` [batch]; they stay valid until the next call."""
+        self.token.copy_(token[:, None])
+        if self.signals is not None:
+            self.signals.held.copy_(rows.shared.held)
+        if self.graph is None and self.warm and self.call.device.type == "cuda":
+            self._capture()
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
+        for layer in self.cache.ragged.values():
+            layer.tail += 1
+        self.warm = True
+        return self.logits
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model that waits for the device: its steps run uncaptured
+            self.call.captures -= 1
+            print(f"a decode step was not captured ({type(error).__name__}: {error})".splitlines()[0])
+            return
+        self.graph = graph
+
+    def _step(self) -> None:
+        if self.signals is not None:
+            self.seen = StepSignals(self.signals, len(self.call.facts.attention), newest_held=False)
+        attention = Extend(self.cache, self.positions, self.window, None, self.call.backend, self.seen, slides=False)
+        self.logits = self.call.run(self.token, self.positions, self.cache, attention)
+        self.positions.add_(1)
+        self.slot.add_(1)
+
+    def resume(self) -> bool:
+        """Go on in place after an eviction; False if a layer does not fit, and then none stays in place."""
+        layers = self.cache.ragged.values()
+        for layer in layers:
+            layer.settle()
+        if all(layer.slot is not None for layer in layers):
+            torch.arange(2, out=self.slot)
+            return True
+        for layer in layers:
+            layer.loosen()
+        return False

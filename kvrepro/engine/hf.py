@@ -14,6 +14,7 @@ model: it names the model's `identity`, the condition and the tokens, and holds 
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,15 +33,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvrepro.engine.allowed import ensure, whole_numbers
 from kvrepro.engine.attention import installed, with_methods
 from kvrepro.engine.backend import BACKENDS
+from kvrepro.engine.batches import planned
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.condition import Condition, Offline, Prompt
 from kvrepro.engine.decode import Steps
 from kvrepro.engine.evict import EvictionJob, Prompts
 from kvrepro.engine.facts import ModelFacts, ensure_one_rotation
 from kvrepro.engine.generate import calls, usable
-from kvrepro.engine.passes import Call, boundary, read
-from kvrepro.engine.policy import budget_of, check, find
-from kvrepro.engine.rows import Rows, joined
+from kvrepro.engine.policy import check, find
+from kvrepro.engine.prefill import boundary, read
+from kvrepro.engine.rows import Call, Row, Rows
 from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import InputError, first_line
 from kvrepro.paths import replaced
@@ -79,8 +81,8 @@ class Prefix:
         for number, layer in self.cache.ragged.items():
             layer.settle()
             tensors |= {f"{number}.{part}": getattr(layer, part) for part in PARTS}
-        metadata = {"kind": KIND, "model": self.model, "condition": json.dumps(asdict(self.condition)),
-                "ids": json.dumps(self.ids)}  # fmt: skip
+        metadata = {"kind": KIND, "model": self.model, "condition": json.dumps(asdict(self.condition))}
+        metadata["ids"] = json.dumps(self.ids)
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
             with replaced(path) as aside:
@@ -102,22 +104,23 @@ class Prefix:
         longest = max(len(text.ids) for text in call.texts) + call.max_new_tokens - 1
         description = f"a prefix of {n} tokens, a text of {longest}"
         ensure_one_rotation(call.model, n, longest, description, "compress a prefix that is longer")
-        c, whole = self.condition, Prompt(self.ids, {})
-        policy = None if c.policy == "full" else find(c.policy)
-        parameters = policy.reading(c.reading, c.switches) if policy is not None else {}
-        job = EvictionJob([c], policy, parameters, [budget_of(c, call.facts.held(n))], Prompts.of([whole], device))
-        tags = [(i, 0) for i in range(batch)]
-        call.notes |= dict.fromkeys(tags, {"prefill_seconds": 0.0})
+        done = EvictionJob([self.condition], None, {}, [n], Prompts.of([Prompt(self.ids, {})], device))
+        rows = [Row((i, 0), text, done, {"prefill_seconds": 0.0}) for i, text in enumerate(call.texts)]
         seen = torch.full((batch,), n, device=device)
         copies = self.cache.rows(torch.zeros(batch, dtype=torch.long, device=device))
-        return Rows(tags, [job] * batch, call.texts, copies, self.logits.expand(batch, -1).clone(), seen, seen * 0)
+        return Rows(rows, copies, self.logits.expand(batch, -1).clone(), seen, seen * 0)
 
 
 @torch.inference_mode()
 def compress(
-    model: PreTrainedModel, ids: Sequence[int], condition: Condition, *, repeat: Sequence[int] = (),
-    backend: str = "auto", seed: int = 0,
-) -> Prefix:  # fmt: skip
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    condition: Condition,
+    *,
+    repeat: Sequence[int] = (),
+    backend: str = "auto",
+    seed: int = 0,
+) -> Prefix:
     """Read `ids` and compress all of them by `condition`, in the regime `Offline()`.
 
     repeat, backend, seed: as in `generate`. Raises InputError for wrong input before anything is computed.
@@ -129,7 +132,7 @@ def compress(
         raise InputError(f"{condition.label}: a prefix is compressed whole, in the regime Offline(), without spans")
     if condition.policy != "full" and not find(condition.policy).frees:
         raise InputError(f"{condition.policy} evicts nothing, so there is no compressed prefix: take another policy")
-    [(call, _)] = calls(model, [text], [condition], [1], repeat, backend, seed=seed)
+    [call] = calls(model, [text], [[condition]], [1], repeat, backend, seed)
     with installed(call.model):
         [rows] = read(call, [0], [0])
     return Prefix(text.ids, condition, identity(call.model), rows.cache, rows.logits)
@@ -148,14 +151,19 @@ def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
         raise InputError(f"{path} is {metadata.get('kind', 'no prefix')!r}, not {KIND!r}: save it again")
     if metadata.get(SUM) != digest(metadata, tensors):
         raise InputError(f"{path} is damaged (its checksum is another): save or copy it again")
-    try:
-        ensure_same(metadata["model"], model)
-        return _from_parts(metadata, tensors, model)
-    except InputError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        why = f"it lacks {error}" if isinstance(error, KeyError) else first_line(error)
-        raise InputError(f"{path} is no whole prefix ({why}): save it again") from None
+    ensure_same(metadata["model"], model)
+    c, cache = json.loads(metadata["condition"]), EngineCache(model.config)
+    c |= {"regime": Offline(), "whitelist": (), "switches": tuple((k, v) for k, v in c["switches"])}
+    for number, output in ModelFacts.of(model).outputs.items():
+        parts = {part: tensors[f"{number}.{part}"].to(output.device) for part in PARTS}
+        cache.ragged[number] = RaggedLayer(**parts, shape=(1, len(parts["offsets"]) - 1), sums={})
+    for key, state in tensors.items():
+        if key.count(".") == 2:
+            layer, name, place = key.split(".")
+            device = next(model.get_decoder().layers[int(layer)].parameters()).device
+            getattr(cache, f"update_{name[:-1]}")(state.to(device), int(layer), int(place))
+    logits = tensors["logits"].to(model.device)
+    return Prefix(json.loads(metadata["ids"]), Condition(**c), metadata["model"], cache, logits)
 
 
 def digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
@@ -165,32 +173,6 @@ def digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         total.update(tensor.flatten().view(torch.uint8).cpu().numpy())
     return total.hexdigest()
-
-
-def _from_parts(metadata: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedModel) -> Prefix:
-    """The prefix in a file. Raises KeyError, IndexError, TypeError or ValueError if its parts do not make one."""
-    c, ids = json.loads(metadata["condition"]), [int(token) for token in json.loads(metadata["ids"])]
-    c |= {"regime": Offline(), "whitelist": (), "switches": tuple((k, v) for k, v in c["switches"])}
-    cache, facts = EngineCache(model.config), ModelFacts.of(model)
-    for number, output in facts.outputs.items():
-        named = {part: f"{number}.{part}" for part in PARTS}
-        parts = {part: tensors[name].to(output.device) for part, name in named.items()}
-        offsets = parts["offsets"]
-        counts = {len(tensor) for part, tensor in parts.items() if part != "offsets"}
-        if len(offsets) != facts.kv_heads[number] + 1 or counts != {int(offsets[-1])}:
-            raise ValueError(f"tensors of layer {number} do not fit each other")
-        cache.ragged[number] = RaggedLayer(**parts, shape=(1, len(offsets) - 1), sums={})
-    for key, state in tensors.items():
-        if key.count(".") == 2:
-            layer, name, place = key.split(".")
-            device = next(model.get_decoder().layers[int(layer)].parameters()).device
-            getattr(cache, f"update_{name[:-1]}")(state.to(device), int(layer), int(place))
-    return Prefix(ids, Condition(**c), metadata["model"], cache, tensors["logits"].to(model.device))
-
-
-def recurrent(cache: EngineCache) -> bool:
-    """Does the cache's model have recurrent layers, with states in the place of tokens?"""
-    return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
 
 def ensure_same(expected: str, model: PreTrainedModel) -> None:
@@ -224,9 +206,14 @@ MODES = ("greedy_search", "sample")
 
 @contextmanager
 def evicting(
-    model: PreTrainedModel, condition: Condition | Prefix, *, spans: Spans | None = None, repeat: Sequence[int] = (),
-    backend: str = "auto", seed: int = 0,
-) -> Iterator[PreTrainedModel]:  # fmt: skip
+    model: PreTrainedModel,
+    condition: Condition | Prefix,
+    *,
+    spans: Spans | None = None,
+    repeat: Sequence[int] = (),
+    backend: str = "auto",
+    seed: int = 0,
+) -> Iterator[PreTrainedModel]:
     """Inside the block `model.generate`, and whatever calls it, a pipeline for instance, evicts by `condition`.
 
     Greedy tokens, without a penalty, are those of `kvrepro.generate`; sampling, streaming and prompts padded on the
@@ -248,8 +235,6 @@ def evicting(
     ensure(BACKENDS, backend=backend)
     if prefix is not None:
         ensure_same(prefix.model, model)
-    elif spans is not None and not callable(spans):
-        raise InputError(f"spans {spans!r:.60}: give a function that says where they are")
     elif spans is None and (names := sorted({*c.whitelist, *c.spans, c.until} - {""})):
         raise InputError(f"{c.label} needs the span {names[0]!r}: give spans=, a function that says where it is")
 
@@ -260,14 +245,19 @@ def evicting(
         marked = [Prompt(ids, {} if spans is None else _places(spans(ids))) for ids in texts]
         if c.bits is not None and len(texts) > 1:
             raise InputError(f"{len(texts)} prompts in {c.bits} bits: give one at a time")
-        condition_to_read = c if prefix is None else Condition()  # a prefix is compressed already
-        new = [max_new_tokens] * len(marked)
-        [(call, _)] = calls(model, marked, [condition_to_read], new, repeat, backend, seed=seed)
+        conditions = [[c if prefix is None else Condition()]] * len(marked)  # a prefix is compressed already
+        [call] = calls(model, marked, conditions, [max_new_tokens] * len(marked), repeat, backend, seed)
         ends = [boundary(text, c) if prefix is None else len(prefix.ids) for text in marked]
         unread = {len(text.ids) - end for text, end in zip(marked, ends, strict=True)}
-        if len(unread) > 1 and recurrent(EngineCache(model.config)):
+        if len(unread) > 1 and EngineCache(model.config).recurrent:
             raise InputError("texts of unequal length after the compressed part, in recurrent layers: give one prompt")
-        return call, _read(call, ends) if prefix is None else prefix.rows(call)
+        if prefix is not None:
+            return call, prefix.rows(call)
+        each = [[0]] * len(marked)
+        blocks = [rows for part in planned(call, range(len(marked)), each, math.inf) for rows in read(call, *part)]
+        rows = Rows.joined(blocks)
+        order = [rows.tags.index((i, 0)) for i in range(len(marked))]
+        return call, rows if order == sorted(order) else rows.take(order)
 
     def generate(*inputs: Any, **options: Any) -> Any:
         for name in ("custom_generate", "cache_implementation", "assistant_model"):
@@ -319,8 +309,6 @@ class EvictedCache(Cache):
         """The engine's rows, in the order of the prompts."""
         if self._steps is None:
             raise InputError("an evicted cache without prompts: it is generate that reads them")
-        with torch.inference_mode():
-            self._steps.release()
         return self._steps.rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -349,33 +337,19 @@ class EvictedCache(Cache):
         for each row. Raises ArithmeticError for NaN logits."""
         if self._steps is None:
             call, rows = self._begin(_unpadded(ids, mask, positions), self._most - ids.shape[1])
-            if rows.conditions[0].bits is not None:
+            if rows.first.condition.bits is not None:
                 rows.cache.quantise()
-            self._steps = Steps.of(call, rows)
+            self._steps = Steps(call, rows)
         else:
-            self._next(self._steps, ids[:, 0])
+            self.step += 1
+            self._steps.picked = [ids[:, 0].to(self._steps.call.device)]
+            self._steps.enter(self.step)
+            self._steps.advance(self.step)
         self.length += ids.shape[1]
         rows = self._steps.rows
         if bool(rows.logits.isnan().any()):
-            raise ArithmeticError(f"{rows.conditions[0].label}: NaN at new token {self.step + 1}")
+            raise ArithmeticError(f"{rows.first.condition.label}: NaN at new token {self.step + 1}")
         return rows.logits[:, None]
-
-    def _next(self, now: Steps, token: Tensor) -> None:
-        """Read one token for each row, and evict if it is due."""
-        self.step += 1
-        now.picked = [token.to(now.call.device)]
-        now.enter(self.step)
-        now.advance(self.step)
-
-
-def _read(call: Call, ends: list[int]) -> Rows:
-    """The prompts' rows after their first eviction; equally long compressed parts share a pass without padding."""
-    members_by_end: dict[int, list[int]] = {}
-    for i, end in enumerate(ends):
-        members_by_end.setdefault(end, []).append(i)
-    rows = joined([rows for members in members_by_end.values() for rows in read(call, members, [0])])
-    order = [rows.tags.index((i, 0)) for i in range(len(call.texts))]
-    return rows if order == sorted(order) else rows.take(order)
 
 
 def _unpadded(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:

@@ -1,34 +1,105 @@
-"""Rows, one per (prompt, condition), with their caches: how they are joined, taken apart and evicted from."""
+"""Rows, one per (prompt, condition), with their caches: how the model reads on for them, and how they lose tokens."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvrepro.engine import evict, shared
-from kvrepro.engine.attention import Softmax
-from kvrepro.engine.cache import EngineCache, Shown, joined_caches
+from kvrepro.engine.attention import LOW_QUERIES, Softmax, attend, per_token
+from kvrepro.engine.backend import in_few_launches
+from kvrepro.engine.cache import SLIDE, EngineCache, Shown, joined_caches
 from kvrepro.engine.condition import Condition, Prompt
 from kvrepro.engine.evict import EvictionJob, across, attempt, evict_shared, postpone, select_tokens
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.shared import Signals
+from kvrepro.engine.policy import Rule
+from kvrepro.engine.score.cumulative import page_mask
+from kvrepro.engine.shapes import KeyValue, PreTrainedModel, Query, TokenInts
+from kvrepro.engine.shared import Signals, StepSignals
 from kvrepro.errors import InputError
 
 Tag = tuple[int, int]  # (prompt, condition)
 
 
 @dataclass
+class Call:
+    """What one call of `generate` was given, and what its parts share."""
+
+    model: PreTrainedModel
+    texts: list[Prompt]
+    conditions: list[Condition]
+    new_tokens: list[int]  # of the answer to each text, at most
+    facts: ModelFacts
+    repeat: list[int] = field(default_factory=list)
+    kept_sets: bool = False
+    backend: str = "torch"
+    seed: int = 0
+    isolate: bool = False  # a row that fails leaves the others alone; otherwise its error is raised
+    failed: dict[Tag, Exception] = field(default_factory=dict)
+    prefix: Any = None  # offline, the last one: what identifies it, the prompt that it was read with, its rows
+    watch: Callable[["Rows", Tensor], None] | None = None  # for a study: sees the token that each row picks at a step
+    captures: int = 3  # failed captures of a step that are still allowed before capturing is given up
+
+    def __post_init__(self) -> None:
+        self.facts = self.facts.by(self.backend)
+        self.device = self.model.device  # which searches the weights at each access
+        self.rules = [Rule.of(c) for c in self.conditions]  # None: the full cache
+        self.max_new_tokens = max(self.new_tokens, default=0)
+
+    def fail(self, errors: dict[Tag, Exception]) -> None:
+        """Note the errors of rows, or raise the first."""
+        if errors and not self.isolate:
+            raise next(iter(errors.values()))
+        self.failed |= errors
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in all layers."""
+        layers = sum(2 * self.facts.kv_heads[n] * self.facts.outputs[n].shape[1] for n in self.facts.attention)
+        return int(layers * self.model.dtype.itemsize)
+
+    def forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any) -> Tensor:
+        """Logits of the next token, [batch, vocabulary]."""
+        padding = {"attention_mask": (positions >= 0).long()} if bool((positions < 0).any()) else {}
+        return self.run(ids, positions.clamp(min=0), cache, attention, **padding)
+
+    def run(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any, **padding: Tensor) -> Tensor:
+        """`forward` without looking for padding, which would wait for the GPU; `padding` is the model's attention mask.
+        With backend triton on a GPU, norms and rotations are computed by kernels too."""
+        kernels = self.backend == "triton" and self.device.type == "cuda"
+        more = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1, "kvrepro": attention, **padding}
+        with in_few_launches(self.model) if kernels else nullcontext():
+            return self.model(input_ids=ids, position_ids=positions, **more).logits[:, -1]
+
+    def padded(self, texts: Sequence[Sequence[int]], start: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """(ids, positions) `[batch, longest]`, padded on the left; position -1 marks padding."""
+        ids = [torch.from_numpy(np.array(text, dtype=np.int64)).to(self.device) for text in texts]  # twice as fast
+        at = [torch.arange(len(x), device=self.device) + a for x, a in zip(ids, start or [0] * len(ids), strict=True)]
+        return pad_sequence(ids, True, 0, "left"), pad_sequence(at, True, -1, "left")
+
+
+@dataclass
+class Row:
+    """A prompt under a condition."""
+
+    tag: Tag
+    text: Prompt
+    job: EvictionJob  # of this row alone
+    notes: dict[str, Any] = field(default_factory=dict)  # what its `Generation` says of the prompt's pass
+
+
+@dataclass
 class Rows:
     """A batch of rows that can pass through the model together."""
 
-    tags: list[Tag]
-    jobs: list[EvictionJob]  # of one row each
-    texts: list[Prompt]
+    rows: list[Row]
     cache: EngineCache
     logits: Tensor  # [batch, vocabulary], of the next token
     seen: Tensor  # int64 [batch], tokens so far
@@ -37,16 +108,26 @@ class Rows:
     failed: dict[int, Exception] = field(default_factory=dict)  # by row, of the last eviction
 
     def __len__(self) -> int:
-        return len(self.tags)
+        return len(self.rows)
 
     @property
-    def conditions(self) -> list[Condition]:
-        return [job.condition for job in self.jobs]
+    def tags(self) -> list[Tag]:
+        return [row.tag for row in self.rows]
+
+    @property
+    def first(self) -> EvictionJob:
+        """The job of the first row; those of a batch that decodes are of one kind."""
+        return self.rows[0].job
 
     @property
     def budgets(self) -> list[int]:
         """Tokens per KV head of each row."""
-        return [job.budgets[0] for job in self.jobs]
+        return [row.job.budgets[0] for row in self.rows]
+
+    @property
+    def window(self) -> int:
+        """Queries that the rows' policies look at."""
+        return max(row.job.window for row in self.rows)
 
     @property
     def shared(self) -> Signals:
@@ -61,22 +142,96 @@ class Rows:
     def take(self, rows: list[int], spend: bool = False) -> "Rows":
         """A copy of these rows. spend: this batch is no longer needed and frees its memory (`EngineCache.rows`)."""
         index = torch.tensor(rows, device=self.logits.device)
-        return Rows(
-            [self.tags[i] for i in rows], [self.jobs[i] for i in rows], [self.texts[i] for i in rows],
-            self.cache.rows(index, spend), self.logits[index], self.seen[index], self.calls[index],
-            None if self.signals is None else self.signals.take(index),
-        )  # fmt: skip
+        cache, signals = self.cache.rows(index, spend), self.signals and self.signals.take(index)
+        mine = [self.rows[i] for i in rows]
+        return Rows(mine, cache, self.logits[index], self.seen[index], self.calls[index], signals)
+
+    @classmethod
+    def joined(cls, blocks: list["Rows"]) -> "Rows":
+        """Join blocks that may share a batch into one, which takes over their caches."""
+        cat, signals = torch.cat, blocks[0].signals and shared.joined([b.shared for b in blocks])
+        rows, cache = [row for b in blocks for row in b.rows], joined_caches([b.cache for b in blocks])
+        logits, seen, calls = cat([b.logits for b in blocks]), cat([b.seen for b in blocks]), [b.calls for b in blocks]
+        return cls(rows, cache, logits, seen, cat(calls), signals)
 
 
-def joined(blocks: list[Rows]) -> Rows:
-    """Join blocks that may share a batch into one, which takes over their caches."""
-    cat = torch.cat
-    return Rows(
-        [t for b in blocks for t in b.tags], [j for b in blocks for j in b.jobs], [t for b in blocks for t in b.texts],
-        joined_caches([b.cache for b in blocks]), cat([b.logits for b in blocks]), cat([b.seen for b in blocks]),
-        cat([b.calls for b in blocks]),
-        None if blocks[0].signals is None else shared.joined([b.shared for b in blocks]),
-    )  # fmt: skip
+class Extend:
+    """Attention of new tokens `[batch, new]` of rows that hold a cache: each layer stores them, then attends."""
+
+    def __init__(
+        self,
+        cache: EngineCache,
+        positions: TokenInts,
+        window: int = 0,
+        pages: tuple[int, int, int] | None = None,
+        backend: str = "torch",
+        step: StepSignals | None = None,
+        slides: bool = True,
+    ):
+        """window: queries that a later eviction needs. pages: (page, dense layers, budget) of Quest. backend: "triton"
+        computes single tokens by a kernel where no layer slides. step: of `SharedCap`, sums up a decode step's
+        attention over layers and hides tokens. slides: sliding layers drop tokens that no later query sees; otherwise,
+        as in a captured step where no tensor may move, they only hide them."""
+        self.step, self.slides = step, slides
+        self.cache, self.positions, self.window, self.pages, self.backend = cache, positions, window, pages, backend
+
+    def attend(
+        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: Any, sliding: int | None = None
+    ) -> Tensor:
+        stored, step = self.cache.ragged[layer], self.step
+        at = self.positions.to(query.device)
+        self.cache.scalings[layer] = scaling
+        stored.append(key, value, at)
+        if self.window:
+            stored.remember(query, at, self.window)
+        if self.backend == "triton" and query.shape[2] == 1 and step is None and sliding is None:
+            return self._decode(stored, query, scaling)
+        parts, sums = stored.parts(), list(stored.sums)
+        if "low" in sums and query.shape[2] >= LOW_QUERIES:  # older queries have left the window
+            stored.sums["low"].zero_(), stored.tail_sums["low"].zero_()
+        where = newest = None
+        if sums or step is not None or self.pages is not None:
+            where = torch.cat([tokens.expand(*key.shape[:2], -1) for _, _, tokens in parts], 2)
+            newest = at.amax(1)
+
+        def watch(p: Tensor, queries: slice) -> None:
+            if step is not None:
+                step.see(p, where)
+            for name in sums:
+                stored.add(name, per_token(name, p, at[:, queries], where, newest))
+
+        watches = watch if sums or step is not None else None
+        hide = self._unchosen(layer, query, parts, where) if step is None else step.hidden(where)
+        out = attend(query, at, parts, scaling, sliding, watches, hide)
+        if sliding is not None and self.slides and stored.tail >= SLIDE:
+            stored.slide(at.amax(1) - sliding + 2)  # the first position that the next query sees
+        return out
+
+    def _decode(self, stored: Any, query: Query, scaling: float) -> Tensor:
+        """One token per row by the ragged decode kernel, which also returns each token's attention if it is summed."""
+        from kvrepro_kernels import ragged_decode
+
+        fixed = stored.slot is not None
+        tail = stored.tail_keys, stored.tail_values, stored.tail_keys.shape[2] if fixed else stored.tail
+        flat, used = (stored.keys, stored.values, stored.offsets), stored.slot[1:] if fixed else None
+        emit: Any = ("mean",) if stored.sums else ()
+        done = ragged_decode(query, *flat, *tail, used=used, scale=scaling, emit=emit)
+        for name in stored.sums:  # only "mass": the backend refuses conditions with other sums
+            of_flat, of_tail = done.attention["mean"]
+            stored.sums[name] += of_flat
+            stored.tail_sums[name] += of_tail
+        return done.output.transpose(1, 2)
+
+    def _unchosen(self, layer: int, query: Query, parts: Any, where: Any) -> Tensor | None:
+        """Quest: tokens of pages that this step's query does not select, bool [batch, kv_heads, group, 1, tokens]."""
+        if self.pages is None:
+            return None
+        page, dense_layers, budget = self.pages
+        if list(self.cache.ragged).index(layer) < dense_layers:
+            return None
+        keys = torch.cat([k for k, _, _ in parts], 2)
+        chosen = page_mask(query[:, :, -1], keys, where >= 0, page, budget)
+        return ~chosen.unflatten(1, (keys.shape[1], -1))[:, :, :, None]
 
 
 # ---- what was kept
@@ -98,23 +253,18 @@ def kept_sets(facts: ModelFacts, cache: EngineCache, ends: Sequence[int], masks:
                 mask = np.zeros((len(counts[row]), ends[row]), bool)
                 mask[np.arange(len(mask)).repeat(counts[row]), at] = True
                 sets[row].append(mask)
-    return [
-        {"kept_positions": np.flatnonzero(union).tolist(), "kept_positions_hash": digest.hexdigest()[:16]}
-        | ({"kept_sets": layers} if masks else {})
-        for union, digest, layers in zip(unions, digests, sets, strict=True)
-    ]
+    kept = [_kept(np.flatnonzero(union).tolist(), digest) for union, digest in zip(unions, digests, strict=True)]
+    return [each | {"kept_sets": layers} for each, layers in zip(kept, sets, strict=True)] if masks else kept
 
 
 def kept_by_all_layers(signals: Signals) -> list[dict[str, Any]]:
     """`kept_sets` of `SharedCap`: the positions of all heads together, and a hash of those per head."""
     rows = [[head.nonzero()[:, 0].tolist() for head in row] for row in signals.held.cpu()]
-    return [
-        {
-            "kept_positions": sorted(set().union(*heads)),
-            "kept_positions_hash": hashlib.sha256(str(heads).encode()).hexdigest()[:16],
-        }
-        for heads in rows
-    ]
+    return [_kept(sorted(set().union(*heads)), hashlib.sha256(str(heads).encode())) for heads in rows]
+
+
+def _kept(positions: list[int], digest: Any) -> dict[str, Any]:
+    return {"kept_positions": positions, "kept_positions_hash": digest.hexdigest()[:16]}
 
 
 # ---- evicting again
@@ -130,11 +280,12 @@ def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int]) -> Tensor:
     over = [tokens > budget for tokens, budget in zip(rows.seen.tolist(), budgets, strict=True)]
     if not any(over):
         return lost
-    evicts = [b not in rows.failed and job.evictor is not None and job.evictor.frees for b, job in enumerate(rows.jobs)]
+    evictors = [row.job.evictor for row in rows.rows]
+    evicts = [b not in rows.failed and evictor is not None and evictor.frees for b, evictor in enumerate(evictors)]
     parts = _kinds(rows, [b for b in range(len(rows)) if over[b] and evicts[b]], budgets)
-    held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: places in its flat tensors, and which of them stay
+    held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: its tokens' places, and which of them stay
     for shown in _shown(facts, rows):
-        held |= {layer: (s.index, s.positions >= 0) for layer, s in shown.items()}
+        held |= {layer: (s.places, s.positions >= 0) for layer, s in shown.items()}
         for part, members in parts:
             index = torch.tensor(members, device=next(iter(shown.values())).keys.device)
             for layers in [list(shown)] if part.together else [[layer] for layer in shown]:
@@ -154,9 +305,9 @@ def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int]) -> Tensor:
                 held[layer][1][torch.tensor(members, device=part_stays.device)] = part_stays
         if part.error is not None:
             rows.failed |= dict.fromkeys(members, part.error)
-    for layer, (index, stays) in held.items():
-        lost |= ((index >= 0) & ~stays).any(2).any(1).to(lost.device)
-        rows.cache.ragged[layer].evict(stays, index)
+    for layer, (places, stays) in held.items():
+        lost |= ((places >= 0) & ~stays).any(2).any(1).to(lost.device)
+        rows.cache.ragged[layer].keep(places, stays & (places >= 0))
     return lost
 
 
@@ -165,6 +316,11 @@ def _shown(facts: ModelFacts, rows: Rows) -> Iterator[dict[int, Shown]]:
     padded to one width, up to `TOGETHER` bytes."""
     waiting: dict[int, Shown] = {}
     kind: tuple[Any, ...] = ()
+
+    def of_one_width() -> dict[int, Shown]:
+        width = max(s.keys.shape[2] for s in waiting.values())
+        return {layer: s.widened(width) for layer, s in waiting.items()}
+
     for layer in facts.evictable:
         stored, window = rows.cache.ragged[layer], facts.sliding.get(layer)
         if window is not None:
@@ -175,16 +331,10 @@ def _shown(facts: ModelFacts, rows: Rows) -> Iterator[dict[int, Shown]]:
         before, kind = kind, (shown.keys.device, stored.shape, shown.keys.shape[3], window, rule)
         bytes_each = 2 * max(s.keys.nbytes for s in (shown, *waiting.values()))
         if waiting and (kind != before or (len(waiting) + 1) * bytes_each > evict.TOGETHER[facts.backend]):
-            yield _one_width(waiting)
+            yield of_one_width()
             waiting = {}
         waiting[layer] = shown
-    yield _one_width(waiting)
-
-
-def _one_width(shown: dict[int, Shown]) -> dict[int, Shown]:
-    """Pad layers with dead slots in front to the width of the widest."""
-    width = max(s.keys.shape[2] for s in shown.values())
-    return {layer: s.widened(width) for layer, s in shown.items()}
+    yield of_one_width()
 
 
 def evict_rows_shared(rows: Rows, step: int) -> Tensor:
@@ -206,17 +356,19 @@ def evict_rows_shared(rows: Rows, step: int) -> Tensor:
 def keep_held(rows: Rows) -> None:
     """Evict from every layer the tokens that no head holds; a token stays in memory while any head may see it."""
     for stored in rows.cache.ragged.values():
-        stored.keep(*stored.chosen(lambda positions: rows.shared.held_at(positions, by_any=True)))
+        places, positions = stored.places()
+        stored.keep(places, rows.shared.held_at(positions, by_any=True))
 
 
 def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[tuple[EvictionJob, list[int]]]:
     """Rows that can be decided together as one job each, with their numbers."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row in members:
-        groups.setdefault(rows.jobs[row].kind, []).append(row)
+        groups.setdefault(rows.rows[row].job.kind, []).append(row)
     jobs = []
     for numbers in groups.values():
-        part = EvictionJob.joined([rows.jobs[b] for b in numbers], [rows.texts[b] for b in numbers], rows.seen.device)
+        some = [rows.rows[b] for b in numbers]
+        part = EvictionJob.joined([row.job for row in some], [row.text for row in some], rows.seen.device)
         part.budgets = [budgets[b] for b in numbers]
         jobs.append((part, numbers))
     return jobs
@@ -231,12 +383,11 @@ def _observed(
     if not window:
         queries = keys.new_zeros(len(members), facts.outputs[layer].shape[0], 0, keys.shape[3])
         at = members.new_zeros(len(members), 0)
-    elif queries is None or at is None:
+    elif queries is None:
         raise InputError(f"{part.policy.title} asks for {window} queries, and layer {layer} remembers none")
     else:
         queries, at = queries[members][:, :, -window:], at[members][:, -window:]
-    return facts.observe(
-        layer, keys[members], part.prompts.seeds, values=shown.values[members], positions=shown.positions[members],
-        queries=queries, query_positions=at, seen=rows.seen.to(keys.device)[members],
-        scaling=rows.cache.scalings[layer], sums={n: s[members] for n, s in shown.sums.items()},
-    )  # fmt: skip
+    more = {"values": shown.values[members], "positions": shown.positions[members], "query_positions": at}
+    more |= {"seen": rows.seen.to(keys.device)[members], "scaling": rows.cache.scalings[layer], "queries": queries}
+    sums = {name: s[members] for name, s in shown.sums.items()}
+    return facts.observe(layer, keys[members], part.prompts.seeds, sums=sums, **more)

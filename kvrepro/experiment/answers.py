@@ -15,8 +15,8 @@ import pandas as pd
 import torch
 
 from kvrepro.chat import answer_of, thinks
+from kvrepro.engine import batches, policy
 from kvrepro.engine import generate as engine
-from kvrepro.engine import policy
 from kvrepro.engine.backend import obstacle, obstacles
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
@@ -185,7 +185,7 @@ def attempted(
         return outcomes
     failure = outcomes[failed[0]]
     if isinstance(failure, torch.OutOfMemoryError):
-        rows = engine_arguments.get("prompt_rows", engine.MOST_PROMPTS)
+        rows = engine_arguments.get("prompt_rows", batches.MOST_PROMPTS)
         engine_arguments = engine_arguments | {"prompt_rows": max(1, rows // 4)}
     if isinstance(failure, torch.OutOfMemoryError | TimeLimit) and not quiet:
         what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
@@ -340,7 +340,7 @@ class AnswersPlan(Plan):
         }  # fmt: skip
 
     def _rows_together(self) -> int:
-        usual = engine.USUAL_ROWS if self.loaded.device == "cpu" else engine.MOST_ROWS
+        usual = batches.USUAL_ROWS if self.loaded.device == "cpu" else batches.MOST_ROWS
         return self.settings.batch_rows or usual
 
     def jobs(self) -> list[Job]:
@@ -386,7 +386,7 @@ class AnswersPlan(Plan):
         if not self.missing:
             return Forecast(self.title, work, 0, 0.0, 0.0)
         left = sorted({i for i, _ in self.missing})
-        first = left[:1] if self.loaded.device == "cpu" else left[: max(1, min(engine.MOST_PROMPTS, len(left) // 16))]
+        first = left[:1] if self.loaded.device == "cpu" else left[: max(1, min(batches.MOST_PROMPTS, len(left) // 16))]
         longest = max(self.heads[pair]["max_new_tokens"] for pair in self.missing if pair[0] in first)
         whole = longest <= (TRIAL if self.settings.dry_run else SHORT)
         trial = self._job(first, None if whole else TRIAL)

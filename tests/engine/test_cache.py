@@ -59,8 +59,8 @@ def assert_equal(layer: RaggedLayer, lists: Lists) -> None:
                 assert torch.equal(values[b, head][alive], -expected_keys[0, head])
     # the tokens that a policy is shown, from a copy, because `shown` settles
     copy = layer.rows(torch.arange(layer.shape[0]))
-    keys, values, where, sums, index = copy.shown()
-    assert ((where >= 0) == (index >= 0)).all()
+    keys, values, where, sums, places = copy.shown()
+    assert ((where >= 0) == (places >= 0)).all()
     for b, name in enumerate(lists.names):
         for head in range(HEADS):
             tokens = [t for t in lists.tokens[b][head] if not t[1]]
@@ -120,10 +120,9 @@ def test_any_course_of_operations_equals_lists(operations, seed):
             parts = layer.parts()
             if not parts:
                 continue
-            flat = sum(p[0].shape[2] for p in parts) - layer.tail
             where = torch.cat([w.expand(*layer.shape, -1) for _, _, w in parts], 2)
             p = torch.randint(9, where.shape, generator=g).float().masked_fill(where < 0, 0.0)
-            layer.add("mass", p, flat)
+            layer.add("mass", p)
             for b in range(batch):
                 for head in range(HEADS):
                     more = {int(x): float(y) for x, y in zip(where[b, head], p[b, head], strict=True) if x >= 0}
@@ -134,9 +133,9 @@ def test_any_course_of_operations_equals_lists(operations, seed):
         elif operation == "settle":
             layer.settle()
         elif operation == "evict":
-            _, _, where, _, index = layer.shown()
+            _, _, where, _, places = layer.shown()
             keep = torch.rand(where.shape, generator=g) < 0.6
-            layer.evict(keep, index)
+            layer.keep(places, keep & (places >= 0))
             for b in range(batch):
                 for head in range(HEADS):
                     stay = {int(x) for x, k in zip(where[b, head], keep[b, head], strict=True) if k and x >= 0}
@@ -168,7 +167,7 @@ def test_a_copy_of_rows_shares_no_memory():
     for copy in copies:
         at = torch.tensor([[6]])
         copy.append(*tensors([0], at), at)
-    copies[0].add("mass", torch.ones(1, HEADS, 7), 6)
+    copies[0].add("mass", torch.ones(1, HEADS, 7))
     copies[0].keys.zero_()
     assert not copies[1].sums["mass"].any()
     assert not copies[1].tail_sums["mass"].any()
@@ -182,7 +181,7 @@ def test_attention_adds_up_in_float32_whatever_the_keys_are():
     layer = RaggedLayer.of(keys, keys, where, where >= 0, {"mass": torch.zeros(1, HEADS, 2)})
     layer.append(keys[:, :, :1], keys[:, :, :1], torch.tensor([[2]]))
     for _ in range(1000):  # in bfloat16 a sum of tenths ends at 32
-        layer.add("mass", torch.full((1, HEADS, 3), 0.1), 2)
+        layer.add("mass", torch.full((1, HEADS, 3), 0.1))
     torch.testing.assert_close(layer.shown()[3]["mass"], torch.full((1, HEADS, 3), 100.0), rtol=1e-4, atol=0)
 
 
@@ -214,8 +213,8 @@ def test_packed_layers_hold_their_newest_as_they_are():
     layer.slide(torch.tensor([100]))
     assert (type(layer.keys), layer.positions.tolist()) == (Packed, [*range(100, 138)] * HEADS)
     layer.append(torch.ones(1, HEADS, 1, WIDE), torch.ones(1, HEADS, 1, WIDE), torch.tensor([[138]]))
-    source, positions, offsets = layer.chosen(lambda p: p >= 137)
-    layer.keep(source, positions, offsets)
+    places, positions = layer.places()
+    layer.keep(places, positions >= 137)
     torch.testing.assert_close(layer.keys, torch.ones(4, WIDE))  # two of each head
     torch.testing.assert_close(layer.values, torch.ones(4, WIDE))
 

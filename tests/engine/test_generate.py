@@ -15,15 +15,15 @@ from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
 from watched import watched_ends
 
+from kvrepro.engine import batches, prefill
 from kvrepro.engine import generate as engine
-from kvrepro.engine import passes
-from kvrepro.engine.cache import Extend
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, DecodeCap, Prefill, Prompt, SharedCap
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import usable
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
+from kvrepro.engine.rows import Call, Extend
 from kvrepro.errors import InputError
 
 WINDOW, CAP, NEW = 4, 16, 7
@@ -439,14 +439,14 @@ def test_prefixes_are_read_together_and_each_once(rows, monkeypatch):
 )
 def test_the_room_of_a_row_is_what_it_holds_after_its_prompt(condition, held):
     model, [prompt] = architecture("llama"), tiny_prompts(40)
-    call = passes.Call(model, [Prompt(prompt, {})], [condition], [4], ModelFacts.of(model))
+    call = Call(model, [Prompt(prompt, {})], [condition], [4], ModelFacts.of(model))
     config = model.config
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     with torch.inference_mode(), engine.installed(model):
-        [rows] = passes.read(call, [0], [0])
+        [rows] = prefill.read(call, [0], [0])
     assert rows.cache.bytes == held * token
-    assert passes.fitting(call, [0], [0, 0], 2 * (held + 4) * token) == [([0], [0, 0])]
-    assert passes.fitting(call, [0], [0, 0], 2 * (held + 4) * token - 1) == [([0], [0]), ([0], [0])]
+    assert batches.fitting(call, [0], [0, 0], 2 * (held + 4) * token) == [([0], [0, 0])]
+    assert batches.fitting(call, [0], [0, 0], 2 * (held + 4) * token - 1) == [([0], [0]), ([0], [0])]
 
 
 @pytest.mark.parametrize("where", ["the pass of a question", "a step"])

@@ -313,7 +313,7 @@ AGAIN = [DecodeCap(interval=2), PerStep(), Chunked(40, "every_chunk")]
 @pytest.mark.parametrize("regime", AGAIN, ids=lambda regime: type(regime).__name__)
 def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, regime, monkeypatch):
     model, prompts = architecture("llama"), tiny_prompts(130, 107)
-    judge, evicts = evict.score_and_protect, RaggedLayer.evict
+    judge, keeps = evict.score_and_protect, RaggedLayer.keep
     named = [list(range(20, 24)), list(range(40, 44))]
     texts = [Prompt(ids, {"named": at, "question": [100]}) for ids, at in zip(prompts, named, strict=True)]
     candidates = [
@@ -338,11 +338,11 @@ def test_layers_evicted_from_together_again_keep_what_each_alone_keeps(name, reg
 
         monkeypatch.setattr(evict, "score_and_protect", counted)
 
-        def noted(layer, keep, index, left=left):
-            evicts(layer, keep, index)
+        def noted(layer, places, stays, left=left):
+            keeps(layer, places, stays)
             left.append((layer.positions.tolist(), layer.offsets.tolist()))
 
-        monkeypatch.setattr(RaggedLayer, "evict", noted)
+        monkeypatch.setattr(RaggedLayer, "keep", noted)
         answers = sum(see(model, texts, *conditions, max_new_tokens=new, prompt_rows=2), [])
         left.append([(answer.tokens, answer.bytes_held) for answer in answers])
     for reading in readings:

@@ -6,7 +6,7 @@ from typing import Any
 from kvrepro.chapters.dropkv_bound.triples import check_softmax, spread
 from kvrepro.engine.allowed import Count, Odd, ProperShare, Size, ensure, ensure_once_each
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.passes import check_attention_only
+from kvrepro.engine.generate import check_attention_only
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
 from kvrepro.experiment.data import AtMost

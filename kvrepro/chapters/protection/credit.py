@@ -29,9 +29,9 @@ from kvrepro.engine.decode import decode
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import check_conditions
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.passes import Call, read
-from kvrepro.engine.policy import find
-from kvrepro.engine.rows import Rows
+from kvrepro.engine.policy import find, own
+from kvrepro.engine.prefill import read
+from kvrepro.engine.rows import Call, Rows
 from kvrepro.engine.shapes import Mask, RowInts, Scores, TokenFloats, TokenInts, TokenMask
 from kvrepro.engine.shared import ACCESS
 from kvrepro.errors import InputError
@@ -207,8 +207,9 @@ def run(
     with installed(model):
         for text in texts:
             lessons = Lessons(e, len(text.ids) + max_new_tokens, model.device)
-            policies = {"lru": replace(find("lru"), score=lessons.score)}
-            call = Call(model, [text], [condition], [max_new_tokens], facts, policies=policies, watch=lessons.picked)
+            learned = own("lru with credit", replace(find("lru"), score=lessons.score))
+            with_credit = replace(condition, policy=learned)
+            call = Call(model, [text], [with_credit], [max_new_tokens], facts, watch=lessons.picked)
             [rows] = read(call, [0], [0])
             [(_, generation)] = decode(call, rows, stop_ids)
             lessons.learn(ended=True)

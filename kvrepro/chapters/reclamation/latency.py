@@ -9,7 +9,7 @@ import pandas as pd
 from kvrepro.chapters.reclamation.ledger import evict_to
 from kvrepro.chapters.reclamation.paged import PagedRows, extend, read
 from kvrepro.engine.attention import installed
-from kvrepro.engine.passes import Call
+from kvrepro.engine.rows import Call
 from kvrepro.experiment.models import Loaded
 
 LAYOUTS = ("none", "repack", "fill")

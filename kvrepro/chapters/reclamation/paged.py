@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kvrepro.chapters.reclamation.ledger import Copies, Entry, Ledger
 from kvrepro.engine.attention import Part, installed
-from kvrepro.engine.cache import EngineCache, Extend
+from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.passes import Call
+from kvrepro.engine.rows import Call, Extend
 from kvrepro.engine.shapes import KeyValue, TokenInts
 
 if TYPE_CHECKING:  # its import takes seconds

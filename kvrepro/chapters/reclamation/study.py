@@ -22,7 +22,6 @@ from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Chunked, Prefill, Prompt, Regime
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.passes import check_shared
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import data
@@ -255,7 +254,7 @@ def _reclaimed(loaded: Loaded, ids: list[int], named: Cells, block_size: int) ->
 def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) -> dict[str, pd.DataFrame]:
     """Every study's table, by the name that the claims use. Raises InputError for settings that do not suit these
     prompts, this model or these policies."""
-    check_shared(loaded.model)
+    engine.check_shared(loaded.model)
     labels = [label(name) for name in settings.policies]
     if repeated := {name for name in labels if labels.count(name) > 1}:
         raise InputError(f"two of the policies are called {min(repeated)}: give each a title of its own")

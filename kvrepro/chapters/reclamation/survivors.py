@@ -18,9 +18,9 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition, Prefill, Prompt, Regime
 from kvrepro.engine.decode import decode
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.passes import Call, read
 from kvrepro.engine.policy import find, is_own, own
-from kvrepro.engine.rows import Rows
+from kvrepro.engine.prefill import read
+from kvrepro.engine.rows import Call, Rows
 from kvrepro.engine.rows import kept_sets as kept_by_layer
 from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.experiment.answers import REPEAT

@@ -7,16 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from tiny import architecture, model, prompts
 from transformers import StoppingCriteria, pipeline
-from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicCache
 
 import kvrepro as kv
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.generate import usable
-from kvrepro.engine.hf import digest
 from kvrepro.errors import InputError
 
 NEW = 12
@@ -75,8 +72,6 @@ def test_a_question_that_spans_mark_is_read_through_what_is_left():
     marked = [Prompt(ids, {"question": list(range(len(ids) - 9, len(ids)))}) for ids in texts]
     with kv.evicting(network, condition, spans=lambda ids: {"question": range(len(ids) - 9, len(ids))}):
         assert written(network, texts) == engine(network, marked, condition)
-    with pytest.raises(InputError, match="needs the span 'question': give spans="), kv.evicting(network, condition):
-        pass
 
 
 def test_the_cache_that_comes_back_is_small():
@@ -92,6 +87,8 @@ def test_the_cache_that_comes_back_is_small():
     assert cache.bytes == sum(layer.bytes for layer in cache.rows.cache.ragged.values())
     assert cache.bytes < 0.4 * whole
     assert cache.rows.calls.tolist() == [1 + 2, 1 + 2]  # the prompt's eviction, and those after 4 and 8 tokens
+    with pytest.raises(InputError, match="leave past_key_values out"):
+        network.generate(**padded(texts), past_key_values=cache, max_new_tokens=2)
 
 
 def test_sampling_draws_as_outside_where_nothing_leaves():
@@ -235,14 +232,6 @@ def test_a_prefix_belongs_to_the_adapters_that_read_it(tmp_path):
         kv.load_prefix(path, model("llama"))
 
 
-def test_an_evicted_cache_is_of_no_use_outside_its_block():
-    network, texts = architecture("llama"), prompts(70)
-    with kv.evicting(network, CONDITIONS["decode cap"]):
-        out = network.generate(**padded(texts), max_new_tokens=NEW, return_dict_in_generate=True)
-    with pytest.raises(InputError, match="leave past_key_values out"):
-        network.generate(out.sequences, past_key_values=out.past_key_values, max_new_tokens=2)
-
-
 def test_what_a_policy_raises_comes_out_and_leaves_nothing(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from kvrepro.engine.policy import Policy\n\n\ndef fails(o):\n    raise OSError('full')\n\n\n"
@@ -275,35 +264,31 @@ REFUSED = {
     "position_ids do not count": {"position_ids": torch.arange(5, 75)[None]},
     "custom_generate inside": {"custom_generate": "owner/name"},
     "512 positions": {"max_new_tokens": 500},
+    "pad on the left": {"attention_mask": torch.tensor([[1] * 69 + [0]])},
+    "attention_mask or position_ids of 60 tokens for 70": {"attention_mask": torch.ones(1, 60).long()},
+    "inputs_embeds inside": {"inputs_embeds": torch.zeros(1, 70, 48), "input_ids": None},
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_served_is_refused_in_one_line_before_the_model_runs(message, monkeypatch):
-    network, texts = usable(architecture("llama")), prompts(70)
+    network, given = usable(architecture("llama")), padded(prompts(70)) | REFUSED[message]
     monkeypatch.setattr(network.model, "forward", lambda *_, **__: pytest.fail("computed"))
     with kv.evicting(network, CONDITIONS["prefill"]), pytest.raises(InputError, match=message) as error:
-        written(network, texts, **REFUSED[message])
+        network.generate(**{"max_new_tokens": NEW} | given)
     assert "\n" not in str(error.value)
 
 
-def test_other_refusals():
-    network, [text] = architecture("llama"), prompts(70)
-    static = StaticCache(config=network.config, max_cache_len=128)
-    right = {"input_ids": torch.tensor([text + [0]]), "attention_mask": torch.tensor([[1] * 70 + [0]])}
-    with kv.evicting(network, CONDITIONS["prefill"]):
-        with pytest.raises(InputError, match="pad on the left"):
-            network.generate(**right, max_new_tokens=2)
-        with pytest.raises(InputError, match="attention_mask or position_ids of 60 tokens for 70 token ids"):
-            network.generate(torch.tensor([text]), attention_mask=torch.ones(1, 60).long(), max_new_tokens=2)
-        with pytest.raises(InputError, match="past_key_values inside"):
-            written(network, [text], past_key_values=static)
-        with pytest.raises(InputError, match="inputs_embeds inside"):
-            network.generate(inputs_embeds=torch.zeros(1, 9, 48), max_new_tokens=2)
-    for condition, message in (("tova", "give a kvrepro.Condition"), (kv.Condition("tova", 9), "without a regime")):
-        with pytest.raises(InputError, match=message), kv.evicting(network, condition):
-            pytest.fail("the block was entered")
-    with pytest.raises(InputError, match="spans 5: give a function"), kv.evicting(network, kv.Condition(), spans=5):
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        ("tova", "give a kvrepro.Condition"),
+        (kv.Condition("tova", 9), "without a regime"),
+        (kv.Condition("tova", 0.3, kv.Prefill(until="question")), "needs the span 'question': give spans="),
+    ],
+)
+def test_conditions_that_cannot_be_met_are_refused_before_the_block(condition, message):
+    with pytest.raises(InputError, match=message), kv.evicting(architecture("llama"), condition):
         pytest.fail("the block was entered")
 
 
@@ -372,35 +357,6 @@ def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):
             written(same, [texts[0][:3] + [5 + texts[0][3] % 9] + texts[0][4:]])
         with pytest.raises(InputError, match="ends after 20 of the prefix's 50"):
             written(same, [texts[0][:20]])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda metadata, tensors: tensors.pop("1.keys"), "it lacks '1.keys'"),
-        (lambda metadata, tensors: tensors.pop("0.offsets"), "it lacks '0.offsets'"),
-        (lambda metadata, tensors: tensors.pop("logits"), "it lacks 'logits'"),
-        (lambda metadata, tensors: metadata.pop("ids"), "it lacks 'ids'"),
-        (lambda metadata, tensors: metadata.pop("model"), "it lacks 'model'"),
-        (lambda metadata, tensors: metadata.update(ids="5"), "not iterable"),
-        (lambda metadata, tensors: metadata.update(condition="{"), "Expecting property name"),
-        (lambda metadata, tensors: tensors.update({"1.keys": tensors["1.keys"][:5].clone()}), "layer 1 do not fit"),
-        (
-            lambda metadata, tensors: tensors.update({"1.offsets": tensors["1.offsets"][:2].clone()}),
-            "layer 1 do not fit",
-        ),
-    ],
-)
-def test_a_file_that_is_no_whole_prefix_is_refused(change, message, tmp_path):
-    network, path = architecture("llama"), tmp_path / "p"
-    kv.compress(network, requests()[-1], OFFLINE["prefill"]).save(path)
-    with safe_open(path, "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    change(metadata, tensors)
-    save_file(tensors, path, metadata | {"sha256": digest(metadata, tensors)})
-    with pytest.raises(InputError, match=f"p is no whole prefix .*{message}.*: save it again$") as error:
-        kv.load_prefix(path, network)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("place", ["tensors", "tokens"])

@@ -104,7 +104,8 @@ class Prefix:
         longest = max(len(text.ids) for text in call.texts) + call.max_new_tokens - 1
         description = f"a prefix of {n} tokens, a text of {longest}"
         ensure_one_rotation(call.model, n, longest, description, "compress a prefix that is longer")
-        done = EvictionJob([self.condition], None, {}, [n], Prompts.of([Prompt(self.ids, {})], device))
+        c, whole = self.condition, Prompts.of([Prompt(self.ids, {})], device)
+        done = EvictionJob([c], None if c.policy == "full" else find(c.policy), {}, [n], whole)
         rows = [Row((i, 0), text, done, {"prefill_seconds": 0.0}) for i, text in enumerate(call.texts)]
         seen = torch.full((batch,), n, device=device)
         copies = self.cache.rows(torch.zeros(batch, dtype=torch.long, device=device))

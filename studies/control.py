@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 import typer
 
-from kvrepro.chapters.protection import members
+from kvrepro.chapters.protection import members as protection
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.errors import one_line_errors
-from kvrepro.experiment import artifact, claims
+from kvrepro.experiment import artifact, claims, members
 from kvrepro.paths import DATA, write_table
 
 TABLE = DATA / "control.csv"
@@ -80,12 +80,14 @@ def _of_lengths(rows: pd.DataFrame) -> Iterator[Panel]:
 
 def panel_verdicts(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:
     """Verdicts of the claims about a panel's study, in `COLUMNS`; those that it cannot test are among them."""
-    about_study = [c for c in book["claims"] if c.get("study", "main") == panel.study]
+    about_study = [c for c in book["claims"] if c.get("rows", "main") == panel.study]
     # Each rule by itself: most panels lack the full cache, and with it what claims presume.
     tested = [c | {"presumes": None} for c in about_study if not panel.topics or c["topic"] in panel.topics]
-    tables = {"main": panel.rows, panel.study: panel.rows}
     settings = Settings(max_new_tokens=int(panel.rows.n_generated.max()))
-    table = members.evaluate({**book, "claims": tested}, tables, settings, panel.kv_heads)
+    tables = {"main": panel.rows, panel.study: panel.rows}
+    tidied = protection.tidied(tables, None, settings, panel.kv_heads)
+    [model] = panel.rows.model.unique()
+    table = members.verdicts({**book, "claims": tested}, tidied, protection, model=model, profile=settings.profile)
     return table.assign(panel=panel.name)
 
 

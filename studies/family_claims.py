@@ -13,8 +13,10 @@ import pandas as pd
 from kvrepro.chapters.leakage import members as leakage
 from kvrepro.chapters.leakage.members import Study
 from kvrepro.chapters.protection import members as protection
+from kvrepro.chapters.protection.settings import Settings
 from kvrepro.experiment import claims, history, models
 from kvrepro.experiment.judge import Member, NotTestable, Sample
+from kvrepro.experiment.members import Language, Table
 from kvrepro.paths import DATA
 
 TABLE, JUDGED = DATA / "family.csv", DATA / "family_claims.csv"  # verdicts by model; of the claims judged here
@@ -51,12 +53,10 @@ def pairs(names: Iterable[str], what: str) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- the protection paper's
 
 
-def _members_of_model(claim: Mapping, sets: Mapping, rows: pd.DataFrame) -> Members:
-    """A claim's members of one model. Where its full cache answers too little, the reason is the only one."""
-    try:
-        return protection.members(claim, sets, protection.Table(rows))
-    except NotTestable as reason:
-        return [reason]
+def _language(rows: pd.DataFrame) -> Language:
+    """The language of the chapter's claims on one model's rows."""
+    tidied = protection.tidied({"main": rows}, None, Settings())
+    return Language(claims.load_claims("protection"), {"main": Table(tidied["main"])}, protection)
 
 
 def paired(fewer: Sample, more: Sample) -> Sample:
@@ -68,15 +68,15 @@ def paired(fewer: Sample, more: Sample) -> Sample:
     return Sample(pd.DataFrame(columns), "lift_minus_difference", bounds=fewer.bounds, each=fewer.each)
 
 
-def _of_protection(claim: Mapping, sets: Mapping, rows: Mapping[str, pd.DataFrame]) -> Members:
+def _of_protection(claim: Mapping, models: Mapping[str, Language], reading: str) -> Members:
     """A claim's members by model, or by pair of models: as many for each as the claim has cells."""
     comparison = claim["models"]
+    chosen = [name for name in models if comparison != "full_heads" or KV_HEADS[name] == HEADS]
+    members_of = {name: models[name].members(claim, reading) for name in chosen}
     if comparison != "heads":
-        chosen = [name for name in rows if comparison == "each" or KV_HEADS[name] == HEADS]
-        return [_named(name, member) for name in chosen for member in _members_of_model(claim, sets, rows[name])]
-    members_of = {name: _members_of_model(claim, sets, rows[name]) for name in rows}
+        return [_named(name, member) for name in chosen for member in members_of[name]]
     members: Members = []
-    for fewer, more in pairs(rows, comparison):
+    for fewer, more in pairs(models, comparison):
         heads = f"{KV_HEADS[fewer]} against {KV_HEADS[more]} KV heads ({fewer}, {more})"
         reasons = [member for name in (fewer, more) for member in members_of[name] if isinstance(member, NotTestable)]
         members += [NotTestable(f"{heads}: {reasons[0]}")] if reasons else []
@@ -133,15 +133,14 @@ def rows_of(results: Path, chapter: str) -> dict[str, pd.DataFrame]:
 
 def verdicts(protection_rows: Mapping[str, pd.DataFrame], leakage_rows: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """The family's claims in both readings, `claims.COLUMNS`."""
-    sets = claims.load_claims("protection")["sets"]
+    of_protection = {name: _language(rows) for name, rows in protection_rows.items()}
 
     def members(claim: Mapping, reading: str) -> Sequence[Member | NotTestable]:
-        of_leakage = claim["contrast"] == "model_spread"
-        rows_of = {
-            name: rows[(rows.reading == reading) | (rows.policy == "full")]
-            for name, rows in (leakage_rows if of_leakage else protection_rows).items()
-        }
-        members_of_claim = _of_leakage(claim, rows_of) if of_leakage else _of_protection(claim, sets, rows_of)
+        if claim["contrast"] == "model_spread":
+            rows_of = {name: r[(r.reading == reading) | (r.policy == "full")] for name, r in leakage_rows.items()}
+            members_of_claim = _of_leakage(claim, rows_of)
+        else:
+            members_of_claim = _of_protection(claim, of_protection, reading)
         if not members_of_claim:
             raise NotTestable("the runs lack the models that it compares")
         return members_of_claim

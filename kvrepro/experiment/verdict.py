@@ -19,7 +19,7 @@ import pandas as pd
 from IPython.display import Markdown, display
 from pandas.io.formats.style import Styler
 
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, members
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Settings
 
@@ -40,8 +40,12 @@ def verdicts(
         for name in wanted:  # which grows: a premise has its own
             wanted += [premise[name]] if premise[name] and premise[name] not in wanted else []
         book = {**book, "claims": [claim for claim in book["claims"] if claim["id"] in wanted]}
-    members = importlib.import_module(f"kvrepro.chapters.{chapter}.members")
-    return cast(pd.DataFrame, members.verdicts(book, tables, loaded, settings))
+    module = importlib.import_module(f"kvrepro.chapters.{chapter}.members")
+    if hasattr(module, "verdicts"):
+        return cast(pd.DataFrame, module.verdicts(book, tables, loaded, settings))
+    assert loaded is not None  # only tests judge without a model, by tables of their own
+    tidied = module.tidied(tables, loaded, settings)
+    return members.verdicts(book, tidied, module, model=loaded.name, profile=settings.profile)
 
 
 class Verdicts:

@@ -4,7 +4,6 @@ import pandas as pd
 import pytest
 import synthetic
 
-from kvrepro.chapters.protection import members
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims
 
@@ -59,7 +58,7 @@ def test_what_a_claim_presumes_is_another_of_its_file(tmp_path):
 
 def test_another_model_leaves_the_verdicts_of_the_first(tmp_path):
     few = BOOK | {"claims": [BY_ID[name] for name in ("P1", "P9")]}
-    first = members.evaluate(few, {"main": synthetic.results(synthetic.paper_like)}).assign(model="first")
+    first = synthetic.verdicts(few, main=synthetic.results(synthetic.paper_like)).assign(model="first")
     other = first.assign(model="other", verdict="partly")
     timed = first.assign(model=claims.STORED, claim="T1").head(1)
     path = tmp_path / "protection" / "claims.csv"

@@ -5,6 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
+from kvrepro.chapters.protection import members as protection
+from kvrepro.chapters.protection.settings import Settings
+from kvrepro.experiment import members
+
 SEVEN = ("lru", "h2o_simple", "snapkv_simple", "slw", "ada_kv_simple", "quest_simple", "random_sample")
 FAITHFUL = ("h2o_faithful", "snapkv_faithful", "ada_kv_faithful", "quest_faithful")
 
@@ -118,3 +122,9 @@ def scaling(
         main = main[np.isclose(main.prefix, 0) | np.isclose(main.prefix, 0.1)]
         parts.append(main.assign(length=length, prompt_tokens=length))
     return pd.concat(parts, ignore_index=True)
+
+
+def verdicts(book: dict, settings: Settings | None = None, **tables) -> pd.DataFrame:
+    """Verdicts of claims of the protection chapter on such tables."""
+    tidied = protection.tidied(tables, None, settings or Settings())
+    return members.verdicts(book, tidied, protection, model="synthetic", profile="quick")

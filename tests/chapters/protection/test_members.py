@@ -5,9 +5,12 @@ import pandas as pd
 import pytest
 import synthetic
 
-from kvrepro.chapters.protection import members
+from kvrepro.chapters.protection import members as protection
+from kvrepro.chapters.protection.settings import Settings
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.experiment import claims, judge
+from kvrepro.experiment.judge import Member
+from kvrepro.experiment.members import Language, Table
 
 BOOK = claims.load_claims("protection")
 BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
@@ -16,8 +19,13 @@ BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
 def states(claim_id: str, results: pd.DataFrame) -> pd.DataFrame:
     """Judged members of one claim on synthetic results."""
     claim = BY_ID[claim_id]
-    heads = claim.get("kv_heads", [2])[0]
-    judged = judge.judge(claim, members.members(claim, BOOK["sets"], members.Table(results), kv_heads=heads))
+    given = {"main": PAPER, claim.get("rows", "main"): results}
+    tidied = protection.tidied(given, None, Settings(), claim.get("kv_heads", [2])[0])
+    language = Language(BOOK, {name: Table(rows) for name, rows in tidied.items()}, protection)
+    tested = language.members(claim, language.readings(claim)[0])
+    if not any(isinstance(member, Member) for member in tested):
+        raise tested[0]
+    judged = judge.judge(claim, [member for member in tested if isinstance(member, Member)])
     return pd.DataFrame([vars(member) | {"n": member.ours.n} for member in judged])
 
 
@@ -156,8 +164,8 @@ def test_sampling_each_way():
             for seed in (42, 123)
         ]
         assert outcome("P40", pd.concat([greedy, *warm])) == verdict
-    with pytest.raises(judge.NotTestable, match="greedy and temperature 0.7"):
-        raise members.members(BY_ID["P40"], BOOK["sets"], members.Table(greedy))[0]
+    with pytest.raises(judge.NotTestable, match="not run: dynamic, lru, .*temperature 0.7"):
+        states("P40", greedy)
 
 
 def real(f1, policies=BOOK["sets"]["real"], regimes=("prefill", "decode cap")) -> pd.DataFrame:
@@ -191,7 +199,7 @@ def test_sink_claims_each_way():
 
 def test_a_model_that_cannot_answer_tests_nothing():
     silent = one_reading(lambda cell: 0.0, n_items=6, noise=0.0)
-    quality = members.evaluate(book_of("P1", "P4", "P6", "P9", "P22"), {"main": silent})
+    quality = synthetic.verdicts(book_of("P1", "P4", "P6", "P9", "P22"), main=silent)
     assert (quality.verdict == "not testable here").all()
     assert quality.note.str.contains("full cache itself|an interval needs").all()
 
@@ -200,13 +208,13 @@ def test_a_failure_is_called_a_failure_and_moves_no_other_condition():
     broken = one_reading(synthetic.paper_like, n_items=20)
     lost = broken.policy == "quest_simple"
     broken.loc[lost, "token_f1"], broken.loc[lost, "error"] = np.nan, "ValueError: no such score"
-    table = members.evaluate(book_of("P4", "P15"), {"main": broken}).set_index("claim")
+    table = synthetic.verdicts(book_of("P4", "P15"), main=broken).set_index("claim")
     unbroken = one_reading(synthetic.paper_like, n_items=20)
-    whole = members.evaluate(book_of("P4", "P15"), {"main": unbroken}).set_index("claim")
+    whole = synthetic.verdicts(book_of("P4", "P15"), main=unbroken).set_index("claim")
     assert table.members["P4"].startswith("18 holds, 3 not testable (all 20 items failed (ValueError: no such score)")
     assert table.ours["P15"] == whole.ours["P15"]
     broken["token_f1"], broken["error"] = np.nan, "ValueError: no such score"
-    table = members.evaluate(book_of("P4", "P15"), {"main": broken})
+    table = synthetic.verdicts(book_of("P4", "P15"), main=broken)
     assert set(table.verdict) == {"not testable here"}
     assert table.note.str.contains("all 20 items of the full cache failed: ValueError: no such score").all()
 
@@ -216,9 +224,12 @@ def test_the_reading_decides_when_members_turn_over():
         unprotected = not (cell["prefix"] or cell["suffix"]) and cell["policy"] != "full"
         return 0.7 if unprotected and cell["reading"] == "as_described" else synthetic.paper_like(cell)
 
-    tables = {"main": synthetic.results(f1, n_items=80)}
-    tables |= {"scaling": synthetic.scaling(), "attention": synthetic.attention()}
-    table = members.evaluate(book_of("P1", "P2", "P6", "P33", "P35", "P38"), tables)
+    tables = {
+        "main": synthetic.results(f1, n_items=80),
+        "scaling": synthetic.scaling(),
+        "attention": synthetic.attention(),
+    }
+    table = synthetic.verdicts(book_of("P1", "P2", "P6", "P33", "P35", "P38"), **tables)
     assert list(table.columns[:12]) == claims.COLUMNS[:12]
     by_reading = table.set_index(["claim", "reading"])
     assert by_reading.verdict["P1", "as_run"] == "reproduced"
@@ -236,7 +247,7 @@ def test_a_readers_own_policy_gets_its_own_verdicts_and_moves_no_other(monkeypat
     own_rows["rouge_l"] = 1 - own_rows.token_f1  # which would move a correlation over all conditions (P37)
     few = book_of("P1", "P2", "P4", "P37")
     both = pd.concat([results, own_rows], ignore_index=True)
-    before, after = (members.evaluate(few, {"main": rows}) for rows in (results, both))
+    before, after = (synthetic.verdicts(few, main=rows) for rows in (results, both))
     own_verdicts = after[after.claim.str.endswith(" Mine")]
     assert {"P1 Mine", "P2 Mine", "P4 Mine"} <= set(own_verdicts.claim)
     assert own_verdicts.set_index("claim").verdict["P4 Mine"] == "reproduced"

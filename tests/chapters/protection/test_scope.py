@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import synthetic
 
-from kvrepro.chapters.protection import grid, members, study
+from kvrepro.chapters.protection import grid, study
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.engine.generate import generate
 from kvrepro.experiment import claims, data, models
@@ -47,6 +48,6 @@ def test_a_single_reduction_stands_beside_lru_under_the_cap(tiny, settings):
     lru = both[both.policy == "lru"].pivot(index="item", columns=["regime", "prefix"], values="policy_calls")
     assert (lru[study.ONCE] == 1).all(axis=None)
     assert (lru["shared cap"] > 1).any(axis=None)
-    table = members.evaluate(book_of("P48"), {"main": rows, "once": both}, longer).set_index("claim")
+    table = synthetic.verdicts(book_of("P48"), longer, main=rows, once=both).set_index("claim")
     again = int((lru["shared cap", longer.protect_frac] > 1).sum())
     assert table.n["P48"] == again or table.note["P48"].startswith(f"{again} items: an interval needs")

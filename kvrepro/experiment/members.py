@@ -1,0 +1,400 @@
+"""What a claim is tested on, in one language: entries of `data/claims/*.yml` in, members for the judge out.
+
+A chapter's module `members` has `tidied(tables, loaded, settings)`, which gives the tables by the names that claims
+use, with a column for whatever they choose by. A claim says which rows it takes, and what is computed of them:
+
+- `rows`: the table. The file's own `rows` hold entries that all claims on a table share.
+- `readings: both`: judged in every reading in which the rows were run; else once, whatever their reading.
+- `filter`: a value by column, a list of values, one of the file's `sets`, or a rule of the judge. **A row that has no
+  value in a column fits every value**: so the full cache, which has no capacity, stands beside every capacity.
+- `over`: a member for each value of a column: a list, one of `sets`, or `all` that occur; several multiply. `members`:
+  a list of what each member has in its own way, any of these entries (`label` names it).
+- `parts`: as `over`, but within a member: all parts must hold, with `some` one. `pairs`: every two values of a column,
+  as sides a and b, or x and y where the contrast has these; `both_ways`: in either order.
+- `sides`: what a, b, x, y, full choose besides; `full` is the policy of that name if the contrast needs it. Each unit
+  (`per`, an item) has one value on each side. An axis or `where` may name sides: `ab.task` is the task of a and b.
+- `column`: what is read, `score` by default; several for a statistic of columns. `counts`: 1 where a value satisfies
+  this rule, else 0. `where: {a.evicted: {at_least: 1}}`: only units of which that side's column does.
+- `mean_over`: a column over whose values each unit is averaged, with equal weights: over those that all sides have
+  (`whole`: for every unit), and a unit that lacks one is missing. A side that chooses its own value stands apart.
+- Without `sides` each row counts, and those of a unit are a cluster. `exact`: each row is a case, named by `cases`.
+- `contrast`: of `stats.CONTRASTS`, of `CONTRASTS` below, or of the chapter's, which are functions of a `Case`.
+- `requires`: names of the chapter's `REQUIRES`, functions of a `Case` that raise NotTestable. `needs`: what runs lack.
+- `bounds`, `limits`, `each`: of `judge.Sample`, numbers, or columns of which the mean is taken.
+- `stored`: what the interval is of timings that are stored with the project, on which the verdict then rests.
+
+Claims about policies in general, those that choose policies by one of `sets`, are also put to each of a reader's own.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import pandas as pd
+
+from kvrepro.engine.policy import READINGS, find, is_own
+from kvrepro.errors import InputError
+from kvrepro.experiment import claims, history, judge, stats
+from kvrepro.experiment.judge import Drawn, Facts, Measured, Member, NotTestable, Sample, Unpaired
+
+Claim: TypeAlias = Mapping[str, Any]
+Evidence: TypeAlias = Sample | Unpaired | Drawn | Measured | Facts
+OF_CEILING = ("share_of_ceiling", "loss", "loss_ratio", "difference_of_ceiling")  # contrasts with the side `full`
+OF_TWO_PAIRS = ("lift_minus_difference", "difference_of_ceiling")  # contrasts with the sides x and y
+
+
+class Chapter(Protocol):
+    """What a chapter's module `members` gives. A contrast may also give several parts by their names."""
+
+    CONTRASTS: Mapping[str, Callable[["Case"], Evidence | dict[str, Evidence]]]
+    REQUIRES: Mapping[str, Callable[["Case"], None]]
+
+    def tidied(self, tables: Mapping[str, Any], loaded: Any, settings: Any) -> Mapping[str, pd.DataFrame]: ...
+
+
+def merged(claim: Claim, entries: Claim) -> dict[str, Any]:
+    """The claim with other entries; `filter`, `over` and each of `sides` keep what these do not name."""
+    both = {**claim, **entries}
+    for name in ("filter", "over", "sides"):
+        both[name] = {**claim.get(name, {}), **entries.get(name, {})}
+    for side in both["sides"]:
+        both["sides"][side] = {**claim.get("sides", {}).get(side, {}), **both["sides"][side]}
+    return both
+
+
+def chosen(claim: Claim, cell: Claim) -> dict[str, Any]:
+    """The claim with a cell in its filter; `ab.task` goes to the sides a and b."""
+    new: dict[str, Any] = {"filter": {}, "sides": {}}
+    for name, value in cell.items():
+        sides, _, column = name.rpartition(".")
+        for side in sides:
+            new["sides"].setdefault(side, {})[column] = value
+        if not sides:
+            new["filter"][column] = value
+    return merged(claim, new)
+
+
+def satisfies(values: pd.Series, rule: Claim) -> pd.Series:
+    """Which values satisfy a rule of the judge; missing values do not."""
+    return values.map(lambda value: judge.state_of(rule, value, value) == "holds").astype(bool)
+
+
+class Table:
+    """Rows of a study; which of them fit a value is looked up once."""
+
+    def __init__(self, rows: pd.DataFrame) -> None:
+        self.rows = rows.reset_index(drop=True)
+        self._fits: dict[tuple[str, str], np.ndarray] = {}
+
+    def fitting(self, cell: Claim) -> pd.DataFrame:
+        """The rows that fit a value, a list of values or a rule in each column; None fits all."""
+        fits = np.ones(len(self.rows), bool)
+        for column, wanted in cell.items():
+            if wanted is None:
+                continue
+            if (key := (column, repr(wanted))) not in self._fits:
+                if column not in self.rows:
+                    raise InputError(f"claims choose by {column!r}: the rows have {', '.join(self.rows)}")
+                values = self.rows[column]
+                found = satisfies(values, wanted) if isinstance(wanted, Mapping) else values.isin(_listed(wanted))
+                self._fits[key] = (found | values.isna()).to_numpy()
+            fits &= self._fits[key]
+        return self.rows[fits]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One member of a claim, or a part of it: the claim's entries, all that was chosen among them, and the tables."""
+
+    claim: Claim
+    tables: Mapping[str, Table]
+
+    @property
+    def table(self) -> Table:
+        """The rows of the claim's study. Raises NotTestable where it was not run."""
+        name = self.claim["rows"]
+        if name not in self.tables or self.tables[name].rows.empty:
+            raise NotTestable(f"not run: it needs {self.claim.get('needs', f'the study {name}')}")
+        return self.tables[name]
+
+    @property
+    def sides(self) -> dict[str, Claim]:
+        """What each side chooses; empty where the claim has no sides."""
+        full = {"full": {"policy": "full"}} if self.claim["contrast"] in OF_CEILING else {}
+        return full | self.claim["sides"] if self.claim["sides"] else {}
+
+    def rows(self, **cell: Any) -> pd.DataFrame:
+        """The rows of the case, or of a cell in it. Raises NotTestable where there are none, or where all failed."""
+        cell = {**self.claim["filter"], **cell}
+        rows, text = self.table.fitting(cell), _described(cell)
+        if rows.empty:
+            raise NotTestable(f"not run: {text}")
+        if "error" in rows and rows.error.notna().all():
+            raise NotTestable(f"all {len(rows)} items failed ({rows.error.iloc[0]}): {text}")
+        return rows
+
+    def values(self, side: str, column: str | None = None) -> pd.Series:
+        """One column on one side, by unit. Raises InputError where a unit has several rows."""
+        per, rows = self.claim.get("per", "item"), self.rows(**self.sides[side])
+        if rows[per].duplicated().any():
+            cell = {**self.claim["filter"], **self.sides[side]}
+            raise InputError(f"{len(rows)} rows of {cell} for {rows[per].nunique()} of {per}: one each is needed")
+        return pd.Series(rows[column or self._column].to_numpy(), rows[per])
+
+    @property
+    def _column(self) -> str:
+        return str(self.claim.get("column", "score"))
+
+    def frame(self) -> pd.DataFrame:
+        """A row per unit, a column per side."""
+        claim = self.claim
+        columns = self._means() if "mean_over" in claim else {side: self.values(side) for side in self.sides}
+        frame = pd.DataFrame(columns)
+        for name, rule in claim.get("where", {}).items():
+            side, _, column = name.partition(".")
+            frame = frame[satisfies(self.values(side, column).reindex(frame.index), rule)]
+        return frame
+
+    def _wide(self, side: str) -> pd.DataFrame:
+        """One side's values by unit and by value of `mean_over`."""
+        per = self.claim.get("per", "item")
+        wide = self.rows(**self.sides[side]).pivot_table(
+            index=per, columns=self.claim["mean_over"], values=self._column
+        )
+        if self.claim.get("whole"):
+            units = self.table.rows.dropna(subset=self._column)[per].unique()
+            wide = wide.reindex(units).dropna(axis=1)
+        return wide
+
+    def shared(self) -> list[Any]:
+        """The values of `mean_over` that all sides have which do not choose their own. Raises NotTestable without."""
+        sides = [self._wide(side) for side, cell in self.sides.items() if self.claim["mean_over"] not in cell]
+        values = sorted(set.intersection(*map(set, sides))) if sides else []
+        if sides and not values:
+            raise NotTestable(f"no {self.claim['mean_over']} was run on all sides")
+        return values
+
+    def _means(self) -> dict[str, pd.Series]:
+        shared, means = self.shared(), {}
+        for side, cell in self.sides.items():
+            wide = self._wide(side)
+            means[side] = wide[list(wide) if self.claim["mean_over"] in cell else shared].mean(axis=1, skipna=False)
+        return means
+
+    def sample(self, contrast: str | Callable[[np.ndarray], float] = "", frame: pd.DataFrame | None = None) -> Sample:
+        """The case as a sample: of its sides or rows, or of a frame [units, columns]; by its contrast, or another."""
+        clusters, claim = None, self.claim
+        if frame is None and self.sides:
+            frame = self.frame()
+        elif frame is None:
+            rows, names = (
+                self.rows(),
+                _listed(self._column if isinstance(claim.get("column"), str) else claim["column"]),
+            )
+            frame = rows[names].astype(float).set_axis(["a"] if len(names) == 1 else names, axis=1)
+            per = claim.get("per", "item")
+            clusters = rows[per] if per in rows and rows[per].duplicated().any() else None
+        if "counts" in claim:
+            frame = frame.dropna().apply(satisfies, rule=claim["counts"]).astype(float)
+        options: dict[str, Any] = {name: self.ends(name) for name in ("bounds", "limits") if name in claim}
+        each = self.number(claim.get("each", 1)) * (len(self.shared()) or 1 if "mean_over" in claim else 1)
+        return Sample(frame, contrast or claim["contrast"], clusters, each=each, **options)
+
+    def ends(self, name: str) -> tuple[float, float] | None:
+        """The bounds or the limits that the claim gives."""
+        if self.claim[name] is None:
+            return None
+        low, high = map(self.number, self.claim[name])
+        return low, high
+
+    def number(self, given: float | str) -> float:
+        """A number, or the mean of a column over the rows of the case."""
+        return float(self.rows()[given].mean()) if isinstance(given, str) else given
+
+    def facts(self) -> Facts:
+        """Every row as a case of an exact claim."""
+        rows = self.rows().dropna(subset=self._column)
+        names = [name for name in self.claim.get("cases", ["item"]) if name in rows]
+        texts = [_described(row) for row in rows[names].to_dict("records")]
+        return Facts(rows[self._column].astype(float).set_axis(texts))
+
+
+def measured(case: Case) -> Measured:
+    """The one timing of a table with value, low, high, and runs."""
+    [row] = case.rows().itertuples()
+    return Measured(row.value, row.low, row.high, None if pd.isna(row.runs) else row.runs)
+
+
+def unpaired(case: Case) -> Unpaired:
+    """a, or a - b, minus x, or x - y, of other units."""
+    one, other = (
+        (case.values(top) - case.values(bottom) if bottom in case.sides else case.values(top)).dropna()
+        for top, bottom in ("ab", "xy")
+    )
+    bounds = case.ends("bounds") if "bounds" in case.claim else None
+    return Unpaired(one, other, bounds=bounds or (-1.0, 1.0), each=case.number(case.claim.get("each", 1)))
+
+
+CONTRASTS: dict[str, Callable[[Case], Any]] = {"measured": measured, "unpaired": unpaired}
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return find(value).title if is_own(value) else value
+    return " or ".join(map(_text, value)) if isinstance(value, list) else f"{value:g}"
+
+
+def _described(cell: Claim) -> str:
+    """A cell in words: values that are names stand alone, and so do the columns that are true."""
+    texts = []
+    for column, value in cell.items():
+        if value is True or isinstance(value, Mapping):
+            texts.append(column)
+        elif value is not None and column != "reading":
+            texts.append(_text(value) if isinstance(value, str) else f"{column} {_text(value)}")
+    return ", ".join(texts)
+
+
+# ---------------------------------------------------------------- members
+
+
+@dataclass(frozen=True)
+class Language:
+    """A file of claims, the tidied tables of a run, and the chapter's own contrasts and requirements."""
+
+    book: Claim
+    tables: Mapping[str, Table]
+    chapter: Chapter
+
+    def entries(self, claim: Claim, reading: str) -> dict[str, Any]:
+        """A claim with what its table's claims share, in one reading."""
+        rows = claim.get("rows", "main")
+        entries = merged({"rows": rows, **self.book.get("rows", {}).get(rows, {})}, claim)
+        return merged(entries, {"filter": {"reading": reading}}) if reading != "any" else entries
+
+    def values(self, case: Case, name: str, given: Any) -> list[Any]:
+        """The values of an axis."""
+        if given != "all":
+            return _listed(self.book.get("sets", {}).get(given, given) if isinstance(given, str) else given)
+        values = case.table.fitting({**case.claim["filter"], name: None})[name].dropna().unique()
+        if not len(values):
+            raise NotTestable(f"not run: {_described(case.claim['filter'])}")
+        return list(values)
+
+    def cells(self, case: Case, axes: Claim) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(label, cell) for each combination of the axes' values."""
+        for values in itertools.product(*(self.values(case, *axis) for axis in axes.items())):
+            cell = dict(zip(axes, values, strict=True))
+            yield _described(cell), cell
+
+    def cases(self, claim: Claim, reading: str) -> Iterator[tuple[str, Case]]:
+        """(label, case) of each member."""
+        for own in claim.get("members", [{}]):
+            case = self.case(self.entries(merged(claim, own), reading))
+            for label, cell in self.cells(case, case.claim["over"]):
+                yield ", ".join(filter(None, [label, own.get("label")])) or "all", self.case(chosen(case.claim, cell))
+
+    def case(self, claim: Claim) -> Case:
+        """A case, with the file's sets in place of their names in its filter."""
+        sets = self.book.get("sets", {})
+        named = {c: sets.get(v, v) if isinstance(v, str) else v for c, v in claim["filter"].items()}
+        return Case({**claim, "filter": named}, self.tables)
+
+    def parts(self, case: Case) -> Iterator[tuple[str, Case]]:
+        """(label, case) of each part of a member that has some."""
+        claim = case.claim
+        for label, cell in self.cells(case, claim["parts"]) if "parts" in claim else ():
+            yield label, self.case(chosen(claim, cell))
+        for name, given in claim.get("pairs", {}).items():
+            sides = "xy" if claim["contrast"] in OF_TWO_PAIRS else "ab"
+            every = itertools.permutations if claim.get("both_ways") else itertools.combinations
+            for two in every(self.values(case, name, given), 2):
+                pair = {side: {name: value} for side, value in zip(sides, two, strict=True)}
+                yield " against ".join(map(_text, two)), Case(merged(claim, {"sides": pair}), self.tables)
+
+    def evidence(self, case: Case) -> Evidence | dict[str, Evidence]:
+        """What the contrast of a case gives."""
+        contrast = case.claim["contrast"]
+        own = {**CONTRASTS, **self.chapter.CONTRASTS}
+        if contrast in own:
+            given: Evidence | dict[str, Evidence] = own[contrast](case)
+            return given
+        if contrast not in stats.CONTRASTS:
+            raise InputError(f"claim {case.claim['id']}: unknown contrast {contrast!r}")
+        return case.facts() if case.claim.get("exact") else case.sample()
+
+    def member(self, label: str, case: Case) -> Member:
+        """A member. Raises NotTestable where it, or each of its parts, cannot be tested."""
+        for name in case.claim.get("requires", ()):
+            self.chapter.REQUIRES[name](case)
+        some = bool(case.claim.get("some"))
+        if "parts" not in case.claim and "pairs" not in case.claim:
+            return Member(label, self.evidence(case), some)
+        parts, reasons = {}, []
+        for name, part in self.parts(case):
+            try:
+                parts[name] = self.evidence(part)
+            except NotTestable as reason:
+                reasons.append(reason)
+        if not parts:
+            raise reasons[0] if reasons else NotTestable("its parts were not run")
+        return Member(label, parts, some)
+
+    def members(self, claim: Claim, reading: str = "any") -> list[Member | NotTestable]:
+        """What a claim is tested on in one reading; for what cannot be tested, why."""
+        tested: list[Member | NotTestable] = []
+        for label, case in self.cases(claim, reading):
+            try:
+                tested.append(self.member(label, case))
+            except NotTestable as reason:
+                needs = f"; it needs {claim['needs']}" if "needs" in claim and claim["needs"] not in str(reason) else ""
+                tested.append(NotTestable(f"{reason}{needs}"))
+        return tested
+
+    def readings(self, claim: Claim) -> Sequence[str]:
+        """The readings in which a claim is judged: those of its rows, or of the first table where they were not run."""
+        entries = self.entries(claim, "any")
+        if entries.get("readings") != "both" or not self.tables:
+            return ["any"]
+        rows = self.tables.get(entries["rows"], next(iter(self.tables.values()))).rows
+        rows = rows[rows.policy == claim["own"]] if "own" in claim else rows
+        return [reading for reading in READINGS if (rows.reading == reading).any()] or ["any"]
+
+    def general(self) -> list[dict[str, Any]]:
+        """The claims about policies in general, put to each of a reader's own: `P4 Mine`."""
+        policies = [p for table in self.tables.values() if "policy" in table.rows for p in table.rows.policy.unique()]
+        return [
+            new for name in filter(is_own, dict.fromkeys(policies)) for claim in self.book["claims"]
+            if (new := asked_of(claim, name))
+        ]  # fmt: skip
+
+
+def asked_of(claim: Claim, policy: str) -> dict[str, Any]:
+    """A claim put to one policy, in place of the set that it names; empty where it names none."""
+    named = [axis for axis in ("over", "parts", "filter") if isinstance((claim.get(axis) or {}).get("policy"), str)]
+    if not named or claim.get("own") is False:
+        return {}
+    title = find(policy).title
+    return {
+        **claim, **{axis: {**claim[axis], "policy": [policy]} for axis in named}, "id": f"{claim['id']} {title}",
+        "statement": f"Asked of {title}: {claim['statement']}", "tried": {}, "own": policy,
+    }  # fmt: skip
+
+
+def verdicts(
+    book: Claim, tables: Mapping[str, pd.DataFrame], chapter: Chapter, *, model: str, profile: str
+) -> pd.DataFrame:
+    """Verdict of every claim of a book on tidied tables (`judge.verdicts`), then those on a reader's own policies."""
+    language = Language(book, {name: Table(rows) for name, rows in tables.items()}, chapter)
+    frame = history.verdicts(
+        book["claims"], language.members, language.readings, own=language.general(), whose=book.get("whose", ""),
+        model=model, profile=profile,
+    )  # fmt: skip
+    stored = {claim["id"]: language.entries(claim, "any").get("stored") for claim in book["claims"]}
+    return claims.timed(frame, {name: interval for name, interval in stored.items() if interval})

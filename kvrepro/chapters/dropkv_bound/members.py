@@ -5,17 +5,16 @@ Whole prompts are resampled, since the triples of one prompt are not independent
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 
-from kvrepro.chapters.dropkv_bound import bound, quality, timings
-from kvrepro.chapters.dropkv_bound.hull import ORIGIN
+from kvrepro.chapters.dropkv_bound import bound, study, timings
+from kvrepro.chapters.dropkv_bound.bound import ORIGIN
 from kvrepro.chapters.dropkv_bound.settings import Settings
-from kvrepro.chapters.dropkv_bound.study import WHERE, Study
-from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, why_no_score
+from kvrepro.chapters.dropkv_bound.study import WHERE
+from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, scored_alone
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, history, judge, longbench
@@ -28,6 +27,7 @@ K = 200  # in the claims about theorem 1's factor, whatever `Settings.k` is
 HARD_K = 10  # in the claims about records
 NEAR = 0.5  # ||a - v|| / ||a|| of values near the output: removing one costs less than half of what a value of 0 would
 ITEMS: dict[str, Iterable[str]] = {"longbench": longbench.SETS, "ruler": ruler.TASKS}
+Tables = Mapping[str, pd.DataFrame]
 GENERAL = ("peer_minus_dropkv", "quality_lead")  # contrasts of claims about other policies in general
 TIMES = (1.0, math.inf)
 LIMITS = {  # of columns and so of their quantiles; also of a high quantile of `factor` over its median
@@ -123,8 +123,8 @@ OF_POOL: dict[str, Callable[[pd.DataFrame], Sample]] = {
 }
 
 
-def _of_pools(claim: Mapping, study: Study) -> list[Member]:
-    pools = dict(iter(study.assumptions.groupby("pool", sort=False)))
+def _of_pools(claim: Mapping, tables: Tables) -> list[Member]:
+    pools = dict(iter(tables["assumptions"].groupby("pool", sort=False)))
     if claim["over"] != "pools":
         if claim["over"] not in pools:
             raise NotTestable(f"not run: the pool of the {claim['over']} (the parameter pools)")
@@ -141,10 +141,10 @@ def _cells(records: pd.DataFrame, of: Callable[[np.ndarray], float], *columns: s
     return [Member(f"{stratum}, k={k}", _statistic(f, of, *columns)) for (k, stratum), f in cells]
 
 
-def _with_other_rule(study: Study, rule: str, queries: int, ours: pd.DataFrame) -> pd.DataFrame:
+def _with_other_rule(tables: Tables, rule: str, queries: int, ours: pd.DataFrame) -> pd.DataFrame:
     """Our records with `ratio_other`, the triple's ratio by another rule, and `log`, its log minus that of ours."""
     keys = ["item", *WHERE, "stratum", "k", "objective"]
-    other = study.records.query("rule == @rule and queries == @queries")
+    other = tables["records"].query("rule == @rule and queries == @queries")
     pairs = ours.merge(other[[*keys, "ratio"]], on=keys, suffixes=("", "_other"))
     return pairs.assign(log=np.log(pairs.ratio_other) - np.log(pairs.ratio))
 
@@ -166,44 +166,44 @@ def _hardest_stratum(ours: pd.DataFrame) -> list[Member]:
     return [Member("all", parts)]
 
 
-def _peers(claim: Mapping, study: Study) -> list[Member]:
+def _peers(claim: Mapping, tables: Tables) -> list[Member]:
     """Log ratio of each rule minus DropKV's, both observing the window. Without PyramidKV: its score is SnapKV's."""
     rules = _own(claim) or [rule for rule in RULES if rule not in ("dropkv", "pyramid_kv")]
-    peers, window = [], int(study.records.queries.max())
+    peers, window = [], int(tables["records"].queries.max())
     for rule in rules:
-        if why := "" if rule in RULES else why_no_score(find(rule)):
-            raise NotTestable(f"the choice of {find(rule).title} among twenty keys has no score to go by: {why}")
+        if rule not in RULES and not scored_alone(find(rule)):
+            raise NotTestable(f"the choice of {find(rule).title} among twenty keys has no score to go by")
     for objective in claim.get("objectives", ("query", "window")):
-        ours = selected(study.records, window, objective)
+        ours = selected(tables["records"], window, objective)
         for rule in rules:
-            f = _with_other_rule(study, rule, window, ours[ours.k == HARD_K])
+            f = _with_other_rule(tables, rule, window, ours[ours.k == HARD_K])
             peers.append(Member(f"{rule}, shift of the {objective}", _mean(f.log, f["item"], bounds=None)))
     return peers
 
 
-def _pool_slack(study: Study, ours: pd.DataFrame) -> list[Member]:
+def _pool_slack(tables: Tables, ours: pd.DataFrame) -> list[Member]:
     """Theorem 1's factor of the triple's pool, where it is finite, over the realised ratio on twenty of its keys."""
     pools = []
-    for pool, f in study.assumptions.groupby("pool", sort=False):
+    for pool, f in tables["assumptions"].groupby("pool", sort=False):
         merged = ours.merge(with_factor(f, K)[["item", *WHERE, "factor"]], on=["item", *WHERE])
         merged = merged[np.isfinite(merged.factor)].eval("slack = factor / ratio")
         pools.append(Member(str(pool), _statistic(merged, _median, "slack")))
     return pools
 
 
-def _way_gap(claim: Mapping, study: Study) -> list[Member]:
+def _way_gap(claim: Mapping, tables: Tables) -> list[Member]:
     """Two ways to weigh a key: log of the shift that one way's sets cause over the other's, ten of twenty evicted."""
     first, second, shift = claim["weights"]
-    f = study.weights[study.weights.k == HARD_K]
+    f = tables["weights"][tables["weights"].k == HARD_K]
     wide = f.pivot_table(index=["item", *WHERE, "stratum"], columns="way", values=shift).reset_index()
     log = np.log(wide[first].clip(lower=1e-300)) - np.log(wide[second].clip(lower=1e-300))
     return [Member("all", _mean(log, wide["item"], bounds=None))]
 
 
-def _near(claim: Mapping, study: Study) -> pd.DataFrame:
+def _near(claim: Mapping, tables: Tables) -> pd.DataFrame:
     """A row per triple that `disagreement` gives for the claim's stratum. The nearest keys count where all twenty lie
     within `NEAR`; raises NotTestable, with what was measured, where too few prompts have such keys."""
-    f = disagreement(study.alignment[study.alignment.stratum == claim["over"]])
+    f = disagreement(tables["alignment"][tables["alignment"].stratum == claim["over"]])
     if claim["over"] != "near":
         return f
     near = f[f.distance <= NEAR]
@@ -219,8 +219,8 @@ def _own(claim: Mapping) -> list[str]:
     return claim["over"]["policy"] if isinstance(claim["over"], Mapping) else []
 
 
-def _of_records(claim: Mapping, study: Study) -> list[Member]:
-    contrast, ours = claim["contrast"], selected(study.records)
+def _of_records(claim: Mapping, tables: Tables) -> list[Member]:
+    contrast, ours = claim["contrast"], selected(tables["records"])
     finite = ours[np.isfinite(ours.bound)]
     match contrast:
         case "ratio_median":
@@ -230,9 +230,9 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
         case "attention_minus_dropkv" | "random_minus_dropkv":
             rule, strata = contrast.removesuffix("_minus_dropkv"), STRATA if claim["over"] == "cells" else claim["over"]
             some = ours[ours.k.isin(claim.get("ks", ours.k)) & ours.stratum.isin(strata)]
-            return _cells(_with_other_rule(study, rule, 1, some), _median_difference, "ratio_other", "ratio")
+            return _cells(_with_other_rule(tables, rule, 1, some), _median_difference, "ratio_other", "ratio")
         case "peer_minus_dropkv":
-            return _peers(claim, study)
+            return _peers(claim, tables)
         case "hardest_stratum":
             return _hardest_stratum(ours)
         case "ratio_worst":
@@ -240,22 +240,22 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
         case "violations":
             return _facts(finite, finite.ratio / finite.bound)
         case "pool_slack":
-            return _pool_slack(study, ours)
+            return _pool_slack(tables, ours)
         case "slack_median":
             return [Member("all", _statistic(finite.eval("slack = bound / ratio"), _median, "slack"))]
         case "andpro_keeps":
-            f = _near(claim, study)
+            f = _near(claim, tables)
             return [Member("all", _mean(f.kept, f["item"]))]
         case "aligned_andpro_minus_dropkv":
-            of_rule = study.records.query("rule == 'dropkv' and queries == 1 and k == @HARD_K")
-            near = of_rule.merge(_near(claim, study)[["item", *WHERE, "stratum"]])
-            f = _with_other_rule(study, "andpro", 1, near)
+            of_rule = tables["records"].query("rule == 'dropkv' and queries == 1 and k == @HARD_K")
+            near = of_rule.merge(_near(claim, tables)[["item", *WHERE, "stratum"]])
+            f = _with_other_rule(tables, "andpro", 1, near)
             return [Member("all", _mean(f.log, f["item"], bounds=None))]
         case "same_alone":
-            linear = study.weights[study.weights.way == "linear"]
+            linear = tables["weights"][tables["weights"].way == "linear"]
             return _facts(linear, linear.same_alone.astype(float))
         case "way_gap":
-            return _way_gap(claim, study)
+            return _way_gap(claim, tables)
     raise InputError(f"claim {claim['id']}: unknown contrast {contrast!r}")
 
 
@@ -264,7 +264,7 @@ def _of_records(claim: Mapping, study: Study) -> list[Member]:
 
 def _from_answers(claim: Mapping, answers: pd.DataFrame) -> list[Member | NotTestable]:
     """Scores of each item in points: DropKV's paired with each method's that the claim names, or with each peer's."""
-    main = quality.main(answers)
+    main = study.main(answers)
     needs = claim.get("needs", {})
     if "items" in needs and not set(main.task) <= set(ITEMS[needs["items"]]):
         raise NotTestable(f"{claim['why']} Give -p items {needs['items']} with a model of the hub.")
@@ -272,13 +272,13 @@ def _from_answers(claim: Mapping, answers: pd.DataFrame) -> list[Member | NotTes
         lengths = f"{needs['prompt_tokens']} tokens wanted, {main.prompt_tokens.mean():.0f} run"
         raise NotTestable(f"{claim['why']} Prompts of {lengths}: give such a file with -p items, and -p tokens.")
     full = main[main.method == "full"]
-    judge.answers_enough(full[quality.MEASURE], full.get("error"))
+    judge.answers_enough(full["score"], full.get("error"))
 
     def lead(name: str) -> Sample:
-        return Sample(100 * quality.pair(main, name, claim["share"]), "difference", bounds=(0.0, 100.0))
+        return Sample(100 * pair(main, name, claim["share"]), "difference", bounds=(0.0, 100.0))
 
     if claim["contrast"] == "quality_lead":
-        others = _own(claim) or [name for name in quality.PEERS if name in set(main.method)]
+        others = _own(claim) or [name for name in study.PEERS if name in set(main.method)]
         return [Member("all", {f"over {name}": lead(name) for name in others})]
     pairs: list[Member | NotTestable] = []
     for name in claim["against"]:
@@ -296,15 +296,26 @@ def _lead_growth(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
     of_share = answers[(answers["share"] == claim["share"]) & answers.method.isin(["dropkv", claim["against"]])]
     if set(of_share.method) != {"dropkv", claim["against"]}:
         raise NotTestable(f"not run: dropkv and {claim['against']} at {claim['share']:.0%}")
-    wide = of_share.pivot_table(index=["length", "item"], columns="method", values=quality.MEASURE)
+    wide = of_share.pivot_table(index=["length", "item"], columns="method", values="score")
     lead = 100 * (wide["dropkv"] - wide[claim["against"]]).dropna()
     ends = [lead[length] for length in (max(answers.length), min(answers.length))]
     return [Member("all", Unpaired(*ends, bounds=(-100.0, 100.0)))]
 
 
-def members(claim: Mapping, study: Study | None, answers: pd.DataFrame | None = None) -> Sequence[Member | NotTestable]:
+def pair(rows: pd.DataFrame, against: str, share: float) -> pd.DataFrame:
+    """Score of DropKV (a) and of another method, or "full" (b), at a share, by item that has both."""
+    sides, rows = {}, study.main(rows)
+    for name, method, side_share in (("a", "dropkv", share), ("b", against, 1.0 if against == "full" else share)):
+        of_side = rows[(rows.method == method) & (rows["share"] == side_share)]
+        if of_side.empty:
+            raise NotTestable(f"not run: {method} at {side_share:.0%}")
+        sides[name] = of_side.set_index("item")["score"]
+    return pd.DataFrame(sides).dropna()
+
+
+def members(claim: Mapping, tables: Tables) -> Sequence[Member | NotTestable]:
     """What a claim is tested on. Raises NotTestable where triples, answers or timings are needed and missing."""
-    contrast = claim["contrast"]
+    contrast, answers = claim["contrast"], tables.get("answers")
     if contrast in timings.CONTRASTS:
         given = {name: claim[name] for name in ("tokens", "kernel") if name in claim}
         measured = timings.CONTRASTS[contrast][0](**given)
@@ -315,23 +326,23 @@ def members(claim: Mapping, study: Study | None, answers: pd.DataFrame | None = 
         return _lead_growth(claim, answers)
     if contrast in ("quality_difference", "quality_lead"):
         if answers is None:
-            raise NotTestable("no answers were generated: run quality.answers")
+            raise NotTestable("no answers were generated: run study.answers")
         return _from_answers(claim, answers)
-    if study is None:
+    if "records" not in tables:
         raise NotTestable("no triples were computed: run study.triples_of")
-    return _of_pools(claim, study) if contrast in OF_POOL else _of_records(claim, study)
+    return _of_pools(claim, tables) if contrast in OF_POOL else _of_records(claim, tables)
 
 
-def verdicts(book: Mapping, tables: Mapping[str, Any], loaded: Loaded, settings: Settings) -> pd.DataFrame:
-    """Verdict of every claim of a book on `frames` (of `study.triples_of`) and `answers` (of `quality.answers`), then
-    of the general ones on a reader's own policies."""
-    frames, answers = tables.get("frames"), tables.get("answers")
-    policies = [*(frames.records.rule if frames else ()), *(answers.method if answers is not None else ())]
+def verdicts(book: Mapping, tables: Tables, loaded: Loaded, settings: Settings) -> pd.DataFrame:
+    """Verdict of every claim of a book on the tables of `study.triples_of` and `answers`, then of the general ones on
+    a reader's own policies."""
+    columns = {"records": "rule", "answers": "method"}
+    policies = [name for table, column in columns.items() if table in tables for name in tables[table][column]]
     stated = book["claims"]
     general = [c for c in stated if c["contrast"] in GENERAL and "prompt_tokens" not in c.get("needs", {})]
     own = claims.claims_on_own([{**claim, "over": {"policy": "any"}} for claim in general], policies)
     frame = history.verdicts(
-        stated, lambda claim, _: members(claim, frames, answers), own=own, model=loaded.name, profile=settings.profile
+        stated, lambda claim, _: members(claim, tables), own=own, model=loaded.name, profile=settings.profile
     )
     timed = [claim for claim in stated if claim["contrast"] in timings.CONTRASTS]
     return claims.timed(frame, {claim["id"]: timings.CONTRASTS[claim["contrast"]][1] for claim in timed})

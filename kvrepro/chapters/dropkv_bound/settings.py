@@ -3,9 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kvrepro.chapters.dropkv_bound.triples import check_softmax, spread
-from kvrepro.engine.allowed import Count, Odd, ProperShare, Size, ensure, ensure_once_each
-from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.allowed import Count, Odd, ProperShare, Size, ensure_once_each
+from kvrepro.engine.facts import ModelFacts, attention_modules
 from kvrepro.engine.generate import check_attention_only
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
@@ -27,9 +26,10 @@ class Sampling:
     seed: int = 0  #: of the items, and of what is drawn from them
 
     def queries(self, tokens: int) -> list[int]:
-        """The positions of the queries of a prompt."""
+        """The positions of the queries of a prompt: evenly spaced, the last token included."""
         assert self.positions is not None  # `Settings.sampling` fills in the profile's number
-        return spread(tokens, self.positions, self.since)
+        step = (1 - self.since) * tokens / self.positions
+        return [tokens - 1 - round(step * i) for i in reversed(range(self.positions))]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Settings(run.Settings, Sampling):
         Raises InputError for a model to which the theory does not apply: layers without keys, softcapped logits, sinks.
         """
         check_attention_only(model)
-        check_softmax(model)
+        for module in attention_modules(model).values():
+            if any(getattr(module, name, None) is not None for name in ("attn_logit_softcapping", "sinks")):
+                raise InputError("the bound takes plain logits, but this model caps them or has sinks: take another")
         window = min(ModelFacts.of(model).sliding.values(), default=None)
         if window is None or self.tokens + self.max_new_tokens <= window:
             return self
@@ -68,25 +70,18 @@ class Settings(run.Settings, Sampling):
 
     def prompts(self, n_items: int | None) -> int:
         """Number of prompts: `n_items`, or the profile's."""
-        count = AtMost(PROFILES[self.profile][0]) if n_items is None else n_items
-        ensure(Size, n_items=count)
-        return count
+        return AtMost(PROFILES[self.profile][0]) if n_items is None else n_items
 
     @property
     def enumerated(self) -> int:
         """Triples that enter the enumeration, over all prompts."""
-        return PROFILES[self.profile][2] if self.triples is None else self.triples
+        return self.triples or PROFILES[self.profile][2]
 
     @property
     def sampling(self) -> Sampling:
         """The settings that decide the rows, with the profile's numbers filled in."""
         values = {f.name: getattr(self, f.name) for f in fields(Sampling)}
         return Sampling(**values | {"positions": self.positions or PROFILES[self.profile][1]})
-
-    @property
-    def least(self) -> float:
-        """The smallest share kept."""
-        return min(self.shares)
 
 
 def pool_name(size: float | int) -> str:

@@ -1,9 +1,21 @@
-"""The studies of the chapter on DropKV's bound: tidy frames over triples (layer, head, position) of real prompts."""
+"""The studies of the chapter on DropKV's bound: triples (layer, head, position) of real prompts, and answers.
+
+`triples_of` gives tables over triples. By name, what one of their rows is about, and (in brackets) its other columns:
+
+- assumptions: a triple and a pool (eps, c_low).
+- records: a triple, stratum, k, objective and rule (ratio to the optimum; bound for the query's F).
+- alignment: one of the 20 nearest or most aligned keys of a triple (stratum; distance: ||a - v|| / ||a||; ranks by
+  AnDPro and DropKV, 1 = evicted first).
+- weights: a triple, stratum, k and way to weigh a key, `triples.WEIGHTS` (shift of the window's outputs: window, and
+  of the query's after W_O: projected; same_alone: does the way choose DropKV's set for the last query alone?).
+
+`answers` compares DropKV with its peers: the question visible, the prompt reduced once, 5 to 30% of it kept. Every
+method looks through the last 8 queries and pools over 11 tokens, where it does either (DropKV, section 5).
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import pandas as pd
@@ -14,162 +26,114 @@ from torch import Tensor
 from kvrepro.chapters.dropkv_bound import bound, triples
 from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, Layer, Triple
+from kvrepro.engine.condition import Condition, Prefill
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, run
+from kvrepro.experiment import data, measure, run
+from kvrepro.experiment.answers import prompt_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.item import Item
 
-PARTS = ("assumptions", "records", "alignment", "weights")
 WHERE = ["layer", "head", "position"]
 KS, TWENTY = (10, 18), 20  # 10 or 18 of 20 keys are evicted
 Rule = tuple[str, int]  # its name, and the queries that it observes
+
+PEERS = ("snapkv", "pyramid_kv", "streaming_llm", "key_diff", "cake", "critical_kv", "andpro")
+POOLED = "AnDPro, max pooling"  # with the pooling that the others have
+BY_LENGTH = ("snapkv", "andpro")  # and a reader's own policies
+RETRIEVAL = "tinyworld:needle,needle_multikey,needle_multivalue,needle_multiquery,variable_tracking,frequent_words"
 
 
 # ---------------------------------------------------------------- prompts of a given length
 
 
-def questions(loaded: Loaded, items: str, n_items: int, settings: Settings, filled: bool = False) -> list[Item]:
+def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
     """Items whose prompts have at most `settings.tokens` tokens of the model's own tokenizer.
 
-    items, n_items: as in `data.load_fitting`. filled: take prompts of nearly that length only (`data.filling`).
-    Prompts that are too short for the pools are left out (`data.usable`). Raises InputError, also if the prompts leave
-    no room for the answer.
+    items, n_items: as in `data.load_fitting`. Prompts that are too short for the pools are left out (`data.usable`).
+    Raises InputError, also if the prompts leave no room for the answer.
     """
-    tokens, answer_tokens = settings.tokens, settings.max_new_tokens
-    if tokens + answer_tokens > loaded.context:
-        raise InputError(f"{tokens} + {answer_tokens} tokens > context {loaded.context} of {loaded.name}: lower tokens")
-    fitting = data.load_fitting(items, n_items, loaded.tokenizer, tokens, settings.seed)
-    if filled:
-        fitting = data.filling(fitting, items, loaded.tokenizer, tokens)
+    sampling, limit = settings.sampling, prompt_limit(loaded, settings.max_new_tokens, settings.tokens)
+    fitting = data.load_fitting(items, n_items, loaded.tokenizer, limit, settings.seed)
 
-    def check_length(item: Item) -> None:
+    def check_pools(item: Item) -> None:
+        prompt = data.build_prompt(item, loaded.tokenizer, limit)
+        keys = sampling.queries(len(prompt.ids))[0] + 1 - sampling.window
         with data.named(item):
-            _check_pools(settings.sampling, *_prompt_tokens(loaded, [item], tokens))
+            for size in sampling.pools:
+                bound.keys_in_pool(size, keys, least=TWENTY)
 
-    return data.usable(fitting, "dropkv_bound", check_length)
+    return data.usable(fitting, "dropkv_bound", check_pools)
 
 
 def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Settings) -> dict[int, list[Item]]:
-    """Half of `n_items` as `questions` that fill each of `settings.lengths`, by length.
+    """Half of `n_items` for each of `settings.lengths` but `settings.tokens`, with prompts that fill it, by length.
 
-    A length that the model or the items cannot have is left out, and this is printed; InputError if none is left.
-    Messages can neither be built nor cut to a length: they have one length, that of the longest.
+    A length that the model or the items cannot have is left out, and this is printed.
     """
-    n_items, lengths = data.AtMost(max(1, n_items // 2)), list(settings.lengths)
-    room, fitting = loaded.context - settings.max_new_tokens, []
-    if items.partition(":")[0] != "tinyworld":
-        fitting = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed)
-    if fitting and all(item.context is None for item in fitting):
-        lengths = [max(_prompt_tokens(loaded, fitting, 0))]
-    two_pools, reasons = replace(settings, pools=settings.pools[:2]), []
-    prompts_by_length: dict[int, list[Item]] = {}
-    for length in lengths:
-        try:
-            prompts_by_length[length] = questions(
-                loaded, items, n_items, replace(two_pools, tokens=length), filled=True
-            )
-        except InputError as error:
-            reasons.append(f"length {length} is left out: {error}")
-    if not prompts_by_length:
-        raise InputError(reasons[0])
-    print(*reasons, sep="\n", end="\n" if reasons else "")
-    return prompts_by_length
-
-
-def _prompt_tokens(loaded: Loaded, items: Sequence[Item], tokens: int) -> list[int]:
-    """Prompt tokens of each item; a passage is cut to `tokens`, other messages are as long as they are."""
-    limits = ((item, tokens if item.context is not None else 10**9) for item in items)
-    return [len(data.build_prompt(item, loaded.tokenizer, limit).ids) for item, limit in limits]
-
-
-def _check_pools(s: Sampling, tokens: int) -> None:
-    """Raise InputError if a pool has too few keys before the window of the earliest query of `tokens`."""
-    keys = s.queries(tokens)[0] + 1 - s.window
-    largest = max([size for size in s.pools if isinstance(size, int)], default=1)
-    if keys < largest:
-        raise InputError(f"{keys} keys before a query's window < pool of {largest}: longer prompts, or smaller pools")
-    least = min(size if isinstance(size, int) else math.floor(size * keys) for size in s.pools)
-    if least < TWENTY:
-        raise InputError(f"a pool of {least} of {keys} keys < {TWENTY} to draw: longer prompts, or larger pools")
-
-
-# ---------------------------------------------------------------- the run
-
-
-@dataclass
-class Study:
-    """The frames of one run; the name of each, what one of its rows is about, and (in brackets) its other columns.
-
-    assumptions: a triple and a pool (eps, c_low, c_high).
-    records: a triple, stratum, k, objective and rule (ratio to the optimum; bound for the query's F).
-    alignment: one of the 20 nearest or most aligned keys of a triple (stratum; distance: ||a - v|| / ||a||; ranks by
-    AnDPro and DropKV, 1 = evicted first).
-    weights: a triple, stratum, k and way to weigh a key, `triples.WEIGHTS` (shift of the window's outputs: window, and
-    of the query's after W_O: projected; same_alone: does the way choose DropKV's set for the last query alone?).
-    """
-
-    assumptions: pd.DataFrame
-    records: pd.DataFrame
-    alignment: pd.DataFrame
-    weights: pd.DataFrame
-
-
-def triples_of(loaded: Loaded, items: Sequence[Item], settings: Settings, policies: Sequence[str] = ()) -> Study:
-    """All frames over the items' prompts, passages cut to `settings.tokens`.
-
-    The records cover table 11's rules, and those of `policies` that can choose for a single query.
-    """
-    given = {"s": settings.sampling, "limit": settings.tokens}
-    shared = _with_shares(items, settings.enumerated)
-    plan = run.PerItem("dropkv_bound", "triples", shared, of_item, given | {"parts": PARTS})
-    study = Study(**run.run(plan, loaded, settings))
-    for name in dict.fromkeys(policies):
-        if name not in RULES and not triples.why_no_score(find(name)):
-            more = {"parts": ("records",), "policy": name}
+    half, by_length = data.AtMost(max(1, n_items // 2)), {}
+    for length in settings.lengths:
+        if length != settings.tokens:
             try:
-                rows = run.run(run.PerItem("dropkv_bound", "others", shared, of_item, given | more), loaded, settings)
+                limit = prompt_limit(loaded, settings.max_new_tokens, length)
+                fitting = data.load_fitting(items, half, loaded.tokenizer, limit, settings.seed)
+                by_length[length] = data.filling(fitting, items, loaded.tokenizer, length)
+            except InputError as error:
+                print(f"length {length} is left out: {error}")
+    return by_length
+
+
+# ---------------------------------------------------------------- tables over triples
+
+
+def triples_of(
+    loaded: Loaded, items: Sequence[Item], settings: Settings, policies: Sequence[str] = ()
+) -> dict[str, pd.DataFrame]:
+    """All tables over the items' prompts, passages cut to `settings.tokens`.
+
+    The records cover table 11's rules, and those of `policies` that are `scored_alone`.
+    """
+    total, n = settings.enumerated, len(items)
+    taken = {item.id: (item, total * (i + 1) // n - total * i // n) for i, item in enumerate(items)}
+    given = {"s": settings.sampling, "limit": settings.tokens}
+    tables = run.run(run.PerItem("dropkv_bound", "triples", taken, of_item, given), loaded, settings)
+    for name in dict.fromkeys(policies):
+        if name not in RULES and triples.scored_alone(find(name)):
+            other = run.PerItem("dropkv_bound", "others", taken, of_item, given | {"policy": name})
+            try:
+                rows = run.run(other, loaded, settings)["records"]
             except run.StudyFailed as error:
-                if not is_own(name):
-                    raise
                 print(f"{name} is left out of the records: {error}")
-                continue
-            study.records = pd.concat([study.records, rows["records"]], ignore_index=True)
-    return study
-
-
-def _with_shares(items: Sequence[Item], total: int) -> dict[str, tuple[Item, int]]:
-    """By id, each item and the number of its triples that enter the enumeration, `total` over all items."""
-    n = len(items)
-    return {item.id: (item, total * (i + 1) // n - total * i // n) for i, item in enumerate(items)}
+            else:
+                tables["records"] = pd.concat([tables["records"], rows], ignore_index=True)
+    return tables
 
 
 def of_item(
-    loaded: Loaded, item: tuple[Item, int], s: Sampling, limit: int, parts: Sequence[str], policy: str = ""
+    loaded: Loaded, item: tuple[Item, int], s: Sampling, limit: int, policy: str = ""
 ) -> dict[str, pd.DataFrame]:
-    """`prompt` of one item, as `_with_shares` has it."""
+    """`prompt` of an item, and of how many of its triples enter the enumeration."""
     ids = data.build_prompt(item[0], loaded.tokenizer, limit).ids
-    frames = prompt(loaded, ids, s, item[1], parts, policy)
-    return {name: frame.assign(item=item[0].id, task=item[0].task) for name, frame in frames.items()}
+    tables = prompt(loaded, ids, s, item[1], policy)
+    return {name: table.assign(item=item[0].id, task=item[0].task) for name, table in tables.items()}
 
 
-def prompt(
-    loaded: Loaded, ids: Sequence[int], s: Sampling, take: int, parts: Sequence[str] = PARTS, policy: str = ""
-) -> dict[str, pd.DataFrame]:
-    """The frames of one prompt. `take` of its triples, drawn at random, or all it has, enter the enumeration; these,
+def prompt(loaded: Loaded, ids: Sequence[int], s: Sampling, take: int, policy: str = "") -> dict[str, pd.DataFrame]:
+    """The tables of one prompt. `take` of its triples, drawn at random, or all it has, enter the enumeration; these,
     and `s.cones` spread evenly over all, enter the study of the assumptions.
 
-    policy: the records are about its choice among the same keys, in place of the rules of table 11.
+    policy: only records, about its choice among the same keys, in place of the rules of table 11.
     """
     shape, positions = loaded.model.config.get_text_config(), s.queries(len(ids))
     every = list(product(range(shape.num_hidden_layers), range(shape.num_attention_heads), positions))
     draw = np.random.default_rng([s.seed, len(ids), *ids[-8:]])
     sampled = [every[i] for i in sorted(draw.choice(len(every), min(take, len(every)), replace=False))]
-    with_cone = {every[i] for i in _evenly(len(every), s.cones)}.union(sampled) if "assumptions" in parts else set()
-    rows: dict[str, list[dict]] = {name: [] for name in PARTS}
+    with_cone = {every[i] for i in _evenly(len(every), s.cones)}.union(sampled)
+    names = ("records",) if policy else ("assumptions", "records", "alignment", "weights")
+    rows: dict[str, list[dict]] = {name: [] for name in names}
 
     def visit(layer: Layer) -> None:
-        for t in positions:
+        for t in [] if policy else positions:
             heads = [head for head in range(len(layer.query)) if (layer.number, head, t) in with_cone]
             rows["assumptions"] += _assumptions(layer, t, heads, s) if heads else []
         for triple in (layer.triple(head, t) for number, head, t in sampled if number == layer.number):
@@ -180,14 +144,11 @@ def prompt(
                 rows["weights"] += _weights(triple, sets)
 
     triples.triples(loaded.model, ids, positions, visit, window=s.window)
-    frames = {name: pd.DataFrame(rows[name]) for name in parts}
-    if rows["assumptions"]:
-        tested = frames["assumptions"].sort_values(WHERE, kind="stable", ignore_index=True)
-        frames["assumptions"] = tested.assign(tokens=tested.position + 1, of_triples=len(every))
-    return frames
-
-
-# ---------------------------------------------------------------- assumptions
+    tables = {name: pd.DataFrame(of_table) for name, of_table in rows.items()}
+    if not policy:
+        tested = tables["assumptions"].sort_values(WHERE, kind="stable", ignore_index=True)
+        tables["assumptions"] = tested.assign(tokens=tested.position + 1, of_triples=len(every))
+    return tables
 
 
 def _evenly(count: int, take: int) -> list[int]:
@@ -198,18 +159,15 @@ def _evenly(count: int, take: int) -> list[int]:
 
 
 def _assumptions(layer: Layer, t: int, heads: Iterable[int], s: Sampling) -> list[dict]:
-    """A row per query head and pool at a position: the pool's largest weight, and its cone constant from both sides."""
+    """A row per query head and pool at a position: the pool's largest weight, and its cone constant from below."""
     attention, outputs, rows = layer.attention(t)[:, -1], layer.outputs(t)[:, -1], []
     for head, size in product(heads, s.pools):
         p = attention[head]
         keys = bound.pool(p, size, s.window)
-        cone = bound.cone(outputs[head] - layer.value[head // layer.group, keys].double(), s.steps)
+        low, _ = bound.cone(outputs[head] - layer.value[head // layer.group, keys].double(), s.steps)
         where = {"layer": layer.number, "position": t, "head": head, "pool": pool_name(size), "pool_size": len(keys)}
-        rows.append(where | {"eps": p[keys].max().item(), "c_low": cone.low.item(), "c_high": cone.high.item()})
+        rows.append(where | {"eps": p[keys].max().item(), "c_low": low.item()})
     return rows
-
-
-# ---------------------------------------------------------------- realised ratio
 
 
 def _scores(t: Triple, keys: Tensor, s: Sampling) -> dict[Rule, Tensor]:
@@ -235,11 +193,12 @@ def _records(t: Triple, sets: Mapping[str, Tensor], s: Sampling, device: torch.d
     p, r, pw, rw = (x.to(device) for x in (t.p[keys], t.r[keys], *_of_window(t, keys[:paper])))
     scores = {(policy, s.window): triples.scores_of(find(policy), t)[keys]} if policy else _scores(t, keys, s)
     score, rows = torch.stack(list(scores.values())).to(device), []  # [rules, strata, 20]
-    low, eps = bound.cone(r, s.steps).low, p.amax(-1)
+    (low, _), eps = bound.cone(r, s.steps), p.amax(-1)
     for k in KS:
         evicted, factors = bound.smallest(score, k), bound.factor(low, eps, k).tolist()
-        of_query = bound.joint_cost(p, r, evicted) / bound.optimum(p, r, k).value
-        of_window = bound.window_cost(pw, rw, evicted[:, :paper]) / bound.window_optimum(pw, rw, k).value
+        best, best_of_window = bound.optimum(p[:, None], r[:, None], k), bound.optimum(pw, rw, k)
+        of_query = bound.joint_cost(p, r, evicted) / bound.joint_cost(p, r, best)
+        of_window = bound.window_cost(pw, rw, evicted[:, :paper]) / bound.window_cost(pw, rw, best_of_window)
         for objective, ratios in (("query", of_query.tolist()), ("window", of_window.tolist())):
             for (rule, queries), of_rule in zip(scores, ratios, strict=True):
                 row = t.where | {"k": k, "objective": objective, "rule": rule, "queries": queries}
@@ -250,8 +209,7 @@ def _records(t: Triple, sets: Mapping[str, Tensor], s: Sampling, device: torch.d
 
 
 def _alignment(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
-    """A row per key of the strata near and aligned: ||a - v_j|| / ||a||, its rank by AnDPro and DropKV for this query
-    (1 = evicted first)."""
+    """A row per key of the strata near and aligned."""
     a, rows = t.window_a[-1], []
     for stratum in ("near", "aligned"):
         v, r, p = (x[sets[stratum]] for x in (t.v, t.r, t.p))
@@ -263,17 +221,73 @@ def _alignment(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
 
 
 def _weights(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
-    """A row per stratum of the paper, k and way to weigh a key: how far the set that it chooses moves the outputs, and
-    whether it chooses DropKV's set when it observes the last query alone."""
+    """A row per stratum of the paper, k and way to weigh a key."""
     keys, rows = torch.stack([sets[name] for name in triples.STRATA]), []
     p, after, (pw, rw) = t.p[keys], t.projected(t.r[keys]), _of_window(t, keys)
-    costs = {way: (cost(t)[keys], cost(t.last(1))[keys]) for way, cost in triples.WEIGHTS.items()}
     for k in KS:
-        alone = {way: bound.smallest(cost, k) for way, (_, cost) in costs.items()}
-        for way, (cost, _) in costs.items():
-            chosen = bound.smallest(cost, k)
+        of_way = {way: (cost(t)[keys], cost(t.last(1))[keys]) for way, cost in triples.WEIGHTS.items()}
+        evicted = {way: [bound.smallest(cost, k) for cost in costs] for way, costs in of_way.items()}
+        for way, (chosen, alone) in evicted.items():
             moved = {"window": bound.window_cost(pw, rw, chosen), "projected": bound.joint_cost(p, after, chosen)}
-            moved |= {"same_alone": (alone[way] == alone["squared"]).all(-1)}
+            moved |= {"same_alone": (alone == evicted["squared"][1]).all(-1)}
             table = pd.DataFrame({name: x.numpy() for name, x in moved.items()}).assign(stratum=triples.STRATA)
             rows += table.assign(k=k, way=way, **t.where).to_dict("records")
     return rows
+
+
+# ---------------------------------------------------------------- answers
+
+
+def peers_of(policies: Sequence[str]) -> list[str]:
+    """The policies to compare with DropKV, each once."""
+    return [name for name in dict.fromkeys(policies) if name not in ("full", "dropkv")]
+
+
+def condition(policy: str, share: float, settings: Settings, **switches: object) -> Condition:
+    """Keep `share` of the prompt, with the window and kernel of DropKV's paper; `switches` add to these."""
+    parameters = find(policy).parameters
+    of_paper = {name: getattr(settings, name) for name in ("window", "kernel") if name in parameters}
+    all_switches = tuple(sorted((of_paper | switches).items()))
+    return Condition(policy, share, Prefill(), reading="as_described", switches=all_switches)
+
+
+def grid(settings: Settings, peers: Sequence[str] = PEERS) -> dict[str, list[Condition]]:
+    """Conditions by their name in tables: the full cache, DropKV and its peers at every share, and `POOLED` at the
+    smallest."""
+    names = ("dropkv", *peers)
+    conditions = {name: [condition(name, share, settings) for share in settings.shares] for name in names}
+    pooled = condition("andpro", min(settings.shares), settings, pool="max")
+    return {"full": [Condition()]} | conditions | {POOLED: [pooled]}
+
+
+def answers(
+    loaded: Loaded,
+    items: Sequence[Item],
+    by_length: Mapping[int, Sequence[Item]],
+    peers: Sequence[str],
+    settings: Settings,
+) -> pd.DataFrame:
+    """Rows of `run` with `method` (its name in tables), `length` and `score` (`measure.scores`).
+
+    `items`, cut to `settings.tokens`, are answered under the whole grid; those of each other length under DropKV,
+    SnapKV, AnDPro and the reader's own policies at the smallest share.
+    """
+    few = ["dropkv", *(name for name in peers if name in BY_LENGTH or is_own(name))]
+    least = {"full": [Condition()]} | {name: [condition(name, min(settings.shares), settings)] for name in few}
+    parts = []
+    for length, asked in sorted({**by_length, settings.tokens: items}.items()):
+        part = grid(settings, peers) if length == settings.tokens else least
+        names = [name for name, conditions in part.items() for _ in conditions]
+        limit = length if any(item.context is not None for item in asked) else None
+        plan = run.Answers(
+            "dropkv_bound", f"quality-{length}", asked, list(chain(*part.values())), settings.max_new_tokens, limit
+        )
+        rows = run.run(plan, loaded, settings)
+        parts.append(rows.assign(method=names * len(asked), length=length))
+    rows = pd.concat(parts, ignore_index=True)
+    return rows.assign(share=rows["share"].astype(float).fillna(1.0), score=measure.scores(rows))
+
+
+def main(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the prompt length at which all methods were run."""
+    return rows[rows.length == rows.groupby("length").method.nunique().idxmax()]

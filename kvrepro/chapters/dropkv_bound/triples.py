@@ -8,7 +8,6 @@ appendices B and C.3.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from kvrepro.engine.attention import attend_prompt, installed
 from kvrepro.engine.facts import attention_modules, output_projection
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy, call
-from kvrepro.errors import InputError
 
 STRATA = ("random", "tail", "threshold", "disagreement")
 SINKS, CAKE_GAMMA, CRITICAL_EPS, DROPKV_EPS = 4, 200.0, 1e-4, 1e-6  # the methods' own defaults
@@ -49,14 +47,6 @@ class Triple:
         return self.window_p[-1]
 
     @cached_property
-    def _root(self) -> Tensor:
-        """A square root of W_O W_O' of this head, [dim, dim]."""
-        assert self.seen is not None
-        w = self.seen.projection[0, 0].double().cpu()
-        values, vectors = torch.linalg.eigh(w @ w.T)
-        return vectors * values.clamp_min(0).sqrt()
-
-    @cached_property
     def window_a(self) -> Tensor:
         """Outputs of the window's queries, [window, dim]."""
         return self.window_p @ self.v
@@ -65,6 +55,14 @@ class Triple:
     def r(self) -> Tensor:
         """Residuals a - v_j of the query, [tokens, dim]."""
         return self.window_a[-1] - self.v
+
+    @cached_property
+    def _root(self) -> Tensor:
+        """A square root of W_O W_O' of this head, [dim, dim]."""
+        assert self.seen is not None
+        w = self.seen.projection[0, 0].double().cpu()
+        values, vectors = torch.linalg.eigh(w @ w.T)
+        return vectors * values.clamp_min(0).sqrt()
 
     def projected(self, r: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
         """Vectors whose lengths are those of r W_O of this head: r L, where L L' = W_O W_O'."""
@@ -117,16 +115,24 @@ class Layer:
         """The triple of a query head and position."""
         dim, shared = self.value.shape[-1], head // self.group
         w = self.projection[:, head * dim : (head + 1) * dim].float()
-        norm = (self.value[shared, : t + 1].float() @ w.T).abs().sum(-1)
-        q, key, value = (x[None, None, : t + 1] for x in (self.query[head], self.key[shared], self.value[shared]))
-        p, v, k, norm = (x.double().cpu() for x in (self.attention(t)[head], value[0, 0], key[0, 0], norm))
+        query, key, value = self.query[head, : t + 1], self.key[shared, : t + 1], self.value[shared, : t + 1]
+        norm = (value.float() @ w.T).abs().sum(-1)
         # what a policy sees at the last token if this query head and its KV head were the whole layer
         at = torch.arange(t + 1, device=key.device)[None]
         seen = Observation(
-            self.number, self.layers, key, value, at[None], q[:, :, -self.window :], at[:, -self.window :],
-            torch.tensor([t + 1], device=key.device), self.scaling, w.T[None],
-        )  # fmt: skip
-        return Triple(self.number, head, t, p, v, k, norm, seen)
+            self.number,
+            self.layers,
+            key[None, None],
+            value[None, None],
+            at[None],
+            query[None, None, -self.window :],
+            at[:, -self.window :],
+            torch.tensor([t + 1], device=key.device),
+            self.scaling,
+            w.T[None],
+        )
+        p, v, keys, norm = (x.double().cpu() for x in (self.attention(t)[head], value, key, norm))
+        return Triple(self.number, head, t, p, v, keys, norm, seen)
 
     def _by_kv_head(self, rows: Tensor) -> Tensor:
         """[heads, window, ...] as [kv_heads, group * window, ...]."""
@@ -152,19 +158,6 @@ def triples(
     with torch.inference_mode(), installed(model):
         tokens = torch.tensor([list(ids)], device=model.device)
         model(input_ids=tokens, logits_to_keep=1, kvrepro=Visiting(), use_cache=False)
-
-
-def check_softmax(model: Any) -> None:
-    """Raise InputError for a model whose attention is not a softmax of the logits (`engine.attention.Softmax`)."""
-    for module, name in product(attention_modules(model).values(), ("attn_logit_softcapping", "sinks")):
-        if getattr(module, name, None) is not None:
-            raise InputError("the bound takes logits as they are, and this model caps them or has sinks: take another")
-
-
-def spread(tokens: int, count: int, since: float = 0.5) -> list[int]:
-    """`count` query positions, evenly spaced over the prompt after its share `since`, the last token included."""
-    step = (1 - since) * tokens / count
-    return [tokens - 1 - round(step * i) for i in reversed(range(count))]
 
 
 # ---------------------------------------------------------------- table 11
@@ -206,28 +199,20 @@ def _single_shifts(t: Triple, r: Tensor) -> Tensor:
     return t.window_p / (1 - t.window_p + DROPKV_EPS) * r.norm(dim=-1)
 
 
+def scored_alone(policy: Policy) -> bool:
+    """Whether a policy's score for one query head says which of a triple's keys it would evict: not if it needs whole
+    layers, sums of a whole forward pass, or one choice for all layers, or if it evicts nothing."""
+    return policy.frees and not (policy.shared or policy.needs or policy.refine or policy.across)
+
+
 def scores_of(policy: Policy, t: Triple) -> Tensor:
-    """Scores of a policy that is not in `RULES`, from the triple's window of queries: float64 [tokens], large = keep.
+    """Scores of a policy that is `scored_alone`, from the triple's window of queries: float64 [tokens], large = keep.
 
     Without pooling, and without guards: the comparison asks which of twenty keys before the window it would evict.
     """
     wanted = {"window": len(t.window_p), "pool": "none"}
     switches = tuple((name, value) for name, value in wanted.items() if name in policy.parameters)
     return call(policy.score, t.seen, parameters=policy.reading("as_described", switches))[0, 0].double().cpu()
-
-
-def why_no_score(policy: Policy) -> str:
-    """Why the score of a policy cannot tell its choice among a triple's keys; "" if it can."""
-    if policy.shared:
-        return "it chooses one set of tokens for all layers"
-    if not policy.frees:
-        return "it evicts nothing"
-    if policy.needs:
-        return f"its score needs what a whole forward pass sums up ({', '.join(policy.needs)})"
-    if policy.refine or policy.across:
-        stage = "refine" if policy.refine else "across"
-        return f"its score is final only after its stage {stage!r}, which sees whole layers"
-    return ""
 
 
 # ---------------------------------------------------------------- which 20 keys

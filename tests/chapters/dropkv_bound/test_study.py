@@ -10,20 +10,21 @@ import pytest
 import tiny
 import torch
 
-from kvrepro.chapters.dropkv_bound import members, quality, triples
+from kvrepro.chapters.dropkv_bound import bound, members, triples
 from kvrepro.chapters.dropkv_bound import study as runs
-from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings
-from kvrepro.chapters.dropkv_bound.study import Study
+from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
+from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, models, stats
 
+OF_LAYER = Sampling(pools=(0.9, 24), positions=2, window=4, steps=2)
 SMALL = Sampling(pools=(0.95, 24), positions=1, window=4, steps=3)
 
 
 class Loaded:
-    def __init__(self):
-        self.model = tiny.model("llama")
+    def __init__(self, kind: str = "llama"):
+        self.model = tiny.model(kind)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def frames() -> dict[str, pd.DataFrame]:
 
 
 @pytest.fixture(scope="module")
-def study(frames) -> Study:
+def study(frames) -> dict[str, pd.DataFrame]:
     """Eight prompts, each the same triples with a little noise on what the claims read."""
     rng = np.random.default_rng(0)
     parts: dict[str, list] = {name: [] for name in frames}
@@ -48,7 +49,7 @@ def study(frames) -> Study:
     joined = {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}
     records = joined["records"]
     joined["records"] = records.assign(ratio=1 + (records.ratio - 1) * rng.uniform(0.9, 1.1, len(records)))
-    return Study(**joined)
+    return joined
 
 
 def test_one_prompt_gives_every_frame(frames):
@@ -56,7 +57,6 @@ def test_one_prompt_gives_every_frame(frames):
     assert len(a) == 3 * 6 * 2  # layers, heads, pools
     assert set(a.pool) == {"lowest 95%", "24 lowest"}
     assert set(a[a.pool == "24 lowest"].pool_size) == {24}
-    assert (a.c_low <= a.c_high + 1e-9).all()
     assert (a.eps * (a.tokens - a.pool_size + 1) <= 1).all()  # all keys outside the pool weigh at least as much
     rules = 5 + len(RULES)  # one query: 5; the window: all
     assert len(r) == 3 * 2 * rules * (len(STRATA) + 2 + len(STRATA))  # ours adds two strata for one of two objectives
@@ -83,11 +83,41 @@ def test_parameters_are_refused_before_anything_runs(given, message):
     options = {name: value for name, value in given.items() if name not in ("pools", "shares")}
     with pytest.raises(InputError, match=message):
         Settings.of(options, pools=pools, shares=shares)
-    with pytest.raises(InputError, match="n_items 0: "):
-        Settings().prompts(0)
 
 
-# ---- prompts of a given length
+def test_a_layer_at_once_is_what_each_triple_gives():
+    together = runs.prompt(Loaded("qwen2"), tiny.prompts(60)[0], OF_LAYER, 0)["assumptions"]
+    rows = []
+
+    def visit(layer):
+        for t in tiny.triples_of(layer):
+            for size in OF_LAYER.pools:
+                keys = bound.pool(t.p, size, OF_LAYER.window)
+                p, r = t.p[keys], t.r[keys]
+                low, _ = bound.cone(r, OF_LAYER.steps)
+                row = t.where | {"tokens": len(t.p), "of_triples": 36, "pool": pool_name(size), "pool_size": len(keys)}
+                row |= {"eps": p.max(), "c_low": low}
+                rows.append({name: getattr(value, "item", lambda value=value: value)() for name, value in row.items()})
+
+    triples.triples(Loaded("qwen2").model, tiny.prompts(60)[0], [44, 59], visit, window=OF_LAYER.window)
+    expected = pd.DataFrame(rows)
+    holds = expected.c_low > bound.ORIGIN
+    pd.testing.assert_frame_equal(together[holds], expected[holds], rtol=1e-5, atol=1e-7, check_like=True)
+    assert np.allclose(together.c_low, expected.c_low, rtol=1e-4)
+
+
+def test_where_not_all_are_asked_every_layer_head_and_position_has_its_share():
+    layers, heads, positions, take = 36, 16, 2, 144
+    every = [(la, h, t) for la in range(layers) for h in range(heads) for t in range(positions)]
+    taken = runs._evenly(len(every), take)
+    assert len(set(taken)) == take
+    for axis, count in enumerate((layers, heads, positions)):
+        per = np.bincount([every[i][axis] for i in taken], minlength=count)
+        assert abs(per - take / count).max() <= max(1, 0.25 * take / count)
+    assert runs._evenly(5, 9) == [0, 1, 2, 3, 4]
+
+
+# ---- prompts of a given length, and conditions
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +132,24 @@ def counts(loaded, items) -> list[int]:
 
 def test_the_world_s_prompts_have_the_length_asked_for_in_the_model_s_own_tokens(foreign):
     tokens = 1900
-    given = (quality.RETRIEVAL, 6, Settings(pools=(0.9,), tokens=tokens))
+    given = (runs.RETRIEVAL, 6, Settings(pools=(0.9,), tokens=tokens))
     items = runs.questions(foreign, *given)
     assert 0.9 * tokens < max(counts(foreign, items)) <= tokens
     embedded = models.load()
     assert [item.id for item in runs.questions(embedded, *given)] == [
-        item.id for item in data.load_items(quality.RETRIEVAL, 6, tokens=tokens)
+        item.id for item in data.load_items(runs.RETRIEVAL, 6, tokens=tokens)
     ]
+
+
+def test_every_condition_can_be_met_and_carries_the_paper_s_settings():
+    grid = runs.grid(Settings(shares=(0.05, 0.3)))
+    assert set(grid) == {"full", "dropkv", *runs.PEERS, runs.POOLED}
+    for conditions in grid.values():
+        for condition in conditions:
+            check(condition, 1900)
+    assert len(grid["snapkv"]) == 2
+    assert dict(grid["snapkv"][0].switches) == {"window": 8, "kernel": 11}
+    assert grid["streaming_llm"][0].switches == ()
 
 
 # ---- verdicts
@@ -119,7 +160,7 @@ def judged(**tables) -> pd.DataFrame:
 
 
 def test_every_claim_has_a_verdict_and_the_columns_of_the_book(study):
-    frame = judged(frames=study)
+    frame = judged(**study)
     assert frame.columns.tolist() == claims.COLUMNS
     wanted = {f"D{i}" for i in range(1, 8)}
     assert wanted <= set(frame.claim)
@@ -142,7 +183,7 @@ def answered(full: float, dropkv: float, peer: float, task: str = "needle", toke
 
 
 def verdicts_of(study, answers) -> pd.DataFrame:
-    return judged(frames=study, answers=answers).set_index("claim")
+    return judged(**study, answers=answers).set_index("claim")
 
 
 @few_claims.only("D4", "D4b", "D4c", "D4d", "D5")
@@ -158,7 +199,7 @@ def test_claims_about_answers_are_in_points_and_follow_them(study):
 
 def test_ways_to_weigh_a_key(study):
     """Alone all orders of the length agree; sets of the projected way move the projected output least in the mean."""
-    f = study.weights
+    f = study["weights"]
     assert len(f) == 8 * 3 * len(STRATA) * 2 * 3
     assert f[f.way == "linear"].same_alone.all()
     assert not f[f.way == "projected"].same_alone.all()
@@ -177,19 +218,18 @@ def test_ways_to_weigh_a_key(study):
 @few_claims.only("D1", "D1b", "D2", "D3", "D3h")
 def test_verdicts_follow_the_frames(study):
     """The same study with every cone closed, and with every ratio above the bound."""
-    a = study.assumptions.assign(c_low=-0.1)
-    r = study.records.assign(ratio=1.5 * study.records.bound.fillna(1e9))
-    changed = Study(**(vars(study) | {"assumptions": a, "records": r}))
-    verdicts = judged(frames=changed).set_index("claim").verdict
+    a = study["assumptions"].assign(c_low=-0.1)
+    r = study["records"].assign(ratio=1.5 * study["records"].bound.fillna(1e9))
+    verdicts = judged(**study | {"assumptions": a, "records": r}).set_index("claim").verdict
     assert (verdicts[["D1", "D1b", "D2", "D3", "D3h"]] == "not reproduced").all()
 
 
 @few_claims.only("D3h")
 def test_a_record_above_the_bound_refutes_the_theorem_and_is_named(study):
-    r = study.records.copy()
+    r = study["records"].copy()
     of_dropkv = members.selected(r)
     at = of_dropkv[np.isfinite(of_dropkv.bound)].index[3]
     r.loc[at, "ratio"] = 2 * r.bound[at]
-    row = judged(frames=Study(**(vars(study) | {"records": r}))).set_index("claim").loc["D3h"]
+    row = judged(**study | {"records": r}).set_index("claim").loc["D3h"]
     assert (row.verdict, row.ours) == ("not reproduced", pytest.approx(2))
     assert f"{r['item'][at]}, layer {r.layer[at]}, head {r['head'][at]}" in row.decided_by

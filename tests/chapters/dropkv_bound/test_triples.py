@@ -86,7 +86,7 @@ def test_every_rule_of_table_11_equals_its_loop():
 def test_a_policy_s_own_scores_rank_the_keys_as_its_rule_does(name):
     """The engine's scorers, shown one query head; where table 11 has the rule, the order is that rule's."""
     policy = CATALOGUE[name]
-    assert triples.why_no_score(policy) == ""
+    assert triples.scored_alone(policy)
     for t in collect(tiny.model("qwen2"), tiny.prompts(30)[0], [12, 29], window=4):
         score = triples.scores_of(policy, t)
         assert score.shape == t.p.shape

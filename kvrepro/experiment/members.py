@@ -363,7 +363,9 @@ class Language:
         if entries.get("readings") != "both" or not self.tables:
             return ["any"]
         rows = self.tables.get(entries["rows"], next(iter(self.tables.values()))).rows
-        rows = rows[rows.policy == claim["own"]] if "own" in claim else rows
+        if "reading" not in rows:
+            return ["any"]
+        rows = rows[rows.policy == claim["own"]] if claim.get("own") else rows
         return [reading for reading in READINGS if (rows.reading == reading).any()] or ["any"]
 
     def general(self) -> list[dict[str, Any]]:

@@ -2,12 +2,11 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.fragility import retention
@@ -22,7 +21,6 @@ from kvrepro.engine.score.learned import available
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, longbench, measure
 from kvrepro.experiment.answers import able, check, prompt_limit
-from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
@@ -302,21 +300,3 @@ def tidy(rows: pd.DataFrame) -> pd.DataFrame:
         reading=rows.reading.where(rows.policy.isin(DEFENSIVE), "any"),
     )  # fmt: skip
     return tidied.drop_duplicates(["item", "policy", "share", "reading", "change"]).reset_index(drop=True)
-
-
-def scores(rows: pd.DataFrame, cell: Mapping[str, Any], reading: str = "as_run") -> pd.Series:
-    """The score of one condition, by item. cell: policy, share, and at most one of window, aggregate, guard, bits.
-
-    Raises `NotTestable` for a condition that was not run.
-    """
-    of_cell = rows[rows.policy == cell["policy"]]
-    if cell["policy"] != "full":
-        changes = {"guard": "guards", "bits": "4 bits", "aggregate": "defensive"}
-        window = "none" if cell.get("window", 32) == 32 else f"window {cell['window']}"
-        change = next((change for name, change in changes.items() if name in cell), window)
-        stated = reading if cell["policy"] in DEFENSIVE else "any"
-        of_cell = of_cell[np.isclose(of_cell["share"], cell["share"]) & (of_cell.change == change)]
-        of_cell = of_cell[(of_cell.reading == stated) & np.isclose(of_cell.prefix, cell.get("guard", 0.0))]
-    if of_cell.empty:
-        raise NotTestable("not run: " + ", ".join(f"{name} {value}" for name, value in cell.items()))
-    return of_cell.set_index("item").score

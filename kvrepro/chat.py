@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-from kvrepro.engine.allowed import ensure
+from kvrepro.engine.condition import ensure
 from kvrepro.errors import InputError
 
 

@@ -77,7 +77,7 @@ def run(
         raise InputError(f"--out {out} cannot be written: give a file in a folder that is there")
     from annotated_types import Ge, Le
 
-    from kvrepro.engine.allowed import ensure
+    from kvrepro.engine.condition import ensure
     from kvrepro.experiment import data, models, stats
     from kvrepro.experiment.answers import able, prompt_limit
     from kvrepro.experiment.parameters import check_values, ensure_name
@@ -121,7 +121,7 @@ def run(
 @app.command()
 def policies(name: Annotated[str, Argument(help="one of them, or my_policy.py:MINE")] = "") -> None:
     """List the policies: regimes, budget, readings, what each keeps. With a name: its parameters too."""
-    from kvrepro.engine import allowed, catalogue, policy
+    from kvrepro.engine import catalogue, policy
 
     rows = {row["name"]: row for row in catalogue.table()}
     if not name:
@@ -139,7 +139,21 @@ def policies(name: Annotated[str, Argument(help="one of them, or my_policy.py:MI
     readings = {reading: p.reading(reading) for reading in p.readings}
     for key in {**p.parameters, **p.as_run}:
         texts = [f"{reading} {values[key]}" for reading, values in readings.items() if key in values]
-        print(f"    {key}: {', '.join(texts)} ({allowed.in_words(p.kind(key))})")
+        print(f"    {key}: {', '.join(texts)} ({_in_words(p.kind(key))})")
+
+
+def _in_words(kind: Any) -> str:
+    """What a type hint allows, in words: `integer, at least 1`, or the choices themselves."""
+    import pydantic
+
+    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    try:
+        schema = pydantic.TypeAdapter(kind).json_schema()
+    except pydantic.PydanticUserError:  # a class that JSON does not have
+        schema = {}
+    if "enum" in schema:
+        return " or ".join(map(str, schema["enum"]))
+    return ", ".join([schema.get("type", "any value"), *(f"{words[k]} {v:g}" for k, v in schema.items() if k in words)])
 
 
 @app.command()
@@ -197,8 +211,7 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, settings: 
     """The full cache, and every policy with every budget. Raises InputError for an unknown policy or setting."""
     from dataclasses import fields
 
-    from kvrepro.engine.allowed import ensure
-    from kvrepro.engine.condition import REGIMES, Condition
+    from kvrepro.engine.condition import REGIMES, Condition, ensure
     from kvrepro.engine.policy import check, find
 
     regime = regime.replace("-", " ").replace("_", " ")
@@ -244,7 +257,7 @@ def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":
 
 def _budget(text: str) -> int | float:
     """`256`, `0.2` or `20%`. Raises InputError for anything else."""
-    from kvrepro.engine.allowed import PositiveShare, Size, ensure
+    from kvrepro.engine.condition import PositiveShare, Size, ensure
 
     with contextlib.suppress(ValueError):
         if text.isascii() and text.isdigit() and len(text) < 10:

@@ -3,7 +3,7 @@
     mutmut run --max-children 8        # in a copy of the clone: change one operator, number or name at a time, and test
     python -m studies.mutants    # in the same folder: data/reliability/mutants.csv and survivors.csv
 
-pyproject.toml lists the modules that are changed and the tests that run; `mutmut run "kvrepro.engine.guard*"` tries one
+pyproject.toml lists the modules that are changed and the tests that run; `mutmut run "kvrepro.engine.cache*"` tries one
 module: the rows of others stay as they were, and that of all counts this run. A mutant is killed when a test fails or
 takes many times as long as usual. In survivors.csv the column `reason` is written by hand: why no test can tell this
 change from the original. It stays with its mutant when the table is written again.

@@ -1,26 +1,38 @@
-"""Budgets per KV head, and which tokens stay in each head, given scores, protected tokens and counts.
+"""Guards, quotas and budgets: which tokens stay in each head, given scores, protected tokens and counts.
 
-Budgets are counts `[batch, kv_heads]` that include protected tokens. `budget` int64 [batch] is what a KV head keeps on
-average, so the counts of a layer sum to budget * kv_heads. Those of a pyramid, and of the functions over all layers
-(lists of each layer's scores in, lists of counts out), may do so only over all layers together. A slot scored -inf is
-dead. Only `per_layer` and `one_set` change scores.
+Guards are masks of tokens that a policy may not evict, `[batch, kv_heads, tokens]`; they never touch scores. Budgets
+are counts `[batch, kv_heads]` that include protected tokens. `budget` int64 [batch] is what a KV head keeps on average,
+so the counts of a layer sum to budget * kv_heads. Those of a pyramid, and of the functions over all layers (lists of
+each layer's scores in, lists of counts out), may do so only over all layers together. A slot scored -inf is dead. Only
+`per_layer` and `one_set` change scores.
+
+Quotas split a budget over the spans of a prompt, so that no instruction is forgotten faster than its neighbours:
+
+    parts = split(o, counts, protected, fair, default)    # tokens that each head may keep of each span
+    keep  = select_parts(scores, protected, parts, o)     # the best of each span, as many as its part
+
+Source of quotas: leakage paper, sections 5.2 and 5.3, appendix E. A method's own fair variant is its scorer on an
+observation that shows each span's last queries (`span_windows`) and lets them see their own span only (`span_local`):
+SnapKV and TOVA. H2O and StreamingLLM (as its public code runs) then score otherwise; K-norm and others do not change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvrepro.engine.allowed import Count, Share
+from kvrepro.engine.condition import Count, Share
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.shapes import Counts, Mask, RowFloats, RowInts, Scores
+from kvrepro.engine.shapes import Counts, Mask, Parts, RowFloats, RowInts, Scores
 from kvrepro.errors import InputError
 
+RowCount: TypeAlias = int | Tensor  # the same for every row, or one per row: [batch, 1, 1]
 _kernels: ContextVar[bool] = ContextVar("kernels", default=False)
 
 
@@ -34,26 +46,16 @@ def by_kernels(use: bool = True) -> Iterator[None]:
         _kernels.reset(before)
 
 
-def ensure_none(wrong: Tensor, error: Callable[[], InputError]) -> None:
-    """Raise `error` unless all of `wrong` is False or 0."""
-    if wrong.any():
-        raise error()
-
-
 def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None = None) -> Mask:
     """A mask of the protected tokens of each head, then its best-scored; among equals the later token, or the one with
-    the larger `ties`, int64, distinct.
-
-    Exactly `counts` [batch, kv_heads] tokens per head. A slot scored -inf is dead and never kept; a head with fewer
-    tokens than its count keeps them all. Raises InputError for a count below the protected tokens, and for NaN scores.
-    """
+    the larger `ties`, int64, distinct. Exactly `counts` [batch, kv_heads] tokens per head. A slot scored -inf is dead
+    and never kept; a head with fewer tokens than its count keeps them all. Raises InputError for a count below the
+    protected tokens, and for NaN scores."""
     if ties is None and _by_kernel(scores):  # one launch, which also finds what `ensure_room` and `ensure_numbers` do
-        problems, total = scores.new_zeros(counts.numel(), 3, dtype=torch.int32), scores.numel()
+        problems = scores.new_zeros(counts.numel(), 3, dtype=torch.int32)
         kept = _launched(scores, counts, protected, problems=problems)
-        nan_counts, missing, held = problems.unbind(1)
-        ensure_none(missing, lambda: _no_room(held - missing, held))
-        ensure_none(nan_counts, lambda: _no_numbers(int(nan_counts.sum()), total))
-        return kept
+        if not problems[:, :2].any():
+            return kept
     dead = scores.isneginf()
     firm = protected & ~dead
     ensure_room(counts, firm.sum(-1))
@@ -67,18 +69,17 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
 
 def largest(scores: Tensor, counts: Tensor, firm: Mask | None = None) -> Tensor:
     """A mask of the `counts` [...] largest of scores [..., tokens], never -inf; `firm` tokens come first, and among
-    equals the later one.
-
-    All rows are sorted as one, with the row's number in front of each key, because a GPU sorts rows one after another.
-    """
+    equals the later one. All rows are sorted as one, with the row's number in front of each key, because a GPU sorts
+    rows one after another."""
     if _by_kernel(scores):
         return _launched(scores, counts, firm)
     if firm is not None:
         scores = scores.masked_fill(firm & ~scores.isneginf(), torch.inf)
     n = scores.shape[-1]
-    order = _ordered(scores)
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0
+    bits = torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits)  # in the order of scores
     place = n.bit_length()
-    order = (order >> 32) + 2**31 << place | (order & 2**32 - 1)  # as few bits as there are places
+    order = (bits.long() + 2**31 << place) + torch.arange(n, device=scores.device)
     order += (torch.arange(counts.numel(), device=order.device) << 32 + place).view(*counts.shape, 1)
     best = order.flatten().sort().values.view_as(order)
     last = best.gather(-1, (n - counts[..., None]).clamp(0, n - 1))
@@ -102,26 +103,19 @@ def _launched(scores: Tensor, counts: Tensor, firm: Mask | None, **more: Tensor)
     return by_kernel(scores.flatten(0, -2).contiguous(), counts.flatten(), rows, **more).view_as(scores)
 
 
-def ensure_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> None:
+def ensure_room(counts: Tensor, needed: Tensor, whose: str = "") -> None:
     """Raise InputError, with both numbers, if more tokens are protected than a count has room for."""
-    ensure_none(needed > counts, lambda: _no_room(counts, needed, whose))
-
-
-def _no_room(counts: Tensor | int, needed: Tensor, whose: str = "") -> InputError:
-    worst = (needed - counts).argmax()
-    room = torch.as_tensor(counts, device=needed.device).expand_as(needed)
-    message = f"budget {int(room.flatten()[worst])} < {int(needed.flatten()[worst])} protected tokens"
-    return InputError(f"{message}{whose}: raise the budget, or protect less")
+    if (needed > counts).any():
+        room, needed = counts.expand_as(needed).flatten(), needed.flatten()
+        worst = (needed - room).argmax()
+        message = f"budget {int(room[worst])} < {int(needed[worst])} protected tokens{whose}"
+        raise InputError(f"{message}: raise the budget, or protect less")
 
 
 def ensure_numbers(scores: Scores) -> None:
     """Raise InputError if a score is NaN: such a token cannot be ranked."""
-    nan_count, total = scores.isnan().sum(), scores.numel()
-    ensure_none(nan_count, lambda: _no_numbers(int(nan_count), total))
-
-
-def _no_numbers(nan_count: int, total: int) -> InputError:
-    return InputError(f"{nan_count} of {total} scores are NaN: mend the scorer")
+    if nan_count := int(scores.isnan().sum()):
+        raise InputError(f"{nan_count} of {scores.numel()} scores are NaN: mend the scorer")
 
 
 def lexsort(*keys: Tensor) -> Tensor:
@@ -132,11 +126,139 @@ def lexsort(*keys: Tensor) -> Tensor:
     return order
 
 
-def _ordered(scores: Scores) -> Tensor:
-    """Distinct int64 keys in the order of scores, then places: the float's bits made monotone, then the place."""
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0
-    bits = torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits)
-    return bits.long() << 32 | torch.arange(scores.shape[-1], device=scores.device)
+# ---- guards
+
+
+def protected_count(fraction: float, budget: int, rounding: str = "floor") -> int:
+    """Tokens guarded on one side: `fraction` of `budget`, at least 4, and 0 if the fraction is 0. Protection paper,
+    section 3 (26 of 256: "ceil"); the artifact rounds down (25 of 256)."""
+    if fraction == 0:
+        return 0
+    # The tiny slack keeps products such as 0.1 * 70 = 7.000000000000001 from rounding up to 8.
+    return max(4, math.floor(fraction * budget) if rounding == "floor" else math.ceil(fraction * budget - 1e-9))
+
+
+def sinks(o: Observation, n: RowCount) -> Mask:
+    """The `n` oldest tokens that each head holds; 0 protects none. StreamingLLM (Xiao et al. 2023) keeps 4."""
+    if isinstance(n, int) and n == 0:
+        return o.nothing
+    return o.alive & (o.alive.cumsum(-1) <= n)
+
+
+def recent(o: Observation, n: RowCount) -> Mask:
+    """The `n` newest tokens that each head holds; 0 protects none."""
+    if isinstance(n, int) and n == 0:
+        return o.nothing
+    newer = torch.arange(o.positions.shape[-1] - 1, -1, -1, device=o.positions.device)  # tokens lie flush right
+    return o.alive & (newer < n)
+
+
+def ends(o: Observation, prefix: RowCount, suffix: RowCount, static_prompt_end: RowCount | None = None) -> Mask:
+    """The `prefix` oldest and the `suffix` newest tokens of each head. static_prompt_end: tokens of the prompt, at
+    whose end the suffix then stays, whatever was generated since. Source: protection paper, sections 3 and 10."""
+    if static_prompt_end is None:
+        return sinks(o, prefix) | recent(o, suffix)
+    in_suffix = (o.positions >= static_prompt_end - suffix) & (o.positions < static_prompt_end)
+    return sinks(o, prefix) | (o.alive & in_suffix)
+
+
+def whitelist(o: Observation, table: Tensor) -> Mask:
+    """The tokens whose positions are marked in `table`, bool [batch, positions]; later ones are not protected. Source:
+    leakage paper, section 5.1 (the set S_req, the same in all layers and heads)."""
+    marked = table.gather(1, o.positions.flatten(1).clamp(0, table.shape[1] - 1)).view_as(o.positions)
+    return o.alive & marked & (o.positions < table.shape[1])
+
+
+# ---- quotas over the spans of a prompt
+
+
+def number_spans(tokens: int, spans: Sequence[Sequence[int]], extended: bool = True) -> Tensor:
+    """Which span each of `tokens` positions lies in, int64 [tokens], for `spans` given as positions: any number of
+    them, adjacent or not, numbered by their first position; a position in two spans belongs to the later one. extended:
+    a position in no span joins the span before it, and positions before the first span join the first (Algorithm 1);
+    otherwise such positions are -1. Raises InputError if there are no spans."""
+    if not spans:
+        raise InputError("0 prompt spans: a quota needs at least 1")
+    span_of = torch.full((tokens,), -1)
+    for i, span in enumerate(sorted(spans, key=min)):
+        span_of[torch.as_tensor(span)] = i
+    if extended:
+        last = torch.where(span_of >= 0, torch.arange(tokens), -1).cummax(0).values
+        span_of = torch.where(last >= 0, span_of[last.clamp(min=0)], span_of[span_of >= 0][0])
+    return span_of
+
+
+def span_windows(span_of: Tensor, window: int) -> Tensor:
+    """Positions of the queries that a fair variant shows, int64, ascending: the last of each span, `window` in all. Of
+    two spans the first gets floor(window / 2) queries (E.4); of more spans each gets its floored share. A span has at
+    least one query, its last token, which is TOVA's anchor (E.7: window 1), and at most as many as it has tokens."""
+    spans = int(span_of.max()) + 1
+    shown = []
+    for s in range(spans):
+        share = window * (s + 1) // spans - window * s // spans
+        shown.append((span_of == s).nonzero()[-max(1, share) :, 0])
+    return torch.cat(shown).sort().values
+
+
+def split(
+    o: Observation,
+    counts: Counts,
+    protected: Mask,
+    fair: float = 1.0,
+    default: Mask | None = None,
+    apart: Mask | None = None,
+    rounding: str = "floor",
+) -> Parts:
+    """Tokens that each head keeps of each span, summing to `counts`: lambda b_fair + (1 - lambda) b_default.
+
+    b_fair: each span's share of the count by its length, the shares' running sum rounded down ("floor": Algorithm 1,
+    the remainder goes to the later span) or to the nearest ("round": section 5.2). b_default: what `default`, the
+    policy's selection without quotas, keeps of each span; needed for fair < 1. Counting and rounding are done per
+    layer and KV head, which the paper leaves open. apart: tokens that are kept first and left out of the shares (E.3:
+    StreamingLLM's sinks). A span whose protected tokens exceed its part gets room for them from the other spans.
+    Raises InputError if the counts cannot hold the protected tokens.
+    """
+    counts = torch.minimum(counts, o.alive.sum(-1))
+    apart = o.nothing if apart is None else apart
+    held = tally(o, apart)
+    parts = held + _shares((counts - held.sum(-1)).clamp(min=0), tally(o, o.alive & ~apart), rounding)
+    if fair < 1 and default is not None:
+        mixed = fair * parts.double() + (1 - fair) * tally(o, default).double()
+        parts = _steps((mixed.cumsum(-1) + 0.5 + 1e-9).floor().long())
+    wanted = tally(o, protected)
+    ensure_room(parts.sum(-1), wanted.sum(-1))
+    missing = (wanted - parts).clamp(min=0).sum(-1)
+    return torch.maximum(parts, wanted) - _shares(missing, (parts - wanted).clamp(min=0), "floor")
+
+
+def select_parts(scores: Scores, protected: Mask, parts: Parts, o: Observation) -> Mask:
+    """Of each span the protected tokens and then the best-scored, `parts` in all; among equals the later stays. Raises
+    InputError for NaN scores."""
+    ensure_numbers(scores)
+    span = o.span(o.positions).masked_fill(~o.alive, parts.shape[-1])  # dead slots: a span of their own, part 0
+    place = torch.arange(scores.shape[-1], device=scores.device).expand_as(span)
+    order = lexsort(span, (~protected).long(), -scores, -place)  # newest first
+    parts = pad(parts, (0, 1))
+    sizes = torch.zeros_like(parts).scatter_add_(2, span, torch.ones_like(span))
+    start = (sizes.cumsum(-1) - sizes).gather(2, span.gather(2, order))
+    rank = place - start  # inside the span
+    return torch.zeros_like(protected).scatter_(2, order, rank < parts.gather(2, span.gather(2, order)))
+
+
+def tally(o: Observation, mask: Mask) -> Parts:
+    """The number of living tokens of `mask` in each span."""
+    counts = torch.zeros(*mask.shape[:2], o.spans, dtype=torch.long, device=mask.device)
+    return counts.scatter_add_(2, o.span(o.positions), (mask & o.alive).long())
+
+
+def _shares(total: Tensor, sizes: Tensor, rounding: str) -> Tensor:
+    """Integers in proportion to `sizes` that sum to `total`; none exceeds its size unless all sizes do not suffice."""
+    edges, all_of_them = sizes.cumsum(-1) * total[..., None], sizes.sum(-1, keepdim=True).clamp(min=1)
+    return _steps(edges // all_of_them if rounding == "floor" else (2 * edges + all_of_them) // (2 * all_of_them))
+
+
+def _steps(edges: Tensor) -> Tensor:
+    return edges.diff(dim=-1, prepend=torch.zeros_like(edges[..., :1]))
 
 
 # ---- budgets
@@ -148,9 +270,14 @@ def uniform(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
 
 
 def pyramid(
-    scores: Scores, protected: Mask, budget: RowInts, o: Observation, beta: Annotated[float, Ge(1)] = 20,
-    recent: Count = 0, inside: bool = True,
-) -> Counts:  # fmt: skip
+    scores: Scores,
+    protected: Mask,
+    budget: RowInts,
+    o: Observation,
+    beta: Annotated[float, Ge(1)] = 20,
+    recent: Count = 0,
+    inside: bool = True,
+) -> Counts:
     """b_l = high - l (high - low) / (L - 1) tokens for layer l of L, with low = B / beta and high = 2 B - low.
 
     If a layer's guards protect more than low tokens, low is raised to their number. inside: B is the whole budget,
@@ -179,9 +306,7 @@ def pyramid(
     return _equal(count if inside else count + recent, scores.shape[1])
 
 
-def adaptive(
-    scores: Scores, protected: Mask, budget: RowInts, floor: Share = 0.2, blend: bool = False,
-) -> Counts:  # fmt: skip
+def adaptive(scores: Scores, protected: Mask, budget: RowInts, floor: Share = 0.2, blend: bool = False) -> Counts:
     """As many tokens for a head as it has among the best budget * kv_heads of its layer, and at least its floor.
 
     Default: each head first keeps its int(floor * budget) best tokens, protected ones first; the layer's best tokens
@@ -209,11 +334,9 @@ def adaptive(
 def joint(
     scores: Scores, protected: Mask, budget: RowInts, asked: RowFloats | None = None, exact: bool = False
 ) -> Counts:
-    """As many tokens for a head as it has among the best budget * kv_heads of its layer; no floor.
-
-    exact: the budget as it is asked for is multiplied, and the product rounded down, as in the public code.
-    Source: DefensiveKV, Algorithm 1; efficient_ada_scorer_press.py of FFY0/DefensiveKV@9251b95.
-    """
+    """As many tokens for a head as it has among the best budget * kv_heads of its layer; no floor. exact: the budget as
+    it is asked for is multiplied, and the product rounded down, as in the public code. Source: DefensiveKV, Algorithm
+    1; efficient_ada_scorer_press.py of FFY0/DefensiveKV@9251b95."""
     (_, [counts]) = joint_layers([scores], [protected], budget, asked, exact)
     return counts
 
@@ -224,15 +347,12 @@ def joint(
 def joint_layers(
     scores: list[Scores], protected: list[Mask], budget: RowInts, asked: RowFloats | None = None, exact: bool = False
 ) -> tuple[list[Scores], list[Counts]]:
-    """As many tokens for a head as it has among the best budget * kv_heads * layers of all layers; no floor.
-
-    exact: as in `joint`.
-    Source: Layer-DefensiveKV, Algorithm 2, line 12; efficient_ada_global_scorer_press.py of
-    FFY0/DefensiveKV@9251b95.
-    """
+    """As many tokens for a head as it has among the best budget * kv_heads * layers of all layers; no floor. exact: as
+    in `joint`. Source: Layer-DefensiveKV, Algorithm 2, line 12; efficient_ada_global_scorer_press.py of
+    FFY0/DefensiveKV@9251b95."""
     together, firm = _together(scores, protected)
     heads = [s.shape[1] for s in scores]
-    total = _times(asked, sum(heads)) if exact and asked is not None else budget * sum(heads)
+    total = (asked * sum(heads) + 1e-9).long() if exact and asked is not None else budget * sum(heads)
     ensure_room(total, firm.sum((1, 2, 3)), f" of {sum(heads)} heads together")
     counts = _best(together, total, firm).sum(-1)
     return scores, [counts[:, layer, :most] for layer, most in enumerate(heads)]
@@ -245,10 +365,8 @@ def per_layer(scores: list[Scores], protected: list[Mask], budget: RowInts) -> t
 
 
 def one_set(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
-    """The mean score over heads and layers, for all of them: they keep the same tokens.
-
-    Layers hold the same tokens, flush right, but may differ in the number of dead slots before them.
-    """
+    """The mean score over heads and layers, for all of them: they keep the same tokens. Layers hold the same tokens,
+    flush right, but may differ in the number of dead slots before them."""
     width = min(s.shape[-1] for s in scores)
     mean = torch.stack([s[..., -width:].mean(1, keepdim=True) for s in scores]).mean(0)
     shared = [pad(mean, (s.shape[-1] - width, 0), value=-torch.inf).expand_as(s) for s in scores]
@@ -256,9 +374,13 @@ def one_set(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tup
 
 
 def cake(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, summaries: list[Tensor],
-    asked: RowFloats | None = None, floored: bool = False,
-) -> tuple[list[Scores], list[Counts]]:  # fmt: skip
+    scores: list[Scores],
+    protected: list[Mask],
+    budget: RowInts,
+    summaries: list[Tensor],
+    asked: RowFloats | None = None,
+    floored: bool = False,
+) -> tuple[list[Scores], list[Counts]]:
     """b_l = P_l / sum P * (C - w) L tokens beside the w protected ones for each head of layer l, `summaries` = P.
 
     What a layer gets beyond its number of tokens is spread evenly over the other layers; the sum C L is met exactly
@@ -270,7 +392,7 @@ def cake(
     """
     together, firm = _together(scores, protected)
     held, tokens = firm.sum(-1).amax(2), (~together.isneginf()).sum(-1).amax(2)
-    total = _times(asked, len(scores)) if floored and asked is not None else budget * len(scores)
+    total = (asked * len(scores) + 1e-9).long() if floored and asked is not None else budget * len(scores)
     ensure_room(total, held.sum(1), f" of {len(scores)} layers together")
     wish = torch.stack(list(summaries), 1).double()
     wish = torch.where(wish.sum(1, keepdim=True) > 0, wish, torch.ones_like(wish))
@@ -281,11 +403,6 @@ def cake(
 
 
 # ---- parts
-
-
-def _times(asked: RowFloats, number: int) -> RowInts:
-    """A budget as it is asked for, so many times, rounded down."""
-    return (asked * number + 1e-9).long()
 
 
 def _floored(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
@@ -307,11 +424,8 @@ def _equal(count: RowInts, heads: int) -> Counts:
 
 def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
     """Integers near `wish` [batch, places], none above its `limit`, that sum to `total` [batch], or to the limits' sum
-    if that is less.
-
-    Wishes that exceed the total are scaled down; what a limit cuts off goes in equal parts to the places below their
-    limits; fractions are rounded by largest remainders.
-    """
+    if that is less. Wishes that exceed the total are scaled down; what a limit cuts off goes in equal parts to the
+    places below their limits; fractions are rounded by largest remainders."""
     limit = limit.clamp(min=0)
     total = torch.minimum(total, limit.sum(1)).clamp(min=0)
     share = torch.minimum(wish.double().clamp(min=0), limit)

@@ -1,15 +1,115 @@
-"""The engine's input and output: prompts, conditions with their regimes, and generations."""
+"""The engine's input and output: what values may be, prompts, conditions with their regimes, and generations.
+
+A type hint says what a value may be, and pydantic checks it strictly, so that 1, 1.0 and True stay different. With
+`alpha: Share = 0.5` in a function's signature, a condition's switch `alpha` is checked before anything runs.
+"""
 
 import json
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Hashable
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache, lru_cache
+from operator import index
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Le, Lt
-from pydantic import Field, InstanceOf
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
-from kvrepro.engine.allowed import PositiveShare, Share, Size, ensure_fields, pythonic, whole_numbers
 from kvrepro.errors import InputError
+
+
+def _odd(number: int) -> int:
+    if number % 2 == 0:
+        raise ValueError("should be odd")
+    return number
+
+
+Count = Annotated[int, Ge(0)]
+Size = Annotated[int, Ge(1)]
+Odd = Annotated[int, Ge(1), AfterValidator(_odd)]
+Share = Annotated[float, Ge(0), Le(1)]
+PositiveShare = Annotated[float, Gt(0), Le(1)]
+ProperShare = Annotated[float, Gt(0), Lt(1)]
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+
+
+@lru_cache(maxsize=1024)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    if isinstance(kind, tuple):
+        kind = Literal[kind]
+    return TypeAdapter(InstanceOf[kind]) if is_dataclass(kind) else TypeAdapter(kind, config=STRICT)
+
+
+def _problems(kind: Any, whose: str, name: str, value: object) -> list[str]:
+    """What is wrong with a value, a line for each element of a list. A list will do for a tuple, and a tuple for it."""
+    wanted = next((x for k in (kind, *get_args(kind)) if (x := get_origin(k)) in (list, tuple)), None)
+    if wanted is not None and isinstance(value, list | tuple):
+        value = wanted(value)
+    try:
+        _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        reasons: dict[str, list[str]] = {}
+        for one in error.errors(include_url=False):
+            reason = one["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            reasons.setdefault(f"{one['input']!r:.80}", []).append(reason)
+        owner = f" for {whose}" if whose else ""
+        return [f"{name} {given}{owner}: {' or '.join(dict.fromkeys(why))}" for given, why in reasons.items()]
+    return []
+
+
+def ensure(kind: Any, whose: str = "", **named: object) -> None:
+    """Raise InputError for values that are not of that kind: a type hint, or a tuple of words. The message says their
+    names, whose they are, and what they may be."""
+    if problems := [line for name, value in named.items() for line in _problems(kind, whose, name, value)]:
+        raise InputError("; ".join(problems))
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    every = get_type_hints(kind, include_extras=True)
+    return {f.name: every[f.name] for f in fields(kind)}
+
+
+def ensure_fields(record: Any, whose: str = "") -> None:
+    """Raise one InputError for all fields of a dataclass that are not what their type hints say. Lists in the place of
+    tuples become tuples."""
+    problems = []
+    for name, hint in _hints(record.__class__).items():
+        value = getattr(record, name)
+        problems += _problems(hint, whose, name, value)
+        if isinstance(value, list) and get_origin(hint) is tuple:
+            object.__setattr__(record, name, tuple(value))
+    if problems:
+        raise InputError("; ".join(problems))
+
+
+def ensure_once_each(**named: object) -> None:
+    """Raise InputError for a value that is no list, is empty, or repeats an element."""
+    for name, values in named.items():
+        if not isinstance(values, list | tuple) or not 0 < len(set(values)) == len(values):
+            raise InputError(f"{name} {values!r}: give a list of at least one, each once")
+
+
+def pythonic(value: Any) -> Any:
+    """A number of numpy, or of a tensor without axes, as Python's; anything else unchanged."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def whole_numbers(name: str, given: Any) -> list[int]:
+    """One whole number or several as a list; numpy's and a tensor's too. Raises InputError for anything else, and for
+    True and False, which Python takes for numbers."""
+    shown = given.tolist() if hasattr(given, "tolist") else given
+    try:
+        values = [pythonic(value) for value in ([shown] if hasattr(shown, "__index__") else list(shown))]
+        if isinstance(given, bytes | bytearray) or any(isinstance(value, bool) for value in values):
+            raise TypeError
+        return [index(value) for value in values]
+    except TypeError:
+        raise InputError(f"{name} {shown!r:.60}: give a list of whole numbers") from None
+
+
+# ---- regimes
 
 
 @dataclass(frozen=True)
@@ -19,11 +119,7 @@ class Regime:
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        if type(self) is Regime:
-            raise InputError(f"Regime() is none by itself: take {', '.join(r.__name__ for r in REGIMES.values())}")
-        ensure_fields(self, type(self), self.name)
-        if hasattr(self, "spans"):
-            object.__setattr__(self, "spans", tuple(self.spans))
+        ensure_fields(self, self.name)
 
 
 @dataclass(frozen=True)
@@ -84,7 +180,7 @@ class SharedCap(Regime):
 REGIMES: dict[str, type[Regime]] = {r.name: r for r in (Prefill, Chunked, Offline, DecodeCap, PerStep, SharedCap)}
 
 
-Guarded = Annotated[float, Ge(0), Lt(1)]
+# ---- what goes in, and what comes out
 
 
 @dataclass(frozen=True)
@@ -97,16 +193,11 @@ class Prompt:
     turns: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.ids, str | list) and any(isinstance(i, str) for i in self.ids[:1]):
-            raise InputError(f"prompt {''.join(self.ids)[:40]!r} is text: give token ids, tokenizer.encode(...)")  # type: ignore[arg-type]
-        object.__setattr__(self, "ids", whole_numbers("prompt", self.ids))
-        for field_name in ("spans", "turns"):
-            given = getattr(self, field_name)
-            if not isinstance(given, Mapping):
-                raise InputError(f"{field_name} {given!r:.60}: give a dict, such as {{'question': range(90, 99)}}")
+        ensure(dict, spans=self.spans, turns=self.turns)
         spans = {name: whole_numbers(f"span {name}", where) for name, where in self.spans.items()}
+        turns = [(name, whole_numbers(f"turn {name}", at)) for name, at in self.turns.items()]
+        object.__setattr__(self, "ids", whole_numbers("prompt's token ids", self.ids))
         object.__setattr__(self, "spans", spans)
-        turns = ((name, whole_numbers(f"turn {name}", at)) for name, at in self.turns.items())
         for name, where in [*spans.items(), *turns]:
             if where and not 0 <= min(where) <= max(where) < len(self.ids):
                 outside = min(where) if min(where) < 0 else max(where)
@@ -122,15 +213,14 @@ class Prompt:
 @dataclass(frozen=True)
 class Condition:
     """One cell of an experiment: which policy evicts, down to which budget, when, and which tokens are protected.
-
-    Raises one InputError for all fields of another kind; `kvrepro.engine.policy.Rule.of` checks how they go together.
-    """
+    Raises one InputError for all fields of another kind; `kvrepro.engine.policy.Rule.of` checks how they go
+    together."""
 
     policy: str = "full"
     budget: Size | PositiveShare | None = None  # tokens kept per KV head; a float: share of the compressed tokens
     regime: InstanceOf[Regime] | None = None  # every policy but "full" needs one
-    prefix: Guarded = 0.0  # share of the budget that is guarded at the start
-    suffix: Guarded = 0.0  # share of the budget that is guarded at the end
+    prefix: Annotated[float, Ge(0), Lt(1)] = 0.0  # share of the budget that is guarded at the start
+    suffix: Annotated[float, Ge(0), Lt(1)] = 0.0  # share of the budget that is guarded at the end
     static_suffix: bool = False  # the guarded suffix stays at the prompt's end; otherwise it follows the newest tokens
     whitelist: tuple[str, ...] = ()  # prompt spans that always survive
     reading: Annotated[str, Field(pattern="^(as_run|as_described)$")] = "as_run"
@@ -139,9 +229,7 @@ class Condition:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", pythonic(self.budget))
-        ensure_fields(self, Condition)
-        for name in ("whitelist", "switches"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        ensure_fields(self)
 
     def __eq__(self, other: object) -> bool:
         """Budgets of 1, a token, and of 1.0, everything, differ, though Python's numbers are equal."""
@@ -157,8 +245,7 @@ class Condition:
     @property
     def fair(self) -> float | None:
         """How strictly budgets are split over the prompt's spans, 1 being fully; None: not at all."""
-        fairness: float | None = getattr(self.regime, "fair", None)
-        return fairness
+        return getattr(self.regime, "fair", None)
 
     @property
     def spans(self) -> tuple[str, ...]:
@@ -199,38 +286,27 @@ class Condition:
 
     @property
     def label(self) -> str:
-        """Short name for tables and messages: `lru C=256 +10%/10%`, then every setting that is not the default.
-
-        Equal labels mean equal conditions, except for a full cache, which only `bits` changes.
-        """
+        """Short name for tables and messages: `lru C=256 +10%/10%`, then every setting that is not the default. Equal
+        labels mean equal conditions, except for a full cache, which only `bits` changes."""
         if self.policy == "full":
             return "full cache" + ("" if self.bits is None else f" int{self.bits}")
-        r, words = self.regime, []
-        if self.prefix or self.suffix:
-            words.append(f"+{100 * self.prefix:g}%/{100 * self.suffix:g}%")
-        if self.fair is not None:
-            words.append("fair" if self.fair == 1 else f"debias {self.fair:g}")
-        if r is not None and not isinstance(r, SharedCap):
-            words.append(r.name)
-        if self.reading != "as_run":
-            words.append(self.reading.replace("_", " "))
-        if self.until:
-            words.append(f"until {self.until}")
-        if self.static_suffix:
-            words.append("static suffix")
-        for f in fields(r) if r is not None else ():
-            value = getattr(r, f.name)
-            if value != f.default and f.name in REGIME_WORDS:
-                words.append(REGIME_WORDS[f.name].format(value).replace("_", " "))
-        if self.whitelist:
-            words.append(f"whitelist {'+'.join(self.whitelist)}")
-        if self.spans:
-            words.append(f"spans {'+'.join(self.spans)}")
-        if self.bits is not None:
-            words.append(f"int{self.bits}")
-        words += [f"{name}={value}" for name, value in self.switches]
+        regime = [(f, getattr(self.regime, f.name, f.default)) for f in fields(self.regime or Prefill)]
+        of_regime = {REGIME_WORDS.get(f.name, "").format(value): value != f.default for f, value in regime}
+        words = {
+            f"+{100 * self.prefix:g}%/{100 * self.suffix:g}%": self.prefix or self.suffix,
+            "fair" if self.fair == 1 else f"debias {self.fair or 0:g}": self.fair is not None,
+            getattr(self.regime, "name", ""): not isinstance(self.regime, SharedCap),
+            self.reading.replace("_", " "): self.reading != "as_run",
+            f"until {self.until}": self.until,
+            "static suffix": self.static_suffix,
+            **{words.replace("_", " "): holds for words, holds in of_regime.items()},
+            f"whitelist {'+'.join(self.whitelist)}": self.whitelist,
+            f"spans {'+'.join(self.spans)}": self.spans,
+            f"int{self.bits}": self.bits is not None,
+            **{f"{name}={value}": True for name, value in self.switches},
+        }
         held = f"{100 * self.budget:g}%" if isinstance(self.budget, float) else f"C={self.budget}"
-        return " ".join([self.policy, held, *words])
+        return " ".join([self.policy, held, *(word for word, holds in words.items() if word and holds)])
 
 
 REGIME_WORDS = {"interval": "every {}", "chunk": "chunks of {}", "when": "{}"}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrepro.engine import guard, shared
+from kvrepro.engine import allocate, shared
 from kvrepro.engine.allocate import select
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Condition, DecodeCap, PerStep, Prompt, SharedCap
@@ -33,28 +33,31 @@ Judged = tuple[Scores, Mask, Tensor | None]  # a policy's scores, protected toke
 TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided together to save launches, by backend
 
 
+@dataclass
 class Prompts:
     """Positions, spans and whitelists of the tokens to compress: `[batch, tokens]`, flush right, -1 where padded."""
 
-    def __init__(self, positions: TokenInts, spans: Sequence[dict[str, list[int]]], seeds: Sequence[int] | None = None):
-        """seeds: of each row's draws; None: 0."""
-        self.positions, self.spans = positions, spans
-        self.seeds = list(seeds or [0] * len(positions))
-        self.lengths = (positions >= 0).sum(1)
+    positions: TokenInts
+    spans: Sequence[dict[str, list[int]]]
+    seeds: Sequence[int] = ()  # of each row's draws; (): 0
+
+    def __post_init__(self) -> None:
+        self.seeds = self.seeds or [0] * len(self.positions)
+        self.lengths = (self.positions >= 0).sum(1)
 
     @classmethod
-    def of(cls, texts: Sequence[Prompt], device: torch.device, seeds: Sequence[int] | None = None) -> "Prompts":
+    def of(cls, texts: Sequence[Prompt], device: torch.device, seeds: Sequence[int] = ()) -> "Prompts":
         """The prompts of whole texts, including what is not compressed."""
         lengths = torch.tensor([len(t.ids) for t in texts], device=device)[:, None]
         at = torch.arange(int(lengths.max()), device=device)
         return cls(torch.where(at < lengths, at, -1), [t.spans for t in texts], seeds)
 
     def span_of(self, names: tuple[str, ...], extended: bool = True) -> Tensor:
-        """The number of the span that each position lies in, int64 [batch, tokens]; see `guard.number`."""
+        """The number of the span that each position lies in, int64 [batch, tokens]; see `allocate.number_spans`."""
         rows = []
         for spans, n in zip(self.spans, self.lengths.tolist(), strict=True):
             chosen = [[at for at in spans[name] if at < n] for name in (names or spans)]
-            numbers = guard.number(n, [span for span in chosen if span], extended)
+            numbers = allocate.number_spans(n, [span for span in chosen if span], extended)
             rows.append(torch.nn.functional.pad(numbers, (0, self.positions.shape[1] - n), value=int(numbers[-1])))
         return torch.stack(rows).to(self.positions.device)
 
@@ -104,21 +107,20 @@ class EvictionJob:
     @classmethod
     def joined(cls, jobs: Sequence["EvictionJob"], texts: Sequence[Prompt], device: torch.device) -> "EvictionJob":
         """Rows of one kind as one job; `texts` are their whole prompts."""
-        first = jobs[0]
-        return cls(
-            [c for job in jobs for c in job.conditions], first.evictor, first.parameters,
-            [size for job in jobs for size in job.budgets],
-            Prompts.of(texts, device, [seed for job in jobs for seed in job.prompts.seeds]),
-            [d for job in jobs for d in job.draws],
-        )  # fmt: skip
+        conditions, budgets, draws = (
+            [each for job in jobs for each in getattr(job, name)] for name in ("conditions", "budgets", "draws")
+        )
+        seeds = [seed for job in jobs for seed in job.prompts.seeds]
+        prompts = Prompts.of(texts, device, seeds)
+        return cls(conditions, jobs[0].evictor, jobs[0].parameters, budgets, prompts, draws)
 
     def row(self, b: int) -> "EvictionJob":
         """One row alone, with nothing kept yet."""
-        p = self.prompts
-        alone = Prompts(p.positions[b : b + 1], p.spans[b : b + 1], p.seeds[b : b + 1])
-        return replace(self, conditions=[self.conditions[b]], budgets=[self.budgets[b]], prompts=alone,
-                       draws=self.draws[b : b + 1], layers={}, pending={}, judged={}, signals=None, counts={},
-                       protected=None)  # fmt: skip
+        p, row = self.prompts, slice(b, b + 1)
+        alone = Prompts(p.positions[row], p.spans[row], p.seeds[row])
+        return EvictionJob(
+            self.conditions[row], self.evictor, self.parameters, self.budgets[row], alone, self.draws[row]
+        )
 
     @cached_property
     def budget(self) -> RowInts:
@@ -229,37 +231,37 @@ def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
     """Tokens that the conditions protect, `[batch, kv_heads, tokens]`. follow: a static suffix follows the newest."""
     device, n = o.positions.device, o.count
     sides = [guarded(c, size, job.parameters) for c, size in zip(job.conditions, job.budgets, strict=True)] * n
-    prefix, suffix = sides[0] if len(set(sides)) == 1 else torch.tensor(sides, device=device).unbind(1)
-    end = job.prompts.lengths.to(device).repeat(n) if job.condition.static_suffix and not follow else None
-    mask = guard.ends(o, prefix, suffix, end)
+    prefix, suffix = sides[0] if len(set(sides)) == 1 else torch.tensor(sides, device=device)[..., None, None].unbind(1)
+    static = job.condition.static_suffix and not follow
+    end = job.prompts.lengths.to(device).repeat(n)[:, None, None] if static else None
+    mask = allocate.ends(o, prefix, suffix, end)
     if job.condition.whitelist:
-        mask = mask | guard.whitelist(o, job.prompts.whitelisted(job.condition.whitelist).to(device).repeat(n, 1))
+        mask = mask | allocate.whitelist(o, job.prompts.whitelisted(job.condition.whitelist).to(device).repeat(n, 1))
     if job.parameters.get("empty_suffix") == "keeps_newest" and not job.policy.per_head:
         bare = torch.tensor([bool(first and not last) for first, last in sides], device=device)
         mask = mask | bare[:, None, None]  # as run, an empty suffix slice protects every token
     return mask
 
 
-def ensure_given(
-    policy: Policy, role: str, returned: Any, shape: Sequence[int], kind: torch.dtype | None = None
-) -> None:
-    """Raise InputError unless a policy's function `role` returned a tensor of dtype `kind` (None: any) and of this
-    shape, or with 1 in the place of a size."""
+def _ensured(policy: Policy, role: str, returned: Any, shape: Sequence[int], kind: torch.dtype | None = None) -> Tensor:
+    """What a policy's function `role` returned, expanded to the shape. Raises InputError for anything but a tensor of
+    dtype `kind` (None: any that is real) and of this shape, or with 1 in the place of a size."""
     given = tuple(returned.shape) if isinstance(returned, Tensor) else ()
-    wanted = f"[{', '.join(('batch', 'kv_heads', 'tokens')[: len(shape)])}] = {tuple(shape)}"
     if len(given) != len(shape) or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
         description = f"a tensor of shape {given}" if given else f"{type(returned).__name__}"
+        wanted = f"[{', '.join(('batch', 'kv_heads', 'tokens')[: len(shape)])}] = {tuple(shape)}"
         raise InputError(f"{policy.title}'s {role} returned {description}, not {wanted}")
-    if returned.dtype.is_complex or (kind is not None and returned.dtype != kind):
-        kind = kind or torch.float32
-        raise InputError(f"{policy.title}'s {role} returned numbers of type {returned.dtype}, not {kind}")
+    if returned.dtype.is_complex or kind not in (None, returned.dtype):
+        wanted = kind or torch.float32
+        raise InputError(f"{policy.title}'s {role} returned numbers of type {returned.dtype}, not {wanted}")
+    return returned.expand(shape)
 
 
 def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> Any:
     """The policy's scores, shared between conditions if they depend on neither budget nor guards nor draws."""
     given = named(policy.score, parameters)
     varies = {"budget", "asked", "guarded", "draws"}.intersection(given)
-    if varies or not all(isinstance(value, str | int | float | None) for value in given.values()):
+    if varies or not all(isinstance(value, str | int | float | tuple | None) for value in given.values()):
         return call(policy.score, o, parameters=given)
     key = (policy.score, *sorted(given.items()))
     if key not in o.scored:
@@ -273,8 +275,8 @@ def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
     if job.protected is None or job.protected[0] is not o.positions or job.protected[1] != o.span_local:
         by_conditions = guards(job, o).expand(o.positions.shape)
         newest = job.parameters.get("recent", 0)
-        recent = o.window if o.span_local and newest else guard.recent(o, newest)
-        by_either = (by_conditions | recent | guard.sinks(o, job.parameters.get("sinks", 0))) & o.alive
+        recent = o.window if o.span_local and newest else allocate.recent(o, newest)
+        by_either = (by_conditions | recent | allocate.sinks(o, job.parameters.get("sinks", 0))) & o.alive
         job.protected = o.positions, o.span_local, by_conditions, by_either
     return job.protected[2:]
 
@@ -290,12 +292,12 @@ def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
         if error.args[0] not in SUMS:
             raise
         raise InputError(f"{policy.title} reads sums[{error.args[0]!r}], which its `needs` do not name") from error
-    ensure_given(policy, "scorer", raw_scores, shape)
+    raw_scores = _ensured(policy, "scorer", raw_scores, shape)
     precise = raw_scores.dtype == torch.float64 and job.reduction is not None
-    scores = _ranked(raw_scores if precise else raw_scores.float(), shape)
+    scores = _ranked(raw_scores if precise else raw_scores.float())
     if policy.shield is not None:
         shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": guarded})
-        ensure_given(policy, "shield", shield, shape, torch.bool)
+        shield = _ensured(policy, "shield", shield, shape, torch.bool)
         if job.reduction is None:
             protected = (protected | shield) & o.alive
         else:  # shielded tokens leave as a last resort
@@ -305,17 +307,16 @@ def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     return scores.masked_fill(o.dead, -torch.inf), protected
 
 
-def _ranked(scores: Tensor, shape: Sequence[int]) -> Scores:
+def _ranked(scores: Tensor) -> Scores:
     """Scores of living tokens: above -inf, which is for dead slots alone."""
-    return scores.clamp(min=torch.finfo(torch.float32).min).expand(shape)
+    return scores.clamp(min=torch.finfo(torch.float32).min)
 
 
 def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask) -> Counts:
     """Tokens that each head of a layer keeps."""
     given = {**job.parameters, "o": o, **job.asked_by(job.policy.allocate, o)}
     counts = call(job.policy.allocate, scores, protected, job.budget_in(o), parameters=given)
-    ensure_given(job.policy, "allocate", counts, scores.shape[:2], torch.int64)
-    counts = counts.expand(scores.shape[:2])
+    counts = _ensured(job.policy, "allocate", counts, scores.shape[:2], torch.int64)
     if not ours(job.policy.allocate) and job.reduction is None:  # a union of heads is trimmed to the budget
         job.counts[o.layer] = torch.minimum(counts, o.alive.sum(-1))
         if o.layer == o.layers - 1:
@@ -330,7 +331,6 @@ def _ensure_budget(job: EvictionJob, counts: Mapping[int, Counts]) -> None:
     each = [of_layer.to(job.budget.device) for n, of_layer in counts.items() if n >= dense]
     heads, kept = sum(c.shape[1] for c in each), sum(c.sum(1) for c in each)
     over = kept - heads * job.budget
-
     if bool((over > 0).any()):
         row = int(over.argmax())
         limit = f"{heads} KV heads of all layers x its budget of {job.budgets[row]}"
@@ -341,9 +341,7 @@ def selected(
     job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts, default: Mask | None = None
 ) -> Mask:
     """The tokens that stay, `[batch, kv_heads, tokens]`, `counts` per head; by quotas if the observation is span-local.
-
-    default: what the policy keeps without quotas, which a mixed split needs.
-    """
+    default: what the policy keeps without quotas, which a mixed split needs."""
     policy = job.policy
     if job.reduction is not None:
         return _selected_for_all_layers(job, o, scores, protected, counts)
@@ -352,23 +350,18 @@ def selected(
         return select(scores, protected, counts)
     refined, more = scores, o.nothing
     if policy.refine is not None:
-        refinement = call(policy.refine, o, scores, counts, parameters={**job.parameters, "protected": protected})
-        if not isinstance(refinement, tuple | list) or len(refinement) != 2:
-            raise InputError(
-                f"{policy.title}'s refine returned {type(refinement).__name__}, not (scores, exempt tokens)"
-            )
-        for part, kind in zip(refinement, (None, torch.bool), strict=True):
-            ensure_given(policy, "refine", part, scores.shape, kind)
-        refined, more = refinement[0].expand(scores.shape), refinement[1] & o.alive
+        refined, more = call(policy.refine, o, scores, counts, parameters={**job.parameters, "protected": protected})
+        refined = _ensured(policy, "refine", refined, scores.shape)
+        more = _ensured(policy, "refine", more, scores.shape, torch.bool) & o.alive
     if quotas is None:
         return select(refined, protected | more, counts)
-    firm = protected_by(job, o)[0] | guard.sinks(o, job.parameters.get("sinks", 0))
+    firm = protected_by(job, o)[0] | allocate.sinks(o, job.parameters.get("sinks", 0))
     window = protected & o.window & ~firm  # gives way to the spans' shares, after all other tokens
     protected, refined = protected & ~window, refined.masked_fill(window, torch.finfo(scores.dtype).max)
-    parts = guard.split(o, counts, protected, **quotas)
-    first = torch.minimum(parts, guard.tally(o, protected | more))  # exempt tokens, as far as each span has room
-    exempt = guard.select_parts(scores.masked_fill(~more, torch.finfo(scores.dtype).min), protected, first, o)
-    return guard.select_parts(refined, protected | exempt, parts, o)
+    parts = allocate.split(o, counts, protected, **quotas)
+    first = torch.minimum(parts, allocate.tally(o, protected | more))  # exempt tokens, as far as each span has room
+    exempt = allocate.select_parts(scores.masked_fill(~more, torch.finfo(scores.dtype).min), protected, first, o)
+    return allocate.select_parts(refined, protected | exempt, parts, o)
 
 
 def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
@@ -391,14 +384,14 @@ def select_tokens(job: EvictionJob, o: Observation, default: Mask | None = None)
 
 
 def _quotas(job: EvictionJob, o: Observation, default: Mask | None) -> dict[str, Any] | None:
-    """How `guard.split` shares a head's budget; None: no quotas. The public code rounds down and sets no quota with
+    """How `allocate.split` shares a head's budget; None: no quotas. The public code rounds down and sets no quota with
     `ramps`; the paper rounds to the nearest and leaves the sinks out (section 5.2, E.3)."""
     if not o.span_local or job.parameters.get("ramps"):
         return None
+    how = {"fair": job.condition.fair, "default": default}
     if job.condition.reading == "as_run":
-        return {"fair": job.condition.fair, "default": default}
-    sinks = guard.sinks(o, job.parameters.get("sinks", 0))
-    return {"fair": job.condition.fair, "default": default, "apart": sinks, "rounding": "round"}
+        return how
+    return {**how, "apart": allocate.sinks(o, job.parameters.get("sinks", 0)), "rounding": "round"}
 
 
 # ---- policies that wait for every layer
@@ -448,28 +441,17 @@ def across(job: EvictionJob) -> dict[int, Mask]:
 
 
 def _ensured_across(job: EvictionJob, returned: Any) -> tuple[list[Scores], list[Counts]]:
-    """(scores, counts) of a reader's own `across`, one of each for every layer. Raises InputError for anything else."""
-    policy, layers = job.policy, list(job.judged)
-    parts = returned if isinstance(returned, tuple | list) else ()
-    if [len(part) for part in parts if isinstance(part, tuple | list)] != [len(layers)] * 2:
-        problem = f"{policy.title}'s across returned {type(returned).__name__}"
-        raise InputError(f"{problem}, not (scores, counts), two lists of {len(layers)} tensors each")
+    """(scores, counts) of a reader's own `across`, one of each for every layer. Raises InputError for other tensors."""
     all_scores, all_counts = [], []
-    for n, scores, counts in zip(layers, *parts, strict=True):
+    kept: dict[int, Counts] = {}
+    for n, scores, counts in zip(job.judged, *returned, strict=True):
         dead, shape = job.pending[n].dead, job.judged[n][0].shape
-        ensure_given(policy, "across (scores)", scores, shape)
-        ensure_given(policy, "across (counts)", counts, shape[:2], torch.int64)
-        all_scores.append(_ranked(scores.float(), shape).masked_fill(dead.to(scores.device), -torch.inf))
-        all_counts.append(counts.expand(shape[:2]))
-    kept = [
-        torch.minimum(counts, (~scores.isneginf()).sum(-1))
-        for scores, counts in zip(all_scores, all_counts, strict=True)
-    ]
-    _ensure_budget(job, dict(enumerate(kept)))
+        scores = _ranked(_ensured(job.policy, "across (scores)", scores, shape).float())
+        all_scores.append(scores.masked_fill(dead.to(scores.device), -torch.inf))
+        all_counts.append(_ensured(job.policy, "across (counts)", counts, shape[:2], torch.int64))
+        kept[len(kept)] = torch.minimum(all_counts[-1], (~all_scores[-1].isneginf()).sum(-1))
+    _ensure_budget(job, kept)
     return all_scores, all_counts
-
-
-# ---- one set of tokens for all layers
 
 
 def evict_shared(job: EvictionJob, signals: Signals, step: int) -> Signals:

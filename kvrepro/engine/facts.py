@@ -39,21 +39,16 @@ class ModelFacts:
         frequencies = self.inverse_frequencies.get(layer)
         if isinstance(rule := fields["scaling"], Softmax):
             fields |= {"scaling": rule.scaling, "softmax": rule}
-        return Observation(
-            layer=self.evictable.index(layer), layers=len(self.evictable), keys=keys, output=self.outputs[layer],
-            inverse_frequencies=None if frequencies is None else frequencies.to(keys.device),
-            sliding=self.sliding.get(layer), seed=torch.as_tensor(seeds, device=keys.device), backend=self.backend,
-            **fields,
-        )  # fmt: skip
+        fields |= {"keys": keys, "output": self.outputs[layer], "sliding": self.sliding.get(layer)}
+        fields |= {"seed": torch.as_tensor(seeds, device=keys.device), "backend": self.backend}
+        fields["inverse_frequencies"] = None if frequencies is None else frequencies.to(keys.device)
+        return Observation(layer=self.evictable.index(layer), layers=len(self.evictable), **fields)
 
     @classmethod
     def of(cls, model: PreTrainedModel, one_set: bool = False) -> "ModelFacts":
         """The facts of a model. Sliding layers drop tokens by themselves, so policies evict from them only if the model
-        has no other attention layers.
-
-        one_set: one set of tokens serves all layers; then a sliding layer sees those within its window and drops none.
-        Raises InputError for a model that the engine cannot drive.
-        """
+        has no other attention layers. one_set: one set of tokens serves all layers; then a sliding layer sees those
+        within its window and drops none. Raises InputError for a model that the engine cannot drive."""
         modules = check_family(model)
         outputs, kv_heads, sliding = {}, {}, {}
         for number, module in modules.items():
@@ -153,10 +148,8 @@ def _applied(output: Module) -> Tensor:
 
 
 def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor]:
-    """Inverse frequencies [rotated / 2] of each of `layers`; none for a model without rotations.
-
-    Gemma3 has a set of frequencies for each type of layer, other models have one.
-    """
+    """Inverse frequencies [rotated / 2] of each of `layers`; none for a model without rotations. Gemma3 has a set of
+    frequencies for each type of layer, other models have one."""
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     if rotary is None:

@@ -17,11 +17,20 @@ import torch
 from torch.nn import Module
 from transformers import GenerationMixin
 
-from kvrepro.engine.allowed import Size, ensure, pythonic, whole_numbers
 from kvrepro.engine.attention import alone, installed
 from kvrepro.engine.backend import BACKENDS, obstacle, obstacles
 from kvrepro.engine.batches import MOST_ROWS, USUAL_ROWS, batches, passes, room_of
-from kvrepro.engine.condition import Chunked, Condition, Generation, Prompt, SharedCap
+from kvrepro.engine.condition import (
+    Chunked,
+    Condition,
+    Generation,
+    Prompt,
+    SharedCap,
+    Size,
+    ensure,
+    pythonic,
+    whole_numbers,
+)
 from kvrepro.engine.decode import decode
 from kvrepro.engine.facts import ATTENDING, ModelFacts, ensure_one_rotation, layer_types, refused
 from kvrepro.engine.policy import Rule, find

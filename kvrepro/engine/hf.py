@@ -30,12 +30,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvrepro.engine.allowed import ensure, whole_numbers
 from kvrepro.engine.attention import installed, with_methods
 from kvrepro.engine.backend import BACKENDS
 from kvrepro.engine.batches import planned
 from kvrepro.engine.cache import EngineCache, RaggedLayer
-from kvrepro.engine.condition import Condition, Offline, Prompt
+from kvrepro.engine.condition import Condition, Offline, Prompt, ensure, whole_numbers
 from kvrepro.engine.decode import Steps
 from kvrepro.engine.evict import EvictionJob, Prompts
 from kvrepro.engine.facts import ModelFacts, ensure_one_rotation

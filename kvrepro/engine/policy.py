@@ -3,22 +3,21 @@ parameters; what cannot work is refused before anything runs. `kvrepro.engine.ev
 
 import inspect
 import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from torch import Tensor
 
-from kvrepro.engine import allocate, guard
-from kvrepro.engine.allowed import Count, Size, ensure
-from kvrepro.engine.condition import REGIMES, Chunked, Condition, SharedCap
+from kvrepro.engine import allocate
+from kvrepro.engine.condition import REGIMES, Chunked, Condition, Count, SharedCap, Size, ensure
 from kvrepro.engine.shapes import Scores
 from kvrepro.engine.shared import SLW_SINKS, SWITCHES
-from kvrepro.errors import InputError, ensure_known, error_line, suggestion
+from kvrepro.errors import InputError, ensure_known, error_line
 from kvrepro.paths import ROOT
 
 READINGS = ("as_run", "as_described")
@@ -41,8 +40,7 @@ SUMS = {  # what the forward pass can add up for each token and KV head
     "the layer's input at the query",
 }
 REPEATED = {"reconstruction", "reconstruction_per_norm"}  # the sums that need a repetition of the context
-LONGEST_TITLE = 60  # characters, in a figure's legend and in the id of a verdict
-MARKUP = frozenset("<>*$[]|`\\")
+MARKUP = "<>*$[]|`\\"
 Parameters = Mapping[str, object]
 
 
@@ -51,7 +49,7 @@ class Policy:
     """How a method decides. Each function gets those parameters that it names, with their values in the chosen reading.
 
     parameters: the paper's; as_run: those in which the public code (`code`) differs. The functions' annotations say
-    which values are allowed (`kvrepro.engine.allowed`). Three names mean the same for all policies: the last `window`
+    which values are allowed (`kvrepro.engine.condition`). Three names mean the same for all policies: the last `window`
     queries are shown to the scorer; the `recent` newest and `sinks` oldest tokens are protected.
     shield(o, scores, budget, ...): a mask of tokens that the method itself protects, before heads get their counts.
     refine(o, scores, counts, ...) -> (scores, exempt tokens): a second stage, after heads got their counts.
@@ -107,7 +105,8 @@ class Policy:
     def rule(self) -> str:
         """The first sentences of its functions' docstrings, a line each; the scorer's is its formula."""
         deciding = [f for f in self.functions if f is not allocate.uniform]
-        return "\n".join(filter(None, map(first_sentence, deciding)))
+        paragraphs = (" ".join((f.__doc__ or "").strip().split("\n\n")[0].split()) for f in deciding)
+        return "\n".join(filter(None, (re.split(r"(?<!\.)\. ", text)[0].rstrip(".") for text in paragraphs)))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -142,8 +141,7 @@ class Policy:
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        every = (self.score, self.shield, self.allocate, self.across, self.summary, self.refine)
-        return [f for f in every if f is not None]
+        return [f for role in GIVEN if (f := getattr(self, role)) is not None]
 
     def kind(self, parameter: str) -> Any:
         """The type hint of a parameter; `object`, any value, if no function of a reader's own policy says."""
@@ -151,14 +149,8 @@ class Policy:
             return Literal[SWITCHES[parameter].allowed]
         if parameter in ENGINES:
             return ENGINES[parameter]
-        named = [parameters_of(f)[parameter].annotation for f in self.functions if parameter in parameters_of(f)]
-        return next((hint for hint in named if not isinstance(hint, str) and hint != inspect.Parameter.empty), object)
-
-
-def first_sentence(function: Callable[..., Any]) -> str:
-    """The first sentence of a function's docstring, without the full stop."""
-    first = " ".join((function.__doc__ or "").strip().split("\n\n")[0].split())
-    return re.split(r"(?<!\.)\. ", first)[0].rstrip(".")
+        hints = [hints_of(f)[parameter] for f in self.functions if parameter in hints_of(f)]
+        return next((hint for hint in hints if not isinstance(hint, str) and hint != inspect.Parameter.empty), object)
 
 
 def call(function: Callable[..., Any], *arguments: object, parameters: Parameters) -> Any:
@@ -176,10 +168,26 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
     return inspect.signature(function).parameters
 
 
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Their type hints, and those of the fields of a `NamedTuple` among them (`score.window.How`)."""
+    hints = {}
+    for name, parameter in parameters_of(function).items():
+        hints[name] = parameter.annotation
+        if hasattr(parameter.default, "_fields"):
+            hints |= get_type_hints(type(parameter.default), include_extras=True)
+    return hints
+
+
 def named(function: Callable[..., Any], parameters: Parameters) -> dict[str, Any]:
-    """Those of `parameters` that `function` names."""
-    names = parameters_of(function)
-    return {name: value for name, value in parameters.items() if name in names}
+    """Those of `parameters` that `function` names; the fields of a `NamedTuple` come as one, beside its defaults."""
+    given = {}
+    for name, parameter in parameters_of(function).items():
+        if name in parameters:
+            given[name] = parameters[name]
+        elif hasattr(parameter.default, "_fields"):
+            fields = parameters.keys() & parameter.default._fields
+            given[name] = parameter.default._replace(**{field: parameters[field] for field in fields})
+    return given
 
 
 def copied(value: Any) -> Any:
@@ -221,27 +229,19 @@ def is_own(name: str) -> bool:
 
 
 def find(name: str) -> Policy:
-    """The catalogue's policy of that name, or a reader's own: one of `OWN`, or `path/to/file.py:NAME`.
-
-    Raises InputError for an unknown name, and for a file that fails or does not define the policy.
-    """
+    """The catalogue's policy of that name, or a reader's own: one of `OWN`, or `path/to/file.py:NAME`. Raises
+    InputError for an unknown name, and for a file that fails or does not define the policy."""
     from kvrepro.engine.catalogue import CATALOGUE
 
     policy = CATALOGUE.get(name) or OWN.get(name)
     if policy is not None:
         return policy
     if name == "full":
-        raise InputError(
-            "policy 'full' evicts nothing: the full cache is run wherever it is compared with, leave it out"
-        )
+        raise InputError("policy 'full' evicts nothing: it is run wherever others are compared with it, leave it out")
     path, colon, attribute = name.rpartition(":")
     if not colon:
-        names = ["full", *CATALOGUE]
-        choices = f"choose one of {', '.join(names)}, or path/to/file.py:NAME"
-        raise InputError(f"unknown policy {name!r}{suggestion(name, names)}: {choices}")
-    file = None
-    with suppress(OSError):  # a name that is too long for a file
-        file = next((root / path for root in (Path.cwd(), ROOT) if path and (root / path).is_file()), None)
+        ensure_known("policy", [name], CATALOGUE, also=("path/to/file.py:NAME", "full"))
+    file = next((root / path for root in (Path.cwd(), ROOT) if path and os.path.isfile(root / path)), None)
     if file is None:
         raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
     try:
@@ -255,15 +255,11 @@ def find(name: str) -> Policy:
 
 
 def _ensure_own(name: str, policy: Policy) -> None:
-    """Raise InputError for fields of a reader's own policy that the engine cannot use, or that no page can show."""
+    """Raise InputError for a title of a reader's own policy that no page can show, and for unknown sums and regimes."""
     title, whose = policy.title, f"policy {name!r}"
-    if not (isinstance(title, str) and title.isprintable() and title.strip() and len(title) <= LONGEST_TITLE):
-        raise InputError(f"{whose}: title {title!r:.80}, give 1 to {LONGEST_TITLE} printed signs")
-    if marks := sorted(MARKUP.intersection(title)):
-        raise InputError(f"{whose}: title {title!r} holds {' '.join(marks)}, which a page takes for markup")
-    kinds: dict[str, Any] = {"parameters": dict, "as_run": dict, "needs": tuple[str, ...] | list[str], "refuses": dict}
-    for field_name, kind in kinds.items():
-        ensure(kind, whose, **{field_name: getattr(policy, field_name)})
+    printed = title.isprintable() and 0 < len(title.strip()) <= len(title) <= 60
+    if not printed or set(MARKUP) & set(title):
+        raise InputError(f"{whose}: title {title!r:.80}, give 1 to 60 printed signs, none of {' '.join(MARKUP)}")
     ensure_known(f"sum in the needs of {whose}", policy.needs, SUMS)
     ensure_known(f"regime that {whose} refuses:", policy.refuses, REGIMES)
     if policy.shared and (missing := SWITCHES.keys() - policy.parameters.keys()):
@@ -316,28 +312,25 @@ class Rule:
                 raise InputError(f"policy full keeps every token, got {replace(c, policy='(full)').label!r}: drop it")
             return None
         policy = find(c.policy)
-        parameters = policy.reading(c.reading, c.switches)
-        _ensure_callable(c.policy, policy, parameters)
-        _ensure_consistent(c, policy, parameters)
-        rule = cls(c, policy, parameters)
-        if policy.shared:
-            rule._ensure_shared()
+        rule = cls(c, policy, policy.reading(c.reading, c.switches))
+        _ensure_callable(c.policy, policy, rule.parameters)
+        for problem in rule._inconsistent():
+            raise InputError(problem)
         return rule
 
     def ensure_met(self, tokens: int, whitelist: Sequence[int] = ()) -> None:
         """Raise InputError if a prompt cannot meet the condition. tokens: how many tokens of the prompt's compressed
         part a layer holds. whitelist: the protected ones among them, counted from their end: -1 is the last."""
-        if self.policy.shared:
-            prefix, suffix = guarded(self.condition, budget_of(self.condition, 0), self.parameters)
-            if tokens < prefix + suffix:
-                problem = f"prompt of {tokens} tokens < {prefix + suffix} protected tokens"
-                raise InputError(f"{problem}: use a longer prompt, or protect less")
-            return
         c, p = self.condition, self.parameters
+        if self.policy.shared:
+            needed = sum(guarded(c, budget_of(c, 0), p))
+            if tokens < needed:
+                raise InputError(f"prompt of {tokens} tokens < {needed} protected ones: take a longer, or protect less")
+            return
         at_once = c.every is None
         if at_once and isinstance(c.budget, int) and c.budget >= tokens:
-            problem = "nothing leaves; lower it, or say 1.0" if self.policy.frees else "every page is read; lower it"
-            raise InputError(f"budget {c.budget} >= {tokens} tokens to compress: {problem}")
+            why = "nothing leaves; lower it, or say 1.0" if self.policy.frees else "every page is read; lower it"
+            raise InputError(f"budget {c.budget} >= {tokens} tokens to compress: {why}")
         steps = [tokens]
         if isinstance(c.regime, Chunked) and c.regime.when == "every_chunk":
             steps.append(min(c.regime.chunk, tokens))
@@ -352,36 +345,60 @@ class Rule:
             needed = first + last + apart
             if budget < (min(needed, seen) if at_once else needed):  # later evictions also protect tokens yet to come
                 parts = {"prefix": prefix, "suffix": suffix, "sinks": sinks, "recent": recent, "whitelist": apart}
-                words = " + ".join(f"{count} {name}" for name, count in parts.items() if count)
                 after = "" if seen == tokens else f" after the first chunk of {seen}"
-                problem = f"budget {budget} < {needed} protected tokens ({words}){after}"
-                raise InputError(f"{problem}: raise the budget of {c.policy}, or protect less")
+                raise InputError(_too_small(c, budget, needed, parts, after))
 
-    def _ensure_shared(self) -> None:
-        """Raise InputError for settings that `SharedCap` does not have, and for guards that leave nothing to choose."""
+    def _inconsistent(self) -> Iterator[str]:
+        """What does not go together in the condition. What is said first lets the rest assume that it holds."""
+        c, policy = self.condition, self.policy
+        if c.prefix + c.suffix > 1:
+            yield f"prefix {c.prefix:g} + suffix {c.suffix:g} guard more than the whole budget: lower one"
+        if c.static_suffix and not c.suffix:
+            yield f"static_suffix for {c.policy} without a suffix: give one, such as suffix=0.1, or drop it"
+        if c.regime is None:
+            yield f"{c.policy} without a regime: name one, {REGIMES[policy.regimes[0]].__name__}() for instance"
+        elif c.regime.name not in policy.regimes:
+            apart = "it chooses one set of tokens for all layers" if policy.shared else "it chooses for each layer"
+            why = policy.refuses.get(c.regime.name, apart)
+            yield f"{c.policy} cannot run in regime {c.regime.name!r}: {why}; take {', '.join(policy.regimes)}"
+        if c.budget is None:
+            yield f"budget None for {c.policy}: give a number of tokens, or a share such as 0.2"
+        if c.spans and c.fair is None:
+            yield f"spans {c.spans} for {c.policy} without fair, which alone counts them: fair=1, or no spans"
+        if c.fair is not None and c.fair < 1 and (policy.across is not None or self.parameters.get("ramps")):
+            why = "whose ramps set no quota" if self.parameters.get("ramps") else "whose budgets wait for every layer"
+            yield f"fair {c.fair:g} for {c.policy}, {why}: fair 1, or none"
+        if not policy.frees and (c.prefix or c.suffix or c.whitelist or c.fair is not None):
+            yield f"{c.policy} chooses pages anew for every query and keeps all: no guards or quotas"
+        if policy.shared:
+            yield from self._inconsistent_when_shared()
+
+    def _inconsistent_when_shared(self) -> Iterator[str]:
+        """What `SharedCap` does not have, and guards that leave nothing to choose."""
         c, policy, p = self.condition, self.policy, self.parameters
         for name, value in {"whitelist": c.whitelist, "bits": c.bits}.items():
             if value:
-                raise InputError(f"{name} {value!r} in regime {SharedCap.name!r}, which has none: leave it out")
+                yield f"{name} {value!r} in regime {SharedCap.name!r}, which has none: leave it out"
         if isinstance(c.budget, float):
-            problem = f"budget {c.budget!r} in regime {SharedCap.name!r}, which takes no share"
-            raise InputError(f"{problem}: give {c.policy} a number of tokens, such as 256")
-        budget = budget_of(c, 0)
-        prefix, suffix = guarded(c, budget, p)
-        needed, parts = prefix + suffix, f"{prefix} prefix + {suffix} suffix"
-        if policy.per_head:
-            needed, parts = needed + 1, parts + " + 1 chosen by each head"
-        if policy.shield is not None:
-            needed, parts = max(needed, SLW_SINKS + 1), parts + f", or {SLW_SINKS} sinks + 1 recent"
-        if budget < needed:
-            problem = f"budget {budget} < {needed} protected tokens ({parts})"
-            raise InputError(f"{problem}: raise the budget of {c.policy}, or protect less")
+            yield f"budget {c.budget} in regime {SharedCap.name!r}, which takes no share: give a number of tokens"
+        prefix, suffix = guarded(c, budget_of(c, 0), p)
+        parts = {"prefix": prefix, "suffix": suffix, "chosen by each head": int(policy.per_head)}
+        if policy.shield is not None and prefix + suffix <= SLW_SINKS:
+            parts = {"sinks": SLW_SINKS, "recent": 1}
+        if budget_of(c, 0) < sum(parts.values()):
+            yield _too_small(c, budget_of(c, 0), sum(parts.values()), parts)
         if c.static_suffix and not policy.per_head and p["static_suffix"] == "per_head_only":
-            problem = "as run it exists for per-head policies only; set the switch static_suffix to anywhere"
-            raise InputError(f"static_suffix with {c.policy}: {problem}")
+            why = "as run it exists for per-head policies only; set the switch static_suffix to anywhere"
+            yield f"static_suffix with {c.policy}: {why}"
         if p["empty_suffix"] == "keeps_newest" and p["guardrail"] == "honours" and prefix and not suffix:
-            problem = "everything is protected and nothing can leave; change one of the two"
-            raise InputError(f"switches empty_suffix = keeps_newest and guardrail = honours: {problem}")
+            why = "everything is protected and nothing can leave; change one of the two"
+            yield f"switches empty_suffix = keeps_newest and guardrail = honours: {why}"
+
+
+def _too_small(c: Condition, budget: int, needed: int, parts: Mapping[str, int], after: str = "") -> str:
+    words = " + ".join(f"{count} {name}" for name, count in parts.items() if count)
+    problem = f"budget {budget} < {needed} protected tokens ({words}){after}"
+    return f"{problem}: raise the budget of {c.policy}, or protect less"
 
 
 def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Sequence[int] = ()) -> None:
@@ -391,39 +408,13 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
         rule.ensure_met(prompt_tokens, whitelist)
 
 
-def _ensure_consistent(c: Condition, policy: Policy, parameters: Parameters) -> None:
-    """Raise InputError for settings of a condition that do not go together."""
-    if c.prefix + c.suffix > 1:
-        raise InputError(f"prefix {c.prefix:g} + suffix {c.suffix:g} guard more than the whole budget: lower one")
-    if c.static_suffix and not c.suffix:
-        raise InputError(f"static_suffix for {c.policy} without a suffix: give one, such as suffix=0.1, or drop it")
-    if c.regime is None:
-        kind = REGIMES[policy.regimes[0]].__name__
-        raise InputError(f"{c.policy} without a regime: name one, {kind}() for instance")
-    if c.regime.name not in policy.regimes:
-        apart = "it chooses one set of tokens for all layers" if policy.shared else "it chooses for each layer"
-        why, names = policy.refuses.get(c.regime.name, apart), ", ".join(policy.regimes)
-        raise InputError(f"{c.policy} cannot run in regime {c.regime.name!r}: {why}; take {names}")
-    if c.budget is None:
-        raise InputError(f"budget None for {c.policy}: give a number of tokens, or a share such as 0.2")
-    if c.spans and c.fair is None:
-        raise InputError(f"spans {c.spans} for {c.policy} without fair, which alone counts them: fair=1, or no spans")
-    if c.fair is not None and c.fair < 1 and (policy.across is not None or parameters.get("ramps")):
-        why = "whose ramps set no quota" if parameters.get("ramps") else "whose budgets wait for every layer"
-        raise InputError(f"fair {c.fair:g} for {c.policy}, {why}: fair 1, or none")
-    if not policy.frees and (c.prefix or c.suffix or c.whitelist or c.fair is not None):
-        raise InputError(f"{c.policy} chooses pages anew for every query and keeps all: no guards or quotas")
-
-
 def _ensure_callable(name: str, policy: Policy, parameters: Parameters) -> None:
     """Raise InputError for a function of a policy that the engine could not call."""
     for role, (arguments, more) in GIVEN.items():
-        function = getattr(policy, role)
-        if function is None and role != "score":
+        if (function := getattr(policy, role)) is None:
             continue
         try:
-            given = named(function, {**parameters, **dict.fromkeys(more)})
-            inspect.signature(function).bind(*arguments, **given)
+            inspect.signature(function).bind(*arguments, **named(function, {**parameters, **dict.fromkeys(more)}))
         except (TypeError, ValueError) as error:
             problem = f"policy {name!r}: its {role} cannot be called with {', '.join(arguments)}"
             raise InputError(f"{problem} ({error}): what else it asks for stands in `parameters`") from None
@@ -439,5 +430,5 @@ def budget_of(c: Condition, tokens: int) -> int:
 def guarded(c: Condition, budget: int, parameters: Parameters) -> tuple[int, int]:
     """Tokens that the condition guards at the start and at the end of `budget`."""
     rounding = str(parameters.get("n_prot", "floor" if c.reading == "as_run" else "ceil"))
-    prefix, suffix = (guard.protected_count(side, budget, rounding) for side in (c.prefix, c.suffix))
+    prefix, suffix = (allocate.protected_count(side, budget, rounding) for side in (c.prefix, c.suffix))
     return prefix, suffix

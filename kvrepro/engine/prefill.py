@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvrepro.engine import evict, guard
+from kvrepro.engine import allocate, evict
 from kvrepro.engine.allocate import by_kernels
 from kvrepro.engine.attention import Watch, attend, attend_prompt, per_token
 from kvrepro.engine.cache import EngineCache, RaggedLayer
@@ -388,7 +388,7 @@ class PromptReader:
         """Positions of the last queries of each span, padded in front."""
         if (window, names) not in self._queries:
             tables = [spans[:n] for spans, n in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
-            last_of_spans = [guard.windows(table, max(window, 1)) for table in tables]
+            last_of_spans = [allocate.span_windows(table, max(window, 1)) for table in tables]
             self._queries[window, names] = pad_sequence(last_of_spans, True, -1, "left")
         return self._queries[window, names]
 

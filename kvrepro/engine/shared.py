@@ -39,19 +39,13 @@ SWITCHES = {
     "tie_break": Switch("string", "integer", "order among equals: decimal string of the position, or its number"),
     "guardrail": Switch("ignores", "honours", "does the last trim to capacity respect protected tokens?"),
     "n_prot": Switch("floor", "ceil", "rounding of fraction x capacity, at least 4"),
-    "empty_suffix": Switch(
-        "keeps_newest", "right", "a prefix without a suffix: everything counts as protected and the newest stay, or not"
-    ),
+    "empty_suffix": Switch("keeps_newest", "right", "a prefix alone: all are protected and the newest stay, or not"),
     "first_reduction": Switch(0, 0, "step of the first reduction, policies with one set for all heads", also=(8,)),
     "per_head_first_reduction": Switch(8, 0, "step of the first reduction, per-head policies"),
-    "score_reduce": Switch(
-        "max", "mean", "attention: maxima over layers, heads, queries, or means summed over queries"
-    ),
+    "score_reduce": Switch("max", "mean", "attention: maxima over layers, heads, queries, or means over queries"),
     "head_map": Switch("first_n_kv", "group_mean", "a KV head's attention: query head of its number, or group mean"),
     "static_suffix": Switch("per_head_only", "anywhere", "where a suffix fixed at the prompt's end exists"),
-    "trim_guard": Switch(
-        "dynamic", "same", "suffix that the per-head union's trim spares: newest, or the policy's own"
-    ),
+    "trim_guard": Switch("dynamic", "same", "suffix that a union's trim spares: newest, or the policy's own"),
     "random_seed": Switch("per_item", "by_prompt", "seed 42 anew for every item, or mixed with the prompt"),
     "snapkv_bonus": Switch("peak", "current", "SnapKV's second term: largest attention so far, or the latest"),
     "slw_window": Switch("last_access", "position", "StreamingLLM's window: last used tokens, or newest tokens"),
@@ -60,9 +54,6 @@ AS_RUN = {name: switch.as_run for name, switch in SWITCHES.items()}
 AS_DESCRIBED = {name: switch.as_described for name, switch in SWITCHES.items()}
 FIELD_BITS = 21  # steps and positions below two million fit one field of a packed int64 key
 SLW_SINKS = 4
-
-
-# ---- orders among equals
 
 
 @cache
@@ -94,21 +85,19 @@ def order(o: Observation, scores: Scores, ties: Sequence[str], tie_break: str = 
     return torch.where(scores.isposinf(), by_age, tie_key(o, ties, tie_break))
 
 
-# ---- shields
-
-
 def sinks_and_window(
-    o: Observation, scores: Scores, budget: RowInts, guarded: Mask, tie_break: str = "string",
+    o: Observation,
+    scores: Scores,
+    budget: RowInts,
+    guarded: Mask,
+    tie_break: str = "string",
     slw_window: str = "last_access",
-) -> Mask:  # fmt: skip
-    """StreamingLLM's own shield, without the guarded tokens.
-
-    As run, it takes the 4 oldest unguarded tokens, by (I, position), and the `budget - 4` latest, by (L, I, position):
-    with guards more than there is room for, so that LRU's order decides. As described, the 4 first tokens stay, and the
-    newest of the others as far as the budget has room beside them and the guards: the order is that of positions alone,
-    so that attention cannot hold a token in the middle. Artifact's SLW; paper, section 6 (the sink+window exception)
-    and Table 19.
-    """
+) -> Mask:
+    """StreamingLLM's own shield, without the guarded tokens. As run, it takes the 4 oldest unguarded tokens, by (I,
+    position), and the `budget - 4` latest, by (L, I, position): with guards more than there is room for, so that LRU's
+    order decides. As described, the 4 first tokens stay, and the newest of the others as far as the budget has room
+    beside them and the guards: the order is that of positions alone, so that attention cannot hold a token in the
+    middle. Artifact's SLW; paper, section 6 (the sink+window exception) and Table 19."""
     free, place = o.alive & ~guarded, tie_key(o, (), tie_break)
     if slw_window == "position":
         sinks = rank(place, o.alive) < SLW_SINKS
@@ -138,11 +127,9 @@ def every_head(scores: Scores, protected: Mask, budget: RowInts, o: Observation)
 
 def by_entropy(scores: Scores, protected: Mask, budget: RowInts, o: Observation) -> Tensor:
     """Focused heads get more: B_h = round(B * kv_heads * (1/H_h) / sum(1/H)), at least 1, then one by one from the
-    largest or to the smallest until they sum to B * kv_heads.
-
-    B is the budget beside the protected tokens, H_h the natural entropy of the head's scores normalised over the other
-    tokens (uniform where all are 0). "Faithful" Ada-KV in the artifact.
-    """
+    largest or to the smallest until they sum to B * kv_heads. B is the budget beside the protected tokens, H_h the
+    natural entropy of the head's scores normalised over the other tokens (uniform where all are 0). "Faithful" Ada-KV
+    in the artifact."""
     free = o.alive & ~protected
     mass = scores.masked_fill(~free, 0.0)
     total = mass.sum(-1, keepdim=True)
@@ -179,12 +166,10 @@ ACCESS = 0.05  # a token counts as used if it gets more than this share of the s
 
 @dataclass(frozen=True)
 class Reduction:
-    """How attention becomes one number per token.
-
-    over: "max", the largest over layers and query heads (and over a prompt's queries), or "mean" (summed over them).
-    head_map: None, or how a KV head gets a number of its own: "first_n_kv", that of the query head of the same number
-    (the artifact's indexing, off for grouped heads), or "group_mean", the mean of its group.
-    """
+    """How attention becomes one number per token. over: "max", the largest over layers and query heads (and over a
+    prompt's queries), or "mean" (summed over them). head_map: None, or how a KV head gets a number of its own:
+    "first_n_kv", that of the query head of the same number (the artifact's indexing, off for grouped heads), or
+    "group_mean", the mean of its group."""
 
     over: str
     head_map: str | None = None
@@ -238,13 +223,14 @@ class PromptSignals:
             names = {"summed": "sum", "largest": "max", "latest": "last"}
             by_name = {name: heads[kind].mean((0, 2)) for name, kind in names.items()}
         if r.head_map is not None:
+            first = r.head_map == "first_n_kv"
             if waits:
                 latest = summed = torch.zeros_like(stacked["group"][0])
             elif r.over == "max":
-                first = r.head_map == "first_n_kv"
                 latest = summed = (heads["max"][:, :, :kv_heads] if first else stacked["group"]).amax(0)
             else:
-                summed, latest = (_to_kv_heads(stacked[kind], r.head_map).mean(0) for kind in ("sum", "last"))
+                of_kv_heads = (heads[x][:, :, :kv_heads] if first else stacked[x].mean(3) for x in ("sum", "last"))
+                summed, latest = (x.mean(0) for x in of_kv_heads)
             by_name |= {"head_latest": latest, "head_summed": summed}
         real = positions >= 0
         tables = {name: _by_position(x, positions, width) for name, x in by_name.items()}
@@ -263,20 +249,13 @@ def _by_position(x: Tensor, positions: Tensor, width: int) -> Tensor:
     return x.new_zeros(*x.shape[:-1], width + 1).scatter(-1, at, x)[..., :width]
 
 
-def _to_kv_heads(p: Tensor, head_map: str) -> Tensor:
-    """Reduce [layers, batch, kv_heads, group, tokens] to [layers, batch, kv_heads, tokens] by `Reduction.head_map`."""
-    return p.flatten(2, 3)[:, :, : p.shape[2]] if head_map == "first_n_kv" else p.mean(3)
-
-
 @dataclass(frozen=True)
 class Signals:
     """The state of `batch` rows. Steps count from 1, prompt tokens carry step 0."""
 
     reduction: Reduction
     held: Tensor  # bool [batch, 1 or kv_heads, width]: whether a head may still see a token
-    tables: dict[
-        str, Tensor
-    ]  # [batch, width] by position, per KV head [batch, kv_heads, width]; names of `policy.SUMS`
+    tables: dict[str, Tensor]  # as in `policy.SUMS`: [batch, width] by position, or [batch, kv_heads, width]
     lengths: Tensor  # int64 [batch], tokens of the prompt
     evicted: Tensor  # int64 [batch]
 
@@ -334,12 +313,10 @@ class Signals:
 
         sums = {name: shown(table) for name, table in self.tables.items()}
         nothing = sums["latest"].new_zeros(len(place), heads, most, 0)
-        observation = Observation(
-            layer=0, layers=1, keys=nothing, values=nothing,
-            positions=torch.where(alive_slots, place, -1)[:, None].expand(-1, heads, -1), queries=nothing[:, :, :0],
-            query_positions=place[:, :0], seen=self.lengths + step, scaling=1.0, sums=sums, step=step,
-        )  # fmt: skip
-        return observation, place
+        positions = torch.where(alive_slots, place, -1)[:, None].expand(-1, heads, -1)
+        cache = {"layer": 0, "layers": 1, "keys": nothing, "values": nothing, "positions": positions, "scaling": 1.0}
+        queries = {"queries": nothing[:, :, :0], "query_positions": place[:, :0], "seen": self.lengths + step}
+        return Observation(**cache, **queries, sums=sums, step=step), place
 
 
 def joined(blocks: Sequence[Signals]) -> Signals:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from kvrepro.engine.allowed import Count, Size, ensure
+from kvrepro.engine.condition import Count, Size, ensure
 from kvrepro.errors import InputError, counted, ensure_known
 from kvrepro.experiment import jsonl, longbench
 from kvrepro.experiment.jsonl import answers_of, by_line

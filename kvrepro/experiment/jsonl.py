@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
-from kvrepro.engine.allowed import Count, Size
+from kvrepro.engine.condition import Count, Size
 from kvrepro.errors import InputError, ensure_known, invalid
 from kvrepro.experiment import longbench, measure
 from kvrepro.experiment.prompt import with_context

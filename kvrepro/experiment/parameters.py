@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 from IPython import get_ipython
 
-from kvrepro.engine.allowed import Count, Positive, PositiveShare, ProperShare, Size, ensure
+from kvrepro.engine.condition import Count, Positive, PositiveShare, ProperShare, Size, ensure
 from kvrepro.engine.policy import ensure_titles
 from kvrepro.errors import LONGEST, InputError, first_line, suggestion
 from kvrepro.experiment import data, models

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt, Le
 
-from kvrepro.engine.allowed import Size, ensure_fields
+from kvrepro.engine.condition import Size, ensure_fields
 from kvrepro.errors import InputError, ensure_known
 from kvrepro.experiment import pool
 from kvrepro.experiment.models import Dtype
@@ -58,7 +58,7 @@ class Settings:
             object.__setattr__(self, "workers", int(given) if given.isdecimal() else given)
         if self.engine is None:
             object.__setattr__(self, "engine", os.environ.get("KVREPRO_ENGINE") or "local")
-        ensure_fields(self, type(self))
+        ensure_fields(self)
         if self.address is not None and self.engine == "local":
             raise InputError(f"address {self.address!r} is of a Ray cluster, and the engine is local: set engine 'ray'")
         object.__setattr__(self, "address", self.address or os.environ.get("KVREPRO_RAY_ADDRESS") or None)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import typer
 
-from kvrepro.engine.allowed import ensure
+from kvrepro.engine.condition import ensure
 from kvrepro.experiment.models import embedded
 from studies.training import rows as R
 from studies.training.evaluate import LENGTHS as CHECKS

@@ -122,8 +122,10 @@ def test_layers_need_not_be_alike():
         tokens = [
             (bool(p[row, h, t]), float(s[row, h, t]), layer, h)
             for layer, (s, p) in enumerate(zip(scores, protected, strict=True))
-            for h in range(s.shape[1]) for t in range(s.shape[2]) if s[row, h, t] > -torch.inf
-        ]  # fmt: skip
+            for h in range(s.shape[1])
+            for t in range(s.shape[2])
+            if s[row, h, t] > -torch.inf
+        ]
         best = sorted(tokens)[-int(budget[row]) * 6 :]
         wanted = [[sum(t[2:] == (n, h) for t in best) for h in range(heads)] for n, (heads, _) in enumerate(shapes)]
         assert [c[row].tolist() for c in counts] == wanted
@@ -153,16 +155,20 @@ def test_cake_shares_by_preference_and_spreads_what_a_layer_cannot_hold():
     assert [int(c[0, 0]) for c in counts] == [5, 5, 20]  # 16 fill the third; 2 are left
 
 
+def pyramid(layers, seen, budget, window, beta=20, inside=True):
+    """A pyramid's counts, [layers, two heads]."""
+    none, counts = torch.zeros(1, 2, 4), []
+    for layer in range(layers):
+        o = observation(1, 2, 1, 1, 4, layer=layer, layers=layers, seen=torch.tensor([seen]))
+        counts.append(allocate.pyramid(none, none.bool(), torch.tensor([budget]), o, beta, window, inside))
+    return torch.cat(counts)
+
+
 @given(st.integers(2, 40), st.integers(20, 3000), st.floats(0.02, 1), st.sampled_from([1, 5, 20]), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_the_pyramid_meets_the_sum_and_never_rises(layers, seen, share, beta, inside):
     window, budget = 8, max(9, int(share * seen))
-    counts = []
-    for l in range(layers):
-        o = observation(1, 2, 1, 1, 4, layer=l, layers=layers, seen=torch.tensor([seen]))
-        none = torch.zeros(1, 2, 4).bool()
-        counts.append(allocate.pyramid(torch.zeros(1, 2, 4), none, torch.tensor([budget]), o, beta, window, inside))
-    counts = torch.cat(counts)
+    counts = pyramid(layers, seen, budget, window, beta, inside)
     assert counts.sum() == 2 * layers * budget
     assert (counts[:, 0] == counts[:, 1]).all()
     assert (counts[1:] <= counts[:-1]).all()
@@ -184,12 +190,7 @@ def kvpress_pyramid(n, budget, window, beta, layers):
     ("n", "budget", "window"), [(1000, 300, 8), (4000, 400, 8), (100, 80, 8), (1000, 100, 64), (1000, 160, 8)]
 )
 def test_the_pyramid_inside_is_kvpress(n, budget, window):
-    got = []
-    for l in range(7):
-        o = observation(1, 1, 1, 1, 4, layer=l, layers=7, seen=torch.tensor([n]))
-        none = torch.zeros(1, 1, 4).bool()
-        got.append(int(allocate.pyramid(torch.zeros(1, 1, 4), none, torch.tensor([budget]), o, 20, window)[0, 0]))
-    assert got == kvpress_pyramid(n, budget, window, 20, 7)
+    assert pyramid(7, n, budget, window)[:, 0].tolist() == kvpress_pyramid(n, budget, window, 20, 7)
 
 
 def original_pyramid(n, capacity, window, beta, layers):
@@ -207,12 +208,7 @@ def original_pyramid(n, capacity, window, beta, layers):
 
 @pytest.mark.parametrize(("n", "budget"), [(1000, 300), (4000, 408), (620, 308), (600, 400), (1000, 100), (600, 308)])
 def test_the_pyramid_with_the_window_on_top_is_the_originals_first_half_mirrored(n, budget):
-    got = []
-    for l in range(7):
-        o = observation(1, 1, 1, 1, 4, layer=l, layers=7, seen=torch.tensor([n]))
-        none = torch.zeros(1, 1, 4).bool()
-        got.append(int(allocate.pyramid(torch.zeros(1, 1, 4), none, torch.tensor([budget]), o, 20, 8, False)[0, 0]))
-    want = original_pyramid(n, budget, 8, 20, 7)
+    got, want = pyramid(7, n, budget, 8, inside=False)[:, 0].tolist(), original_pyramid(n, budget, 8, 20, 7)
     assert got[:3] == want[:3]
     assert sum(got) == 7 * budget
     assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= 6

@@ -1,5 +1,6 @@
-"""Labels distinguish conditions; impossible prompts are refused."""
+"""What a value may be, and how a refusal reads; labels distinguish conditions; impossible prompts are refused."""
 
+import math
 from collections import Counter
 from dataclasses import fields, replace
 from itertools import combinations
@@ -8,7 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from kvrepro.engine.condition import REGIMES, Condition, Prefill, Prompt, Regime
+from kvrepro.engine.condition import (
+    REGIMES,
+    Condition,
+    Count,
+    Odd,
+    Positive,
+    PositiveShare,
+    Prefill,
+    Prompt,
+    ProperShare,
+    Regime,
+    Share,
+    Size,
+    ensure,
+    ensure_once_each,
+)
 from kvrepro.errors import InputError
 
 MASK = torch.tensor([True, False])
@@ -29,6 +45,50 @@ def in_all_ways(regime: type[Regime]) -> list[Regime]:
     single = [{f.name: value} for f in fields(regime) for value in OF_REGIMES[f.name]]
     pairs = [a | b for a, b in combinations(single, 2) if a.keys() != b.keys()]
     return [regime(**settings) for settings in [{}, *single, *pairs]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (Count, [0, 3], [-1, 1.0, True, "1", None]),
+        (Size, [1, 2048, 10**400], [0]),
+        (Odd, [1, 7], [0, 2, 7.0]),
+        (Share, [0, 1, 0.5, np.float64(0.5)], [-1e-9, 1.1, float("nan"), float("inf"), "0.5", True]),
+        (ProperShare, [0.5], [0, 1, 0.0, 1.0]),
+        (Positive, [1e-300, 1], [0, 0.0, math.inf]),
+        (bool, [True, False], [0, 1, None]),
+        (("a", "c"), ["a", "c"], ["d", 0, None]),
+        (Size | PositiveShare | None, [1, 1.0, None], [0, False, 1.5]),
+        (object, ["anything", None], []),
+        (list[Size], [[1, 2], (1, 2), []], [[1, 0], 1, "12", None]),
+        (torch.Tensor, [torch.zeros(2)], ["x"]),
+        (tuple[str, ...], [("a",), ["a"], ()], ["a", (1,), None]),
+    ],
+)
+def test_kinds(kind, good, bad):
+    for value in good:
+        ensure(kind, x=value)
+    for value in bad:
+        with pytest.raises(InputError, match="^x "):
+            ensure(kind, x=value)
+
+
+def test_a_refusal_names_value_and_way_out():
+    with pytest.raises(InputError, match=r"^x 'd' for us: should be 'a' or 'b'; y 3 for us: should be 'a' or 'b'$"):
+        ensure(("a", "b"), "us", x="d", y=3)
+    with pytest.raises(InputError, match="^n 0: should be greater than or equal to 1$"):
+        ensure(Size | None, n=0)
+    with pytest.raises(InputError, match="^k 4: should be odd$"):
+        ensure(Odd, k=4)
+    with pytest.raises(InputError, match="^x 0: should be greater .* to 1; x 'b': should be a valid integer$"):
+        ensure(list[Size], x=[1, 0, "b"])
+
+
+@pytest.mark.parametrize("wrong", [(), [1, 1], 128, "lru"])
+def test_a_list_of_things_once_each(wrong):
+    ensure_once_each(capacities=[128, 256], policies=("lru",))
+    with pytest.raises(InputError, match=r"capacities .*: give a list of at least one, each once"):
+        ensure_once_each(capacities=wrong)
 
 
 @pytest.mark.parametrize("half", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)])
@@ -62,19 +122,18 @@ def test_different_conditions_have_different_labels():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("some text", {}), "prompt 'some text' is text: give token ids"),
-        ((list("some text"), {}), "prompt 'some text' is text"),
+        (("some text", {}), "prompt's token ids 'some text': give a list of whole numbers"),
         (([1, 2, 3], {"a": [1, 3]}), "a at position 3 of a prompt of 3 tokens"),
         (([1, 2, 3], {"a": [-1, 0]}), "a at position -1 of a prompt of 3 tokens"),
         (([1, 2, 3], {}, {"user": 3}), "user at position 3 of a prompt of 3 tokens"),
-        (([True, False], {}), "prompt .True, False.: give a list of whole numbers"),
-        ((b"hello", {}), "prompt b'hello': give a list of whole numbers"),
+        (([True, False], {}), "token ids .True, False.: give a list of whole numbers"),
+        ((b"hello", {}), "token ids b'hello': give a list of whole numbers"),
         *(
             (([1, 2, 3], {"a": where}), "span a .*: give a list of whole numbers")
             for where in ([1.5], slice(1, 2), None, [True, False, True], MASK, list(MASK))
         ),
-        (([1, 2, 3], [1, 2]), "spans .1, 2.: give a dict"),
-        (([1, 2, 3], {}, [1]), "turns .1.: give a dict"),
+        (([1, 2, 3], [1, 2]), "spans .1, 2.: should be a valid dict"),
+        (([1, 2, 3], {}, [1]), "turns .1.: should be a valid dict"),
     ],
 )
 def test_prompts_that_cannot_be_are_refused(given, words):

@@ -31,7 +31,6 @@ def test_scores_that_are_no_tensor_are_refused_by_what_they_are(score):
         ({"shield": lambda o, scores, budget: scores}, "shield returned numbers of type torch.float32, not torch.bool"),
         ({"allocate": lambda scores, protected, budget: budget}, "allocate returned a tensor of shape .1,., not "),
         ({"allocate": lambda scores, protected, budget: scores[..., 0]}, "allocate returned numbers .*torch.int64"),
-        ({"refine": lambda o, scores, counts: scores}, "refine returned Tensor, not .scores, exempt tokens"),
         ({"refine": lambda o, scores, counts: (scores, scores)}, "refine returned numbers .*torch.bool"),
         ({"refine": lambda o, scores, counts: (None, o.alive)}, "refine returned NoneType"),
     ],
@@ -46,9 +45,6 @@ def _half_more(counts):
 
 
 ACROSS = {
-    "three": (lambda s, n: (s, n, n), "across returned tuple, not .scores, counts., two lists of 3 tensors each"),
-    "no lists": (lambda s, n: s[0], "across returned Tensor, not .scores, counts., two lists"),
-    "two layers": (lambda s, n: (s[:2], n), "across returned tuple, not .scores, counts., two lists"),
     "a shape": (lambda s, n: ([x[..., 1:] for x in s], n), "across .scores. returned a tensor of shape"),
     "complex": (lambda s, n: ([x * 1j for x in s], n), "across .scores. returned numbers of type torch.complex64"),
     "none": (lambda s, n: ([None] * 3, n), "across .scores. returned NoneType"),
@@ -60,9 +56,11 @@ ACROSS = {
 @pytest.mark.parametrize("way", ACROSS)
 def test_what_a_policys_across_returns_wrongly_is_refused(way):
     change, message = ACROSS[way]
-    own = Policy("Mine", "me", lambda o: o.positions, across=lambda scores, protected, budget: change(
-        scores, [budget[:, None].expand(s.shape[:2]) for s in scores]))  # fmt: skip
-    rows = job(own, {}, 10)
+
+    def changed(scores, protected, budget):
+        return change(scores, [budget[:, None].expand(s.shape[:2]) for s in scores])
+
+    rows = job(Policy("Mine", "me", lambda o: o.positions, across=changed), {}, 10)
     rows.pending = {n: observation(1, tokens=20, kv_heads=2, layer=n) for n in range(3)}
     with pytest.raises(InputError, match=f"^Mine's {message}"):
         across(rows)

@@ -19,9 +19,13 @@ def adapted(name: str, target: str):
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=[target], init_lora_weights=False, lora_dropout=0.5,
+        task_type="CAUSAL_LM",
+        r=4,
+        target_modules=[target],
+        init_lora_weights=False,
+        lora_dropout=0.5,
         fan_in_fan_out=name == "GPT-2",
-    )  # fmt: skip
+    )
     return peft.get_peft_model(families.build(name), config).train()
 
 

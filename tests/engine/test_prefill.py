@@ -11,7 +11,7 @@ from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
 from watched import watched_ends
 
-from kvrepro.engine import evict, guard
+from kvrepro.engine import allocate, evict
 from kvrepro.engine import generate as engine
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
@@ -165,8 +165,8 @@ def test_a_fair_window_shows_each_spans_last_queries_and_their_own_span(shown, m
     texts = [Prompt(prompt, SPANS), Prompt(second, {"a": [2, 3, 4], "b": list(range(20, 44))})]
     see(model, texts, other(SPY, fair=1.0, spans=("a", "b")), prompt_rows=2)
     for row, (ids, spans) in enumerate([(prompt, [SPANS["a"], SPANS["b"]]), (second, [[2, 3, 4], range(20, 44)])]):
-        span_of = guard.number(len(ids), spans)
-        windows = guard.windows(span_of, 5)
+        span_of = allocate.number_spans(len(ids), spans)
+        windows = allocate.span_windows(span_of, 5)
         for o, p in zip(shown, full_attention(model, ids).values(), strict=True):
             at = o.query_positions[row]
             assert at[at >= 0].tolist() == windows.tolist()

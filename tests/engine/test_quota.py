@@ -1,4 +1,4 @@
-"""Quotas over prompt spans, against plain counting."""
+"""Guards, on caches with dead slots and gaps, and quotas over prompt spans, against plain counting."""
 
 import math
 from dataclasses import replace
@@ -9,9 +9,88 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from observations import observation
 
-from kvrepro.engine import guard
+from kvrepro.engine import allocate
 from kvrepro.engine.score import cumulative
 from kvrepro.errors import InputError
+
+held_caches = st.builds(
+    observation,
+    batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    tokens=st.integers(8, 20),
+    dead=st.integers(0, 9),
+    gaps=st.integers(0, 6),
+    seed=st.integers(0, 99),
+)
+
+
+def protected(o, mask):
+    """Positions that a mask protects, per row and head."""
+    return [[o.positions[b, h][mask[b, h]].tolist() for h in range(mask.shape[1])] for b in range(mask.shape[0])]
+
+
+def of_rows(*numbers):
+    return torch.tensor(numbers)[:, None, None]
+
+
+def held(o):
+    return protected(o, o.alive)
+
+
+@settings(deadline=None, max_examples=40)
+@given(held_caches, st.integers(0, 25))
+def test_sinks_and_recent_are_the_ends_of_what_is_held(o, n):
+    assert protected(o, allocate.sinks(o, n)) == [[head[:n] for head in row] for row in held(o)]
+    assert protected(o, allocate.recent(o, n)) == [
+        [head[len(head) - min(n, len(head)) :] for head in row] for row in held(o)
+    ]
+
+
+@settings(deadline=None, max_examples=40)
+@given(held_caches, st.integers(0, 12), st.integers(0, 12))
+def test_ends_are_sinks_and_recent(o, prefix, suffix):
+    assert torch.equal(allocate.ends(o, prefix, suffix), allocate.sinks(o, prefix) | allocate.recent(o, suffix))
+
+
+def test_a_static_suffix_stays_at_the_prompts_end():
+    o = observation(batch=1, tokens=20)  # 16 tokens of prompt, 4 generated
+    assert protected(o, allocate.ends(o, 2, 3, static_prompt_end=16)) == [[[0, 1, 13, 14, 15]] * 2]
+    assert protected(o, allocate.ends(o, 2, 3)) == [[[0, 1, 17, 18, 19]] * 2]
+
+
+def test_rows_may_protect_different_numbers():
+    o = observation(batch=2, tokens=10)
+    assert allocate.sinks(o, of_rows(0, 3)).sum(-1).tolist() == [[0, 0], [3, 3]]
+    ends = allocate.ends(o, 0, of_rows(1, 2), static_prompt_end=of_rows(4, 6))
+    assert protected(o, ends) == [[[3]] * 2, [[4, 5]] * 2]
+
+
+@settings(deadline=None, max_examples=40)
+@given(held_caches, st.data())
+def test_whitelist_protects_the_marked_positions_that_are_held(o, data):
+    seen = data.draw(st.integers(1, int(o.seen.max())))  # the table may end before the newest token
+    table = torch.tensor([[data.draw(st.booleans()) for _ in range(seen)] for _ in range(len(o.positions))])
+    wanted = [[[p for p in head if p < seen and table[b, p]] for head in row] for b, row in enumerate(held(o))]
+    assert protected(o, allocate.whitelist(o, table)) == wanted
+
+
+def test_the_window_is_found_wherever_its_queries_stand():
+    spans = torch.tensor([[0] * 5 + [1] * 7])
+    where = torch.tensor([[-1, 0, 4, 11]])
+    o = observation(batch=1, tokens=12, window=4, query_positions=where, span_local=True, span_of=spans)
+    assert protected(o, o.window) == [[[0, 4, 11]] * 2]
+    assert not replace(o, query_positions=torch.full((1, 4), -1)).window.any()
+
+
+def test_the_guarded_share_is_rounded_down_unless_asked_otherwise():
+    assert allocate.protected_count(0, 256) == 0
+    assert allocate.protected_count(0.01, 256) == 4  # four at least
+    assert (allocate.protected_count(0.1, 256), allocate.protected_count(0.1, 256, "ceil")) == (25, 26)
+    assert allocate.protected_count(0.1, 70, "ceil") == 7  # a product of 7.000000000000001
+    assert allocate.protected_count(1, 256) == 256
+
+
+# ---- quotas
 
 TOKENS = 24
 
@@ -49,7 +128,7 @@ def nothing(o):
 @given(caches(), st.sampled_from(["floor", "round"]))
 def test_parts_are_shares_by_length_and_sum_to_the_count(given, rounding):
     o, counts = given
-    parts, sizes = guard.split(o, counts, nothing(o), rounding=rounding), guard.tally(o, o.alive)
+    parts, sizes = allocate.split(o, counts, nothing(o), rounding=rounding), allocate.tally(o, o.alive)
     assert torch.equal(parts.sum(-1), counts)
     assert (parts <= sizes).all()
     exact = counts[..., None] * sizes / sizes.sum(-1, keepdim=True)
@@ -62,19 +141,19 @@ def test_two_spans_follow_algorithm_1_or_the_rounded_rule(first, count):
     o = spanned([0] * first + [1] * (TOKENS - first))
     counts = torch.full((1, 2), count)
     early = count * first // TOKENS
-    assert guard.split(o, counts, nothing(o))[0, 0].tolist() == [early, count - early]
+    assert allocate.split(o, counts, nothing(o))[0, 0].tolist() == [early, count - early]
     early = math.floor(count * first / TOKENS + 0.5)
-    assert guard.split(o, counts, nothing(o), rounding="round")[0, 0].tolist() == [early, count - early]
+    assert allocate.split(o, counts, nothing(o), rounding="round")[0, 0].tolist() == [early, count - early]
 
 
 def test_sinks_apart_leave_the_shares():
     """E.3 by hand: 24 tokens, spans of 10 and 14, 4 sinks, budget 12: 8 shared 6:14 gives round(2.4) and the rest."""
     o = spanned([0] * 10 + [1] * 14)
-    sinks = guard.sinks(o, 4)
-    parts = guard.split(o, torch.full((1, 2), 12), sinks, apart=sinks, rounding="round")
+    sinks = allocate.sinks(o, 4)
+    parts = allocate.split(o, torch.full((1, 2), 12), sinks, apart=sinks, rounding="round")
     assert parts[0, 0].tolist() == [4 + 2, 6]
     newest = o.positions.float()
-    kept = guard.select_parts(newest, sinks, parts, o)
+    kept = allocate.select_parts(newest, sinks, parts, o)
     assert o.positions[0, 0][kept[0, 0]].tolist() == [0, 1, 2, 3, 8, 9, *range(18, 24)]
 
 
@@ -86,28 +165,28 @@ def test_debias_lies_between_default_and_fair(given, fair, seed):
     default = torch.zeros_like(o.alive)
     for b, h in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
         default[b, h, noise[b, h].topk(int(counts[b, h])).indices] = True
-    equal, default_parts = guard.split(o, counts, nothing(o)), guard.tally(o, default)
-    parts = guard.split(o, counts, nothing(o), fair, default)
+    equal, default_parts = allocate.split(o, counts, nothing(o)), allocate.tally(o, default)
+    parts = allocate.split(o, counts, nothing(o), fair, default)
     assert torch.equal(parts.sum(-1), counts)
     edges = fair * equal.double().cumsum(-1) + (1 - fair) * default_parts.double().cumsum(-1)
     assert torch.equal(parts.cumsum(-1), (edges + 0.5 + 1e-9).floor().long())  # halves go to the earlier spans
     if fair == 0:
-        assert torch.equal(guard.select_parts(noise, nothing(o), parts, o), default)
+        assert torch.equal(allocate.select_parts(noise, nothing(o), parts, o), default)
 
 
 @settings(deadline=None, max_examples=60)
 @given(caches(), st.integers(0, 10), st.integers(0, 10), st.integers(0, 9))
 def test_the_best_of_each_span_stay_and_the_protected_first(given, sinks, recent, seed):
     o, counts = given
-    protected = guard.ends(o, sinks, recent)
+    protected = allocate.ends(o, sinks, recent)
     if (protected.sum(-1) > counts).any():
         with pytest.raises(InputError, match=r"budget \d+ < \d+ protected tokens"):
-            guard.split(o, counts, protected)
+            allocate.split(o, counts, protected)
         return
     scores = torch.randint(0, 4, o.positions.shape, generator=torch.Generator().manual_seed(seed)).float()
-    parts = guard.split(o, counts, protected)
-    kept = guard.select_parts(scores, protected, parts, o)
-    assert torch.equal(guard.tally(o, kept), parts)
+    parts = allocate.split(o, counts, protected)
+    kept = allocate.select_parts(scores, protected, parts, o)
+    assert torch.equal(allocate.tally(o, kept), parts)
     assert not (kept & ~o.alive).any()
     assert not (protected & ~kept).any()
     table = o.span_of[0].tolist()
@@ -125,35 +204,56 @@ def test_the_best_of_each_span_stay_and_the_protected_first(given, sinks, recent
 
 def test_a_span_that_is_protected_beyond_its_share_takes_from_the_others():
     o = spanned([0] * 4 + [1] * 10 + [2] * 10)
-    assert guard.split(o, torch.full((1, 2), 12), guard.sinks(o, 4))[0, 0].tolist() == [4, 4, 4]
+    assert allocate.split(o, torch.full((1, 2), 12), allocate.sinks(o, 4))[0, 0].tolist() == [4, 4, 4]
 
 
 def test_only_spans_with_tokens_to_spare_give_some():
     """Parts of 4, 2 and 2, of which the second span needs both of its own and the third two more."""
     o = spanned([0] * 12 + [1] * 6 + [2] * 6)
     protected = torch.isin(o.positions, torch.tensor([12, 13, 18, 19, 20, 21]))
-    assert guard.split(o, torch.full((1, 2), 8), protected)[0].tolist() == [[2, 2, 4]] * 2
+    assert allocate.split(o, torch.full((1, 2), 8), protected)[0].tolist() == [[2, 2, 4]] * 2
 
 
 def test_numbering_covers_the_prompt_or_says_where_it_does_not():
     """Header 0, defense 2 to 4, directive 5 to 7, terminator 8: Algorithm 1's extension."""
     spans = [[5, 6, 7], [2, 3, 4]]
-    assert guard.number(9, spans).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
-    assert guard.number(9, spans, extended=False).tolist() == [-1, -1, 0, 0, 0, 1, 1, 1, -1]
-    assert guard.number(6, [[0, 1, 4], [2]]).tolist() == [0, 0, 1, 1, 0, 0]  # in pieces; 3 joins the one before it
-    assert guard.number(5, [[0, 1, 2], [2, 3]]).tolist() == [0, 0, 1, 1, 1]  # a shared token goes to the later
-    assert guard.number(6, [[5, 3], [4]], extended=False).tolist() == [-1, -1, -1, 0, 1, 0]  # the first begins first
-    assert guard.number(4, [[0], [2]]).tolist() == [0, 0, 1, 1]
-    assert guard.number(4, [[1], [2, 3]]).tolist() == [0, 0, 1, 1]
+    number = allocate.number_spans
+    assert number(9, spans).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert number(9, spans, extended=False).tolist() == [-1, -1, 0, 0, 0, 1, 1, 1, -1]
+    assert number(6, [[0, 1, 4], [2]]).tolist() == [
+        0,
+        0,
+        1,
+        1,
+        0,
+        0,
+    ]  # in pieces; 3 joins the one before it
+    assert number(5, [[0, 1, 2], [2, 3]]).tolist() == [0, 0, 1, 1, 1]  # a shared token goes to the later
+    assert number(6, [[5, 3], [4]], extended=False).tolist() == [
+        -1,
+        -1,
+        -1,
+        0,
+        1,
+        0,
+    ]  # the first begins first
+    assert number(4, [[0], [2]]).tolist() == [0, 0, 1, 1]
+    assert number(4, [[1], [2, 3]]).tolist() == [0, 0, 1, 1]
     with pytest.raises(InputError, match="^0 prompt spans: a quota needs at least 1$"):
-        guard.number(5, [])
+        number(5, [])
 
 
 def test_windows_show_the_end_of_every_span():
-    table = torch.tensor([0] * 10 + [1] * 10 + [0] * 4)
-    assert guard.windows(table, 5).tolist() == [17, 18, 19, 22, 23]  # floor(5 / 2) for the first, which ends last
-    assert guard.windows(table, 1).tolist() == [19, 23]  # TOVA's anchors
-    assert guard.windows(torch.tensor([0] * 2 + [1] * 8), 10).tolist() == [0, 1, 5, 6, 7, 8, 9]
+    windows, table = allocate.span_windows, torch.tensor([0] * 10 + [1] * 10 + [0] * 4)
+    assert windows(table, 5).tolist() == [
+        17,
+        18,
+        19,
+        22,
+        23,
+    ]  # floor(5 / 2) for the first, which ends last
+    assert windows(table, 1).tolist() == [19, 23]  # TOVA's anchors
+    assert windows(torch.tensor([0] * 2 + [1] * 8), 10).tolist() == [0, 1, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("extended", [True, False])

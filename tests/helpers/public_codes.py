@@ -1,6 +1,6 @@
 """Which tokens the public codes keep of a prompt: plain formulas, none of the engine's.
 
-Each function was written beside the source that its pair in `CODES` names and takes (layers, share kept); it returns
+Each function was written beside the source that its pair in `CODES` names. It takes (layers, share kept) and returns
 for each layer (kept tokens, scores by which the code ranks), both [kv_heads, tokens]. Lengths are multiples of 8, of
 which a fifth is no whole number, so that every rounding counts.
 
@@ -104,6 +104,11 @@ def best_before(scores: Tensor, count: int, last: int) -> tuple[Tensor, Tensor]:
     return mask, pad(scores, (0, last))
 
 
+def each(code: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Kept]:
+    """A code that treats every layer by itself."""
+    return lambda layers, share, **settings: [code(layer, share, **settings) for layer in layers]
+
+
 # ---- windows
 
 
@@ -161,51 +166,45 @@ def spread_out(counts: list[int], more: int, limit: int) -> list[int]:
     return counts
 
 
-def dropkv(layers: Sequence[Layer], share: float, w: int = 8) -> Kept:
-    kept = []
-    for layer in layers:
-        values, exact = layer.repeated(layer.values), layer.p[:, -w:]
-        p, y = exact.bfloat16().float(), (exact @ values).bfloat16().float()
-        far = values.square().sum(-1)[:, None] - 2 * y @ values.mT + y.square().sum(-1, keepdim=True)
-        cost = layer.grouped((far.clamp(min=0) * (p / (1 - p + 1e-6)) ** 2).sum(1)).mean(1)
-        cost = avg_pool1d(cost, 11, 1, 5)
-        cost[:, -w:] = cost.amax(-1, keepdim=True) + 1
-        kept.append((best(cost, max(int(share * layer.size[1]), w)), cost))
-    return kept
+@each
+def dropkv(layer: Layer, share: float, w: int = 8) -> tuple[Tensor, Tensor]:
+    values, exact = layer.repeated(layer.values), layer.p[:, -w:]
+    p, y = exact.bfloat16().float(), (exact @ values).bfloat16().float()
+    far = values.square().sum(-1)[:, None] - 2 * y @ values.mT + y.square().sum(-1, keepdim=True)
+    cost = layer.grouped((far.clamp(min=0) * (p / (1 - p + 1e-6)) ** 2).sum(1)).mean(1)
+    cost = avg_pool1d(cost, 11, 1, 5)
+    cost[:, -w:] = cost.amax(-1, keepdim=True) + 1
+    return best(cost, max(int(share * layer.size[1]), w)), cost
 
 
-def andpro(layers: Sequence[Layer], share: float, w: int = 32, chunk: int = 4) -> Kept:
-    kept = []
-    for layer in layers:
-        heads, n = layer.size
-        droppable = torch.ones(n // chunk, dtype=torch.bool)
-        droppable[0] = droppable[-w // chunk :] = False
-        pull = max_pool1d(layer.p[:, -w:], 7, 1, 3)[..., None] * layer.repeated(layer.values)[:, None]
-        pull = pull.unflatten(2, (-1, chunk)).sum(3)  # [heads, w, chunks, dim]
-        anchor = pull[:, :, droppable].sum(2, keepdim=True)
-        scores = layer.grouped((pull * anchor).sum((1, 3))).amax(1).masked_fill(~droppable, -torch.inf)
-        chosen = best(scores.flatten(), int(heads * n * share) // chunk - heads * int((~droppable).sum()))
-        mask = (chosen.view_as(scores) | ~droppable).repeat_interleave(chunk, 1)
-        kept.append((mask, scores.repeat_interleave(chunk, 1)))
-    return kept
+@each
+def andpro(layer: Layer, share: float, w: int = 32, chunk: int = 4) -> tuple[Tensor, Tensor]:
+    heads, n = layer.size
+    droppable = torch.ones(n // chunk, dtype=torch.bool)
+    droppable[0] = droppable[-w // chunk :] = False
+    pull = max_pool1d(layer.p[:, -w:], 7, 1, 3)[..., None] * layer.repeated(layer.values)[:, None]
+    pull = pull.unflatten(2, (-1, chunk)).sum(3)  # [heads, w, chunks, dim]
+    anchor = pull[:, :, droppable].sum(2, keepdim=True)
+    scores = layer.grouped((pull * anchor).sum((1, 3))).amax(1).masked_fill(~droppable, -torch.inf)
+    chosen = best(scores.flatten(), int(heads * n * share) // chunk - heads * int((~droppable).sum()))
+    mask = (chosen.view_as(scores) | ~droppable).repeat_interleave(chunk, 1)
+    return mask, scores.repeat_interleave(chunk, 1)
 
 
 # ---- keys
 
 
-def r_kv(layers: Sequence[Layer], share: float, w: int = 8) -> Kept:
-    kept = []
-    for layer in layers:
-        heads, n = layer.size
-        logits = layer.grouped(layer.logits[:, -w:, : n - w]).amax(1)
-        attention = max_pool1d(logits.softmax(-1).mean(1), 7, 1, 3)
-        unit = layer.keys / (layer.keys.norm(dim=-1, keepdim=True) + 1e-8)
-        like = unit @ unit.mT
-        like.diagonal(dim1=1, dim2=2).zero_()
-        last = torch.where(like > 0.5, torch.arange(n), 0).amax(-1, keepdim=True)  # 0: no such key, or the first
-        alike = like.scatter(-1, last, 0.0).mean(1).softmax(-1)[:, : n - w]
-        kept.append(best_before(0.07 * attention - 0.93 * alike, int(n * share), w))
-    return kept
+@each
+def r_kv(layer: Layer, share: float, w: int = 8) -> tuple[Tensor, Tensor]:
+    n = layer.size[1]
+    logits = layer.grouped(layer.logits[:, -w:, : n - w]).amax(1)
+    attention = max_pool1d(logits.softmax(-1).mean(1), 7, 1, 3)
+    unit = layer.keys / (layer.keys.norm(dim=-1, keepdim=True) + 1e-8)
+    like = unit @ unit.mT
+    like.diagonal(dim1=1, dim2=2).zero_()
+    last = torch.where(like > 0.5, torch.arange(n), 0).amax(-1, keepdim=True)  # 0: no such key, or the first
+    alike = like.scatter(-1, last, 0.0).mean(1).softmax(-1)[:, : n - w]
+    return best_before(0.07 * attention - 0.93 * alike, int(n * share), w)
 
 
 def tri_scores(layer: Layer, recent: int = 128) -> Tensor:
@@ -228,16 +227,17 @@ def tri_attention(layers: Sequence[Layer], share: float) -> Kept:
     return [(best(scores, int(layer.size[1] * share)), scores) for layer in layers]
 
 
-def tri_attention_layer(layers: Sequence[Layer], share: float) -> Kept:
-    return [(best(s := tri_scores(layer), int(layer.size[1] * share)), s) for layer in layers]
+@each
+def tri_attention_layer(layer: Layer, share: float) -> tuple[Tensor, Tensor]:
+    return best(scores := tri_scores(layer), int(layer.size[1] * share)), scores
 
 
 # ---- accumulated attention
 
 
-def accumulated(layers: Sequence[Layer], share: float, w: int) -> Kept:
-    masses = [layer.grouped(layer.p.sum(1)).mean(1) for layer in layers]
-    return [best_before(s[:, :-w], int(s.shape[1] * share), w) for s in masses]
+@each
+def accumulated(layer: Layer, share: float, w: int) -> tuple[Tensor, Tensor]:
+    return best_before(layer.grouped(layer.p.sum(1)).mean(1)[:, :-w], int(layer.size[1] * share), w)
 
 
 # ---- fair presses of the leakage paper: spans [a, e) and [e, b) of n tokens; in all but one n_k e / n of [0, e)
@@ -248,14 +248,12 @@ def spans(n: int) -> dict[str, list[int]]:
     return {"first": list(range(3, 2 * n // 5)), "second": list(range(2 * n // 5, n - 2))}
 
 
-def fairly(layers: Sequence[Layer], share: float, score: Callable[[Layer, int], Tensor]) -> Kept:
-    kept = []
-    for layer in layers:
-        n, e = layer.size[1], len(spans(layer.size[1])["first"]) + 3
-        scores, count = score(layer, e), int(n * share)
-        parts = best(scores[:, :e], count * e // n), best(scores[:, e:], count - count * e // n)
-        kept.append((torch.cat(parts, -1), scores))
-    return kept
+@each
+def fairly(layer: Layer, share: float, score: Callable[[Layer, int], Tensor]) -> tuple[Tensor, Tensor]:
+    n, e = layer.size[1], len(spans(layer.size[1])["first"]) + 3
+    scores, count = score(layer, e), int(n * share)
+    parts = best(scores[:, :e], count * e // n), best(scores[:, e:], count - count * e // n)
+    return torch.cat(parts, -1), scores
 
 
 def fair_snapkv(layer: Layer, e: int, w: int = 8) -> Tensor:

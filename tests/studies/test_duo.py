@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tiny
@@ -14,6 +13,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score import keys, learned
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
+from kvrepro.paths import ROOT
 from studies import calibrate, duo
 
 
@@ -73,21 +73,21 @@ def test_each_embedded_model_finds_the_files_that_were_made_from_it(name):
     outputs = [facts.outputs[n] for n in facts.evictable]
     layers, kv_heads, q_heads = len(outputs), config["num_key_value_heads"], config["num_attention_heads"]
     assert learned.available(outputs) is not bool(facts.sliding)
-    queries_file = learned.made_from(learned.QUERIES, outputs)
-    files = [(queries_file, "queries")]
+    half = config["hidden_size"] // q_heads // 2
+    wanted = {"queries": (learned.QUERIES, "length", (layers, q_heads, half))}
     if not facts.sliding:
-        gates = learned.made_from(learned.GATES, outputs)
-        assert learned.load(gates)["gates"].shape == (layers, kv_heads)
-        files.append((gates, "gates"))
-    for file, kind in files:
-        assert Path(file).name == f"{name}-{kind}.json"
-        assert json.loads(Path(file).read_text())["model"] == models.checkpoint_hash(folder)
+        wanted["gates"] = (learned.GATES, "gates", (layers, kv_heads))
+    for kind, (pattern, numbers_of, shape) in wanted.items():
+        file = ROOT / f"data/models/{name}-{kind}.json"
+        assert learned.fitting(pattern, numbers_of, shape, outputs) is learned.load(str(file))
+        assert json.loads(file.read_text())["model"] == models.checkpoint_hash(folder)
+    queries_file = str(ROOT / f"data/models/{name}-queries.json")
     numbers = learned.load(queries_file)
     mean = torch.complex(numbers["mean_real"], numbers["mean_imaginary"])
-    assert mean.shape == (layers, q_heads, config["hidden_size"] // q_heads // 2)
+    assert mean.shape == (layers, q_heads, half)
     assert bool((numbers["length"] >= mean.abs() - 1e-3).all())  # a mean is no longer than the mean length
     o = observation(kv_heads=kv_heads, group=q_heads // kv_heads, dim=64, layer=2, layers=layers, output=None)
     o = replace(o, inverse_frequencies=10000.0 ** -(torch.arange(32) / 32))
     assert torch.isfinite(keys.tri_attention(o, queries_file)).all()
-    with pytest.raises(InputError, match="was made from this model"):
+    with pytest.raises(InputError, match="were made from this model"):
         keys.tri_attention(replace(o, output=torch.zeros(q_heads, 64, 8)))

@@ -5,11 +5,11 @@ Used by file, as any policy of a reader's own: `Condition(policy="kvrepro/chapte
 
 from dataclasses import replace
 
-from kvrepro.engine.allowed import Odd, Share
 from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import Odd, Share
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.score.keys import Alone, Cosine, likeness, past_attention
-from kvrepro.engine.score.window import windowed
+from kvrepro.engine.score.window import How, windowed
 from kvrepro.engine.shapes import Scores
 
 
@@ -18,7 +18,7 @@ def r_kv(
 ) -> Scores:
     """Z_j = mix I_j - (1 - mix) S_j as `score.keys.r_kv` has it, I by defensive aggregation: each query's attention
     max-pooled over `kernel` tokens, the largest over the window, no less than the head's mean of it."""
-    importance = windowed(o, past_attention(o)[:, :, None], "defensive", "max", kernel)
+    importance = windowed(o, past_attention(o)[:, :, None], How("defensive", "max", kernel))
     return mix * importance - (1 - mix) * likeness(o, threshold, alone)
 
 

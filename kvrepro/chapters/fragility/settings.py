@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from kvrepro.engine.allowed import Count, Odd, PositiveShare, ProperShare, Size, ensure_fields
+from kvrepro.engine.condition import Count, Odd, PositiveShare, ProperShare, Size, ensure_fields
 from kvrepro.engine.policy import READINGS
 from kvrepro.errors import InputError
 from kvrepro.experiment import run
@@ -35,7 +35,7 @@ class Setting:
     later: bool = False  #: question and generated tokens, which nothing evicts, count: above and below the line
 
     def __post_init__(self) -> None:
-        ensure_fields(self, Setting)
+        ensure_fields(self)
         if self.single > self.window:
             raise InputError(f"single {self.single} of {self.window} past queries: count from 1 to the window")
 

@@ -6,7 +6,7 @@ from typing import Literal
 from kvrepro.chapters.leakage.cells import FIVE, TWO, Cell
 from kvrepro.chapters.leakage.prompts import suited
 from kvrepro.engine import policy
-from kvrepro.engine.allowed import ProperShare, Size, ensure_once_each
+from kvrepro.engine.condition import ProperShare, Size, ensure_once_each
 from kvrepro.engine.policy import Rule
 from kvrepro.errors import InputError
 from kvrepro.experiment import run

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvrepro.engine.allowed import ensure, ensure_once_each
-from kvrepro.engine.condition import Condition, DecodeCap, SharedCap
+from kvrepro.engine.condition import Condition, DecodeCap, SharedCap, ensure, ensure_once_each
 from kvrepro.engine.policy import READINGS, check, find
 from kvrepro.experiment.data import AtMost
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Gt, Lt
 
-from kvrepro.engine.allowed import Size
+from kvrepro.engine.condition import Size
 from kvrepro.experiment import run
 
 

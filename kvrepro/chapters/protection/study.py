@@ -17,10 +17,10 @@ from kvrepro.chapters.protection import grid
 from kvrepro.chapters.protection.settings import Settings
 from kvrepro.chat import answer_of
 from kvrepro.engine import generate as engine
+from kvrepro.engine.allocate import protected_count
 from kvrepro.engine.attention import watch_prompt
 from kvrepro.engine.condition import Condition, DecodeCap, Prefill, SharedCap
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.guard import protected_count
 from kvrepro.engine.hf import evicting
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure, models

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrepro.engine.allowed import ensure
+from kvrepro.engine.condition import ensure
 from kvrepro.errors import InputError
 
 Copies = tuple[np.ndarray, np.ndarray]  # flat slots (block * block_size + offset): read all of the first, then write

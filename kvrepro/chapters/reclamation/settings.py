@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from kvrepro.chapters.reclamation.survivors import POLICIES, PUBLISHED
-from kvrepro.engine.allowed import ProperShare, Size, ensure_once_each
+from kvrepro.engine.condition import ProperShare, Size, ensure_once_each
 from kvrepro.experiment import run
 
 

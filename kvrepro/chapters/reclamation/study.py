@@ -18,9 +18,8 @@ from kvrepro.chapters.reclamation.ledger import Ledger, evict_to
 from kvrepro.chapters.reclamation.settings import Settings
 from kvrepro.chapters.reclamation.survivors import GRANULARITIES, POLICIES, Cells, cells, kept_sets, label, once
 from kvrepro.engine import generate as engine
-from kvrepro.engine.allowed import Size, ensure
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Chunked, Prefill, Prompt, Regime
+from kvrepro.engine.condition import Chunked, Prefill, Prompt, Regime, Size, ensure
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError, counted, error_line

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.allocate import joint_layers, one_set, per_layer
-from kvrepro.engine.allowed import ensure
 from kvrepro.engine.attention import installed
-from kvrepro.engine.condition import Condition, Prefill, Prompt, Regime
+from kvrepro.engine.condition import Condition, Prefill, Prompt, Regime, ensure
 from kvrepro.engine.decode import decode
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import find, is_own, own

@@ -28,7 +28,7 @@ SCORERS: dict[str, Callable[..., Scores]] = {
     "key norm": keys.k_norm,
     "key difference": keys.key_diff,
     "attention of all": cumulative.h2o,
-    **{name: partial(window.windowed, importance=indicator, over="all") for name, indicator in OF_WINDOW.items()},
+    **{name: partial(window.windowed, importance=indicator) for name, indicator in OF_WINDOW.items()},
 }
 
 
@@ -44,7 +44,7 @@ NAMES = {pair: " ".join(pair).replace(" ", "_").upper() for pair in itertools.pr
 def _policy(scorer: str, split: str) -> Policy:
     parameters: dict[str, object] = {"window": 16}
     if scorer in OF_WINDOW:
-        parameters |= {"aggregate": "mean", "pool": "none", "kernel": 5}
+        parameters |= {"aggregate": "mean", "pool": "none", "kernel": 5, "over": "all"}
     needs = ("mass",) if scorer == "attention of all" else ()
     title, score = f"Composed: {scorer}, {split}", SCORERS[scorer]
     return Policy(title, "this chapter", score, parameters, needs=needs, **SPLITS[split])

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from kvrepro.engine.allowed import Odd, ProperShare, Size, ensure_once_each
+from kvrepro.engine.condition import Odd, ProperShare, Size, ensure_once_each
 from kvrepro.experiment import run
 
 

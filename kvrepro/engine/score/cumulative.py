@@ -13,14 +13,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvrepro.engine import guard
-from kvrepro.engine.allowed import Share, Size
+from kvrepro.engine import allocate
+from kvrepro.engine.condition import Share, Size
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.score.window import attention, windowed
+from kvrepro.engine.score.window import How, attention, windowed
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, RowInts, Scores
-
-Signal = Literal["low", "mass"]
-Group = Literal["max", "mean"]
 
 
 def by_sum(name: str, meaning: str) -> Callable[[Observation], Scores]:
@@ -65,43 +62,35 @@ h2o_online = by_sum(
 
 
 def recent_share(o: Observation, scores: Scores, budget: RowInts, share: Share = 0.5) -> Mask:
-    """The newest int(share * budget) tokens: H2O spends this part of its budget on recent tokens.
-
-    Source: Zhang et al. 2023: half heavy, half recent.
-    """
-    return guard.recent(o, (budget.double() * share + 1e-9).long())
+    """The newest int(share * budget) tokens: H2O spends this part of its budget on recent tokens. Source: Zhang et al.
+    2023: half heavy, half recent."""
+    return allocate.recent(o, (budget.double() * share + 1e-9).long()[:, None, None])
 
 
-def scissorhands(o: Observation, signal: Signal = "low") -> Scores:
-    """s_j = -(number of the last 400 queries t with p[t, j] < 1 / (t + 1)), summed over the group.
-
-    The paper drops half the cache on overflow; here the budget says how many tokens stay. While a prompt comes in
-    chunks of fewer than 400 tokens, and while tokens are generated, earlier counts stay, since a sliding window would
-    have to remember every query's. Needs `sums["low"]`, or with signal "mass" `sums["mass"]`: a public code accumulates
-    attention instead, which is close to H2O. Source: Liu et al. 2023, Algorithm 2; KVCache-Factory.
-    """
+def scissorhands(o: Observation, signal: Literal["low", "mass"] = "low") -> Scores:
+    """s_j = -(number of the last 400 queries t with p[t, j] < 1 / (t + 1)), summed over the group. The paper drops half
+    the cache on overflow; here the budget says how many tokens stay. While a prompt comes in chunks of fewer than 400
+    tokens, and while tokens are generated, earlier counts stay, since a sliding window would have to remember every
+    query's. Needs `sums["low"]`, or with signal "mass" `sums["mass"]`: a public code accumulates attention instead,
+    which is close to H2O. Source: Liu et al. 2023, Algorithm 2; KVCache-Factory."""
     return -o.sums["low"].float() if signal == "low" else o.sums["mass"].float()
 
 
 def tova(o: Observation) -> Scores:
-    """s_j = mean over all query heads of p[last, j], so that every head of a layer keeps the same tokens.
-
-    With `span_local`, each span's last token takes the place of the last one. Source: Oren et al. 2024; TOVA's
-    src/tova_cache.py.
-    """
+    """s_j = mean over all query heads of p[last, j], so that every head of a layer keeps the same tokens. With
+    `span_local`, each span's last token takes the place of the last one. Source: Oren et al. 2024; TOVA's
+    src/tova_cache.py."""
     if o.by_kernels:
-        return windowed(o.last(1), attention, over="all").mean(1, keepdim=True).expand_as(o.positions)
+        return windowed(o.last(1), attention, How(over="all")).mean(1, keepdim=True).expand_as(o.positions)
     p = o.attention if o.span_local else o.last(1).attention
     return p.mean((1, 2)).sum(1)[:, None].expand_as(o.positions)
 
 
-def quest(o: Observation, page: Size = 16, group: Group = "max") -> Scores:
+def quest(o: Observation, page: Size = 16, group: Literal["max", "mean"] = "max") -> Scores:
     """s_j = upper bound of the last query's logits in j's page: sum_d max(q_d max_d, q_d min_d), largest of the group.
-
     Pages are `page` true positions wide. Quest evicts nothing and repeats keys for every query head; as an eviction
     policy it needs a reduction over the group ("max" or "mean"), on which the sources are silent. Source: Tang et al.
-    2024, Algorithm 1.
-    """
+    2024, Algorithm 1."""
     last = o.queries[:, :, -1].float().unflatten(1, (-1, o.group))
     page_of = o.positions.clamp(min=0) // page
     bounds = _bounds(last, o.keys, o.alive, page_of)
@@ -117,12 +106,10 @@ def pages_read(budget: RowInts, page: int) -> RowInts:
 def page_mask(
     queries: Float[Tensor, "batch heads dim"], keys: KeyValue, alive: Mask, page: int, budget: RowInts | int
 ) -> Bool[Tensor, "batch heads tokens"]:
-    """Tokens that each query head reads at this step: those of its `pages_read` best pages.
-
-    A page is `page` neighbouring tokens of a row's cache, counted from its first living token; pages rank by `quest`'s
-    upper bound, among equals the later first. Nothing is evicted. Source: Tang et al. 2024; Quest's
-    evaluation/quest_attention.py, which reads layers 0 and 1 in full.
-    """
+    """Tokens that each query head reads at this step: those of its `pages_read` best pages. A page is `page`
+    neighbouring tokens of a row's cache, counted from its first living token; pages rank by `quest`'s upper bound,
+    among equals the later first. Nothing is evicted. Source: Tang et al. 2024; Quest's evaluation/quest_attention.py,
+    which reads layers 0 and 1 in full."""
     heads, tokens = queries.shape[1], keys.shape[2]
     q = queries.float().unflatten(1, (keys.shape[1], -1))
     page_of = (alive.cumsum(-1) - 1).clamp(min=0) // page
@@ -157,9 +144,8 @@ def _bounds(
 
 
 def h2o_simple(o: Observation) -> Scores:
-    """0.7 S + 0.1 max(a, M) + 1[t - L <= 64], mass and a bonus for recent use. Artifact's simplified H2O.
-
-    float64, since beside a bonus of 1 small masses would be equal in float32."""
+    """0.7 S + 0.1 max(a, M) + 1[t - L <= 64], mass and a bonus for recent use. Artifact's simplified H2O. float64,
+    since beside a bonus of 1 small masses would be equal in float32."""
     recent = (o.step - o.sums["last_use"] <= 64).double()
     return 0.7 * o.sums["summed"].double() + 0.1 * torch.maximum(o.sums["latest"], o.sums["largest"]) + recent
 
@@ -177,11 +163,9 @@ def ada_kv_simple(o: Observation) -> Scores:
 
 
 def random_sample(o: Observation, budget: RowInts, guarded: Mask, draws: list[Random]) -> Scores:
-    """1 for the tokens that a draw without replacement leaves, 0 for those that must go.
-
-    The draw is `random.sample` over the unguarded positions in ascending order. The one scorer with a memory: each
-    row's generator in `draws` advances with every call, as in the artifact.
-    """
+    """1 for the tokens that a draw without replacement leaves, 0 for those that must go. The draw is `random.sample`
+    over the unguarded positions in ascending order. The one scorer with a memory: each row's generator in `draws`
+    advances with every call, as in the artifact."""
     scores = torch.ones(o.positions.shape, device=o.positions.device)
     excess = o.alive[:, 0].sum(1) - budget
     for row, generator in enumerate(draws):

@@ -11,9 +11,8 @@ from annotated_types import Ge, Le
 from jaxtyping import Float
 from torch import Tensor
 
-from kvrepro.engine import guard
-from kvrepro.engine.allocate import select
-from kvrepro.engine.allowed import Count, Odd, Share, Size
+from kvrepro.engine.allocate import select, tally
+from kvrepro.engine.condition import Count, Odd, Share, Size
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.score.learned import QUERIES, fitting, frequencies, pairs
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
@@ -26,18 +25,14 @@ Cosine = Annotated[float, Ge(-1), Le(1)]
 
 
 def k_norm(o: Observation) -> Scores:
-    """s_j = -||k_j||_2, which a rotation leaves as it is.
-
-    Source: Devoto et al. 2024; kvpress KnormPress. The authors leave layers 0 and 1 whole (`heads.whole`).
-    """
+    """s_j = -||k_j||_2, which a rotation leaves as it is. Source: Devoto et al. 2024; kvpress KnormPress. The authors
+    leave layers 0 and 1 whole (`learned.whole`)."""
     return -torch.linalg.vector_norm(o.keys.float(), dim=-1)
 
 
 def key_diff(o: Observation, anchor: Anchor = "unit") -> Scores:
-    """s_j = -cos(k_j, mu), mu = mean of k_i / ||k_i||: keys unlike the others stay.
-
-    anchor: "unit", or "plain" for mu = mean of k_i (DropKV, Table 11). Source: Park et al. 2025; kvpress KeyDiffPress.
-    """
+    """s_j = -cos(k_j, mu), mu = mean of k_i / ||k_i||: keys unlike the others stay. anchor: "unit", or "plain" for mu =
+    mean of k_i (DropKV, Table 11). Source: Park et al. 2025; kvpress KeyDiffPress."""
     return _unlike(o, o.alive, anchor)
 
 
@@ -45,11 +40,9 @@ def key_diff_blocks(
     o: Observation, scores: Scores, counts: Counts, protected: Mask, anchor: Anchor = "unit", block: Count = 128
 ) -> tuple[Scores, Mask]:
     """KeyDiff under a fixed cache: the first `counts` tokens, then block by block the best `counts` of survivors and
-    block, each time around an anchor of their own; protected tokens always survive. block 0: one shot.
-
-    Tokens that leave in an earlier block score 3 less than usual, below all survivors. Source: Park et al. 2025;
-    kvpress BlockPress.
-    """
+    block, each time around an anchor of their own; protected tokens always survive. block 0: one shot. Tokens that
+    leave in an earlier block score 3 less than usual, below all survivors. Source: Park et al. 2025; kvpress
+    BlockPress."""
     if block == 0:
         return scores, torch.zeros_like(protected)
     place = o.alive.cumsum(-1)
@@ -75,11 +68,9 @@ def _unlike(o: Observation, among: Mask, anchor: str) -> Scores:
 def r_kv(
     o: Observation, mix: Share = 0.1, kernel: Odd = 7, threshold: Cosine = 0.5, alone: Alone = "nothing"
 ) -> Scores:
-    """Z_j = mix I_j - (1 - mix) S_j: attention of the window against likeness to other keys.
-
-    I: `past_attention`, its mean over the window's queries, max-pooled over `kernel` tokens. S: `likeness`.
-    Source: Cai et al. 2025; R-KV's rkv/compression/r1_kv.py, whose default mix is 0.07 where paper and README say 0.1.
-    """
+    """Z_j = mix I_j - (1 - mix) S_j: attention of the window against likeness to other keys. I: `past_attention`, its
+    mean over the window's queries, max-pooled over `kernel` tokens. S: `likeness`. Source: Cai et al. 2025; R-KV's
+    rkv/compression/r1_kv.py, whose default mix is 0.07 where paper and README say 0.1."""
     p = past_attention(o)
     queries = (o.query_positions >= 0).sum(1).clamp(min=1)[:, None, None]
     importance = torch.nn.functional.max_pool1d(p.sum(2) / queries, kernel, 1, kernel // 2)
@@ -96,11 +87,9 @@ def past_attention(o: Observation) -> Float[Tensor, "batch kv_heads window token
 
 def likeness(o: Observation, threshold: Cosine = 0.5, alone: Alone = "nothing", block: int = 64) -> Scores:
     """S: softmax over tokens j of the mean over i of cos(k_i, k_j). Row i leaves out k_i and the last key whose cosine
-    with k_i exceeds `threshold`, so that the newest of near duplicates is spared.
-
-    alone: what a row without such a key leaves out, "nothing" or, as in R-KV's code, the "first" key. `block` rows are
-    computed at a time. Source: Cai et al. 2025; R-KV's rkv/utils.py.
-    """
+    with k_i exceeds `threshold`, so that the newest of near duplicates is spared. alone: what a row without such a key
+    leaves out, "nothing" or, as in R-KV's code, the "first" key. `block` rows are computed at a time. Source: Cai et
+    al. 2025; R-KV's rkv/utils.py."""
     unit = torch.nn.functional.normalize(o.keys.float(), dim=-1, eps=FLOOR) * o.alive[..., None]
     place = torch.arange(o.keys.shape[2], dtype=torch.int32, device=o.keys.device)
     first = o.alive.int().argmax(-1)[..., None, None]
@@ -123,32 +112,27 @@ def tri_attention(o: Observation, calibration: str = QUERIES, horizon: Size = 65
 
     k_f: pair f of the key before its rotation, phi_f the angle from it to E q_f, T the tokens seen, w_f radians per
     position. The first sum equals the mean query, rotated to T + d, times the cached key, so that no key's rotation
-    must be undone. calibration: file of `studies.calibrate`, made for this model. Source: Mao et al. 2026;
+    must be undone. calibration: file of `studies.calibrate`, made for this model. Raises
+    InputError for another model's, and for a layer without a rotation. Source: Mao et al. 2026;
     triattention/methods/pruning_utils.py.
     """
     batch, kv_heads, _, dim = o.keys.shape
-    mean, length, rotation = _queries_of(o, calibration)
-    speed = frequencies(rotation, dim)
+    outputs, wanted = [] if o.output is None else [o.output], (o.layers, kv_heads * o.group, dim // 2)
+    numbers = fitting(calibration, "length", wanted, outputs, o.layer)
+    if o.inverse_frequencies is None:
+        raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
+    every_mean = torch.complex(numbers["mean_real"], numbers["mean_imaginary"])
+    mean, length = (numbers_of[o.layer].to(o.keys.device) for numbers_of in (every_mean, numbers["length"]))
+    speed = frequencies(o.inverse_frequencies, dim)
     ahead = 2.0 ** torch.arange(horizon.bit_length(), dtype=torch.float64, device=speed.device)
     turn = torch.polar(torch.ones((), dtype=torch.float64).to(speed), torch.outer(ahead, speed)).mean(0)
     now = torch.polar(torch.ones((), dtype=torch.float64).to(speed), o.seen.double()[:, None] * speed)
     towards = (mean * (now * turn)[:, None]).to(torch.complex64).view(batch, kv_heads, o.group, -1)
     spread = (length - mean.abs()).view(kv_heads, o.group, -1)
-    k = pairs(o.keys, 2 * len(rotation))
+    k = pairs(o.keys, 2 * len(o.inverse_frequencies))
     s = torch.einsum("bgrf,bgnf->bgrn", towards.real, k.real) + torch.einsum("bgrf,bgnf->bgrn", towards.imag, k.imag)
     s += torch.einsum("grf,bgnf->bgrn", spread, k.abs())
     return _standardised(s, o.alive[:, :, None]).amax(2)
-
-
-def _queries_of(o: Observation, calibration: str) -> tuple[Tensor, Tensor, Tensor]:
-    """E q_f and E|q_f| of the layer, [heads, dim / 2], and its inverse frequencies. Raises InputError for a file of
-    another model, and for a layer without a rotation."""
-    outputs, wanted = [] if o.output is None else [o.output], (o.layers, o.queries.shape[1], o.keys.shape[-1] // 2)
-    numbers = fitting(calibration, "length", wanted, outputs, o.layer)
-    if o.inverse_frequencies is None:
-        raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
-    mean, length = torch.complex(numbers["mean_real"], numbers["mean_imaginary"]), numbers["length"]
-    return mean[o.layer].to(o.keys.device), length[o.layer].to(o.keys.device), o.inverse_frequencies
 
 
 def _standardised(s: Tensor, alive: Mask) -> Tensor:
@@ -159,11 +143,8 @@ def _standardised(s: Tensor, alive: Mask) -> Tensor:
 
 
 def shared_by_layers(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
-    """A KV head's mean score over the layers, for all of them: head g keeps the same tokens in every layer.
-
-    Source: triattention/methods/triattention.py, `per_head`. Raises InputError if layers hold unequal numbers of
-    tokens.
-    """
+    """A KV head's mean score over the layers, for all of them: head g keeps the same tokens in every layer. Source:
+    triattention/methods/triattention.py, `per_head`. Raises InputError if layers hold unequal numbers of tokens."""
     if len({s.shape for s in scores}) > 1:
         held = sorted({s.shape[-1] for s in scores})
         raise InputError(f"layers hold {held[0]} to {held[-1]} tokens: take tri_attention_layer, each layer for itself")
@@ -172,9 +153,6 @@ def shared_by_layers(scores: list[Scores], protected: list[Mask], budget: RowInt
 
 
 # ---- positions alone
-
-
-Draw = Literal["float32", "keys"]
 
 
 def streaming_llm(o: Observation, sinks: Count = 4, ramps: bool = False) -> Scores:
@@ -189,19 +167,17 @@ def streaming_llm(o: Observation, sinks: Count = 4, ramps: bool = False) -> Scor
     if not (ramps and o.span_local):
         return o.positions.float()
     free = o.alive & (o.positions >= sinks)
-    sizes, span = guard.tally(o, free), o.span(o.positions)
+    sizes, span = tally(o, free), o.span(o.positions)
     spread = torch.nn.functional.one_hot(span, sizes.shape[-1]) & free[..., None]
     place = (spread.cumsum(2) * spread).sum(-1) - 1  # of each token among its span's
     ramp = 0.1 + 0.8 * place / (sizes.gather(2, span) - 1).clamp(min=1)
     return torch.where(free, ramp, 1.0).float()
 
 
-def random(o: Observation, draw: Draw = "float32") -> Scores:
+def random(o: Observation, draw: Literal["float32", "keys"] = "float32") -> Scores:
     """s_j ~ U[0, 1), one draw per (seed, layer, KV head, position), whatever the batch, the order or the calls before.
-
     draw: "float32" (24 random bits), or "keys": as many bits as the keys' dtype has, so that bf16 (8 bits) makes many
-    ties. Source: kvpress RandomPress, which draws in the keys' dtype.
-    """
+    ties. Source: kvpress RandomPress, which draws in the keys' dtype."""
     heads = torch.arange(o.positions.shape[1], device=o.positions.device)[:, None]
     x = _mixed(torch.as_tensor(o.seed, device=heads.device).view(-1, 1, 1) + torch.zeros_like(heads))
     for part in (torch.full_like(heads, o.layer), heads, o.positions):

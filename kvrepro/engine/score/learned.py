@@ -14,7 +14,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 from kvrepro.engine.allocate import ensure_room
-from kvrepro.engine.allowed import Count
+from kvrepro.engine.condition import Count
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
 from kvrepro.errors import InputError
@@ -23,20 +23,14 @@ from kvrepro.paths import ROOT
 GATES = "data/models/*-gates.json"  # in the project's folder: the one of these files that was made from the model
 QUERIES = "data/models/*-queries.json"
 
-# ---- files
-
 
 @lru_cache(maxsize=32)
 def load(path: str) -> dict[str, Tensor]:
-    """The lists of numbers in a JSON file, as `studies.duo` and `studies.calibrate` write it, by name; of a text in the
-    authors' format, a line per layer, the "gates". Relative paths start at the project's folder. Raises InputError for
-    a missing file and for any other content."""
+    """The lists of numbers in a JSON file, as `studies.duo` and `studies.calibrate` write it, by name. Relative paths
+    start at the project's folder. Raises InputError for a missing file and for any other content."""
     file = ROOT / path
     try:
-        text = file.read_text()
-        if file.suffix == ".json":
-            return {name: torch.tensor(x) for name, x in json.loads(text).items() if isinstance(x, list)}
-        return {"gates": torch.tensor([[float(x) for x in line.split()] for line in text.splitlines()])}
+        return {name: torch.tensor(x) for name, x in json.loads(file.read_text()).items() if isinstance(x, list)}
     except FileNotFoundError:
         raise InputError(f"no file {file}: make it with python -m studies.duo or studies.calibrate") from None
     except (ValueError, TypeError, AttributeError) as error:
@@ -48,50 +42,32 @@ def sampled(outputs: Sequence[Tensor]) -> Float[Tensor, "layers weights"]:
     return torch.stack([output[0, 0, :8].float().cpu() for output in outputs])
 
 
-def _same(sample: Tensor, other: Tensor) -> bool:
-    """Whether both are `sampled` from one model. A half-precision copy counts as the same model, and so does a model
-    that was tuned without changing its output projections."""
-    return bool(sample.shape == other.shape and torch.allclose(sample, other, rtol=0.01, atol=1e-6))
-
-
-def made_from(path: str, outputs: Sequence[Tensor], first: int = 0) -> str:
-    """`path`, or if it is a pattern with *, the matching file whose sample agrees with the output projections
-    [heads, dim, hidden] of the layers from `first` on. Raises InputError if there is none."""
-    if "*" not in path:
-        return path
-    wanted = sampled(outputs) if outputs else torch.zeros(0)
-    for file in sorted(map(str, ROOT.glob(path))):
-        sample = load(file).get("sample")
-        if sample is not None and _same(sample[first : first + len(wanted)], wanted):
-            return file
-    raise InputError(f"none of {path} was made from this model: run python -m studies.duo or studies.calibrate")
+def _same(sample: Tensor | None, outputs: Sequence[Tensor], first: int = 0) -> bool:
+    """Whether a file's sample is that of the layers from `first` on; True without one. A half-precision copy counts as
+    the same model, and so does a model that was tuned without changing its output projections."""
+    if sample is None or not outputs:
+        return True
+    sample, wanted = sample[first : first + len(outputs)], sampled(outputs)
+    return bool(sample.shape == wanted.shape and torch.allclose(sample, wanted, rtol=0.01, atol=1e-6))
 
 
 def fitting(
     path: str, name: str, wanted: tuple[int, ...], outputs: Sequence[Tensor], first: int = 0
 ) -> dict[str, Tensor]:
-    """The content of the file that `made_from` names. Raises InputError unless its numbers `name` have the wanted shape
-    and its sample, if it has one, is the model's."""
-    file = made_from(path, outputs, first)
-    content = load(file)
-    shape = tuple(content[name].shape) if name in content else ()
-    if shape != wanted:
-        raise InputError(f"{file} holds {name} {list(shape)}, the model needs {list(wanted)}: make it from this model")
-    if outputs and "sample" in content:
-        sample, expected = content["sample"][first : first + len(outputs)], sampled(outputs)
-        if not _same(sample, expected):
-            at = (sample - expected).abs().argmax()
-            pair = f"{float(sample.flatten()[at]):.4g} there, {float(expected.flatten()[at]):.4g} here"
-            raise InputError(f"{file} was made from other weights, {pair}: make it from this model")
-    return content
+    """The content of the file, or of one that matches a pattern with *, whose numbers `name` have the wanted shape and
+    whose sample is the model's. outputs: projections [heads, dim, hidden] of the layers from `first` on. Raises
+    InputError if there is none."""
+    for file in sorted(map(str, ROOT.glob(path))) if "*" in path else [path]:
+        content = load(file)
+        if name in content and content[name].shape == wanted and _same(content.get("sample"), outputs, first):
+            return content
+    made = "run python -m studies.duo or studies.calibrate"
+    raise InputError(f"{path} holds no {name} {list(wanted)} that were made from this model: {made}")
 
 
 def available(outputs: Sequence[Tensor]) -> bool:
     """Whether one of the shipped files of gates was made from the model with these output projections."""
-    try:
-        return bool(made_from(GATES, outputs))
-    except InputError:
-        return False
+    return any(_same(load(str(file)).get("sample"), outputs) for file in ROOT.glob(GATES))
 
 
 # ---- queries before their rotation
@@ -109,24 +85,17 @@ def frequencies(inverse_frequencies: Tensor, dim: int) -> Tensor:
     return torch.nn.functional.pad(inverse_frequencies.double(), (0, dim // 2 - len(inverse_frequencies)))
 
 
-# ---- KVzip and whole layers
-
-
 def kv_zip(o: Observation) -> Scores:
-    """s_j = largest attention to j of any query of the group while the model repeats the context.
-
-    Needs `sums["reconstruction"]`. Source: Kim et al. 2025; KVzip's attention/score.py.
-    """
+    """s_j = largest attention to j of any query of the group while the model repeats the context. Needs
+    `sums["reconstruction"]`. Source: Kim et al. 2025; KVzip's attention/score.py."""
     return o.sums["reconstruction"].float()
 
 
 def kv_zip_plus(o: Observation) -> Scores:
     """s_j = largest attention to j / ||h_t||_2 of a query t while the model repeats the context, times ||W_O v_j||_2.
-
     h_t: the attention layer's input at t. The largest is taken per query head, with its own W_O, and then over the
     group. Needs `sums["reconstruction_per_norm"]`, `[batch, heads, tokens]`. Source: kvpress KVzipPress,
-    `kvzip_plus_normalization`.
-    """
+    `kvzip_plus_normalization`."""
     batch, kv_heads, tokens, _ = o.values.shape
     weight = o.projection
     gram = weight @ weight.mT  # ||v W||^2 = v (W W^T) v, no tokens x hidden
@@ -136,22 +105,21 @@ def kv_zip_plus(o: Observation) -> Scores:
 
 
 def whole(scores: Scores, protected: Mask, budget: RowInts, o: Observation, dense_layers: Count = 0) -> Counts:
-    """Layers below `dense_layers` keep every token, the others `budget` per head: more than the budget in all.
-
-    Source: K-norm (Devoto et al. 2024), which skips layers 0 and 1; KVCache-Factory's L2NormCluster.
-    """
+    """Layers below `dense_layers` keep every token, the others `budget` per head: more than the budget in all. Source:
+    K-norm (Devoto et al. 2024), which skips layers 0 and 1; KVCache-Factory's L2NormCluster."""
     if o.layer < dense_layers:
         return o.alive.sum(-1)
     return budget[:, None].expand(-1, scores.shape[1])
 
 
-# ---- DuoAttention
-
-
 def duo_attention(
-    scores: list[Scores], protected: list[Mask], budget: RowInts, gates_file: str = GATES,
-    count: Literal["tokens", "heads"] = "tokens", observations: Sequence[Observation] = (),
-) -> tuple[list[Scores], list[Counts]]:  # fmt: skip
+    scores: list[Scores],
+    protected: list[Mask],
+    budget: RowInts,
+    gates_file: str = GATES,
+    count: Literal["tokens", "heads"] = "tokens",
+    observations: Sequence[Observation] = (),
+) -> tuple[list[Scores], list[Counts]]:
     """Heads with the lowest gates keep their protected tokens (sinks and recent ones) only, the others everything.
 
     The former "stream". count "tokens": the fewest heads stream with which `budget` tokens per head are met on average;

@@ -23,17 +23,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvrepro.engine.allocate import select
-from kvrepro.engine.allowed import Count, Odd, Positive, Share, Size, Weight
+from kvrepro.engine.condition import Count, NotNegative, Odd, Positive, Share, Size
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowFloats, Scores
 
-Aggregate = Literal["mean", "sum", "max", "mean_var", "defensive"]
-Group = Literal["mean", "sum", "max", "union"]
-Pool = Literal["none", "average", "max"]
-PoolAt = Literal["query", "head", "kv_head"]
-Over = Literal["past", "all"]
-NormOver = Literal["none", "layer", "heads"]
 Indicator = Callable[..., Probabilities]  # of an observation
+
+
+class How(NamedTuple):
+    """How `windowed` reduces importance to a score: the parameters that window scorers share. A policy names those that
+    it sets among its own (`kvrepro.engine.policy.named`)."""
+
+    aggregate: Literal["mean", "sum", "max", "mean_var", "defensive"] = "mean"  # over the window's queries
+    pool: Literal["none", "average", "max"] = "none"  # along tokens; an average counts zeros beyond the ends
+    kernel: Odd = 5  # tokens that are pooled
+    group: Literal["mean", "sum", "max", "union"] = "mean"  # over a KV head's query heads
+    pool_at: Literal["query", "head", "kv_head"] = "head"  # what is pooled: before which reduction
+    over: Literal["past", "all"] = "past"  # the tokens that count: "past" leaves out the window's own
+    rescale: bool = False  # a pooled query to its former sum
+    gamma: NotNegative = 200.0  # weight of the variance in "mean_var"
+
 
 # ---- indicators: float32 [batch, kv_heads, group, window, tokens], 0 where the query may not look
 
@@ -50,10 +59,8 @@ def attention_norm(o: Observation) -> Probabilities:
 
 def perturbation(o: Observation, eps: Positive = 1e-6, round_p: bool = False) -> Probabilities:
     """(p / (1 - p + eps))^2 ||a - v||^2: squared change of a head's output, before W_O, if this token alone left.
-
-    round_p: p and a are first rounded to bfloat16. Then p above 0.998 becomes 1 and the factor 1 / eps^2.
-    Source: DropKV, Lemma 1 and Algorithm 2; dropkv_cache.py of AozhongZhang/DropKV@67cdfeb.
-    """
+    round_p: p and a are first rounded to bfloat16. Then p above 0.998 becomes 1 and the factor 1 / eps^2. Source:
+    DropKV, Lemma 1 and Algorithm 2; dropkv_cache.py of AozhongZhang/DropKV@67cdfeb."""
     p, a, v = o.attention, o.outputs, o.values.float()
     if round_p:
         p, a = p.bfloat16().float(), a.bfloat16().float()
@@ -70,40 +77,16 @@ def anchor(o: Observation) -> Probabilities:
 KERNELS: dict[Indicator, str] = {attention: "attention", perturbation: "perturbation", anchor: "anchor"}
 
 
-class How(NamedTuple):
-    """How `windowed` reduces importance; see there."""
-
-    aggregate: str
-    pool: str
-    kernel: int
-    group: str
-    pool_at: str
-    over: str
-    gamma: float
-    rescale: bool
-
-
-# ---- the table
-
-
-def windowed(
-    o: Observation, importance: Probabilities | Indicator, aggregate: Aggregate = "mean", pool: Pool = "none",
-    kernel: Odd = 5, group: Group = "mean", pool_at: PoolAt = "head", over: Over = "past", gamma: Weight = 200.0,
-    rescale: bool = False, **extra: Any,
-) -> Scores:  # fmt: skip
+def windowed(o: Observation, importance: Probabilities | Indicator, how: How = How(), **extra: Any) -> Scores:
     """Importance [batch, kv_heads, group, window, tokens] reduced over the window's queries and a KV head's group.
-
     importance: the tensor, or an indicator with parameters `extra`; backend triton computes and reduces those of
-    `KERNELS` in a kernel. aggregate: over queries; mean_var adds gamma times the unbiased variance, defensive pools
-    first, takes the max over queries and group, and raises it to at least the head's mean. group: over query heads;
-    union is minus the best rank in any of them, so that a KV head keeps the union of their choices. pool: along tokens
-    for each query, head or kv_head (pool_at); an average counts zeros beyond the ends. over: "past" leaves out the
-    window's own tokens. rescale: a pooled row is scaled to its former sum.
-    """
-    how = How(aggregate, pool, kernel, group, pool_at, over, gamma, rescale)
-    if aggregate == "defensive":
+    `KERNELS` in a kernel. Of `how`, the aggregate "mean_var" adds gamma times the unbiased variance; "defensive" pools
+    first, takes the max over queries and group, and raises it to at least the head's mean; the group's "union" is minus
+    the best rank in any query head, so that a KV head keeps the union of their choices."""
+    defensive = how.aggregate == "defensive"
+    if defensive:
         how = how._replace(pool_at="query", group="max")
-    outside = o.not_past if over == "past" else o.dead
+    outside = o.not_past if how.over == "past" else o.dead
     x = None
     if o.by_kernels and callable(importance) and importance in KERNELS:
         x = _fused(o, KERNELS[importance], how, outside, extra)
@@ -111,49 +94,45 @@ def windowed(
         full = importance(o, **extra) if callable(importance) else importance
         x = full.masked_fill(outside[:, :, None, None], 0.0)
         if how.pool_at == "query":
-            x = _pooled(x, outside, pool, kernel, rescale)
-        x = _grouped(_aggregated(x, _voters(o), aggregate, gamma), outside, how)
-    return _no_less_than_mean(x, outside) if aggregate == "defensive" else x
+            x = _pooled(x, outside, how)
+        x = _grouped(_aggregated(x, _voters(o), how), outside, how)
+    return _no_less_than_mean(x, outside) if defensive else x
 
 
 def _fused(o: Observation, indicator: str, how: How, outside: Mask, extra: dict[str, Any]) -> Scores | None:
     """`windowed` by passes of a Triton kernel over keys and values. The kernel aggregates over queries and, unless
     pooling comes in between, reduces over the group. None: the kernel does not have this pooling."""
-    aggregate, pool, kernel, group = how[:4]
     one_pass: Callable[..., Tensor] = partial(_kernel, o, indicator, **extra)
-    if how.pool_at == "query" and pool != "none":
-        alike = aggregate in ("defensive", "max") and group != "union"
-        if not alike or how.rescale:
+    largest = how.aggregate in ("defensive", "max")
+    if how.pool_at == "query" and how.pool != "none":
+        if not largest or how.group == "union" or how.rescale:
             return None
-        x = one_pass("max", group, pool=kernel, pool_by=pool, over=how.over)
+        x = one_pass("max", how.group, pool=how.kernel, pool_by=how.pool, over=how.over)
         return x.masked_fill_(outside, 0.0)
-    linear = group in ("mean", "sum") and pool != "max"
-    inside = linear or (group != "union" and (pool == "none" or how.pool_at == "kv_head") and aggregate != "mean_var")
-    reduction = group if inside else "none"
-    x = one_pass("mean" if aggregate == "mean_var" else "max" if aggregate == "defensive" else aggregate, reduction)
-    if aggregate == "mean_var" and o.queries.shape[2] > 1:
+    varies, pooled_last = how.aggregate == "mean_var", how.pool == "none" or how.pool_at == "kv_head"
+    linear = how.group in ("mean", "sum") and how.pool != "max"
+    inside = linear or (how.group != "union" and pooled_last and not varies)
+    reduction = how.group if inside else "none"
+    x = one_pass("mean" if varies else "max" if largest else how.aggregate, reduction)
+    if varies and o.queries.shape[2] > 1:
         x += how.gamma * one_pass("variance", reduction)
     if not inside:
         x = x.unflatten(1, (-1, o.group)).masked_fill_(outside[:, :, None], 0.0)
         return _grouped(x, outside, how)
-    return _pooled(x.masked_fill_(outside, 0.0), outside, pool, kernel)
+    return _pooled(x.masked_fill_(outside, 0.0), outside, how)
 
 
 def _kernel(o: Observation, indicator: str, aggregate: str, reduction: str, over: str = "all", **extra: Any) -> Tensor:
-    """One pass of the kernel: [batch, kv_heads, tokens], or with reduction "none" [batch, heads, tokens].
-
-    over: "past" hides the window's own tokens, which matters if neighbours are pooled.
-    """
+    """One pass of the kernel: [batch, kv_heads, tokens], or with reduction "none" [batch, heads, tokens]. over: "past"
+    hides the window's own tokens, which matters if neighbours are pooled."""
     from kvrepro_kernels import window_scores
 
     log_sums, outputs = o.attended
     if extra.get("round_p"):
         outputs = outputs.bfloat16().to(outputs)
-    return window_scores(
-        o.queries, o.keys, o.values, log_sums, outputs, indicator=indicator, aggregate=aggregate, reduction=reduction,
-        scale=o.scaling, last=o.last_in_past if over == "past" else o.last_seen, starts=o.starts,
-        present=o.present, **extra,
-    )  # fmt: skip
+    extra |= {"indicator": indicator, "aggregate": aggregate, "reduction": reduction, "scale": o.scaling}
+    extra |= {"last": o.last_in_past if over == "past" else o.last_seen, "starts": o.starts, "present": o.present}
+    return window_scores(o.queries, o.keys, o.values, log_sums, outputs, **extra)
 
 
 def _voters(o: Observation) -> Tensor:
@@ -166,21 +145,20 @@ def _voters(o: Observation) -> Tensor:
     return voters
 
 
-def _aggregated(x: Tensor, voters: Tensor, aggregate: str, gamma: float) -> Tensor:
+def _aggregated(x: Tensor, voters: Tensor, how: How) -> Tensor:
     """Aggregate over the window's queries: [batch, kv_heads, group, tokens]. For "defensive" this is only the max."""
-    if aggregate == "sum":
+    if how.aggregate == "sum":
         return x.sum(3)
-    if aggregate in ("max", "defensive"):
+    if how.aggregate in ("max", "defensive"):
         return x.amax(3)
+    mean = x.sum(3) / voters.sum(3).clamp(min=1)
+    return mean if how.aggregate == "mean" else mean + how.gamma * _variance(x, voters)
+
+
+def _variance(x: Tensor, voters: Tensor) -> Tensor:
+    """The unbiased variance over the queries that count; 0 if there is only one."""
     n = voters.sum(3)
     mean = x.sum(3) / n.clamp(min=1)
-    if aggregate == "mean":
-        return mean
-    return mean + gamma * _variance(x, mean, voters, n)
-
-
-def _variance(x: Tensor, mean: Tensor, voters: Tensor, n: Tensor) -> Tensor:
-    """The unbiased variance over the queries that count; 0 if there is only one."""
     return ((x - mean[..., None, :]).square_() * voters).sum(3) / (n - 1).clamp(min=1)
 
 
@@ -190,15 +168,15 @@ def _no_less_than_mean(x: Scores, outside: Mask) -> Scores:
     return torch.maximum(x, mean).masked_fill_(outside, 0.0)
 
 
-def _pooled(x: Tensor, outside: Mask, pool: str, kernel: int, rescale: bool = False) -> Tensor:
+def _pooled(x: Tensor, outside: Mask, how: How) -> Tensor:
     """Pool along tokens. Tokens `outside` count as 0 in an average, are absent from a max, and are 0 afterwards."""
-    if rescale:
-        plain = _pooled(x, outside, pool, kernel)
-        return plain * (x.sum(-1, keepdim=True) / plain.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny))
-    if pool == "none":
+    if how.pool == "none":
         return x
     out = outside.view(*outside.shape[:2], *[1] * (x.dim() - 3), outside.shape[-1])
-    return pooled(x.masked_fill(out, -torch.inf) if pool == "max" else x, pool, kernel).masked_fill_(out, 0.0)
+    y = pooled(x.masked_fill(out, -torch.inf) if how.pool == "max" else x, how.pool, how.kernel).masked_fill_(out, 0.0)
+    if how.rescale and how.pool_at == "query":
+        return y * (x.sum(-1, keepdim=True) / y.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny))
+    return y
 
 
 def pooled(x: Tensor, pool: str, kernel: int) -> Tensor:
@@ -212,7 +190,7 @@ def pooled(x: Tensor, pool: str, kernel: int) -> Tensor:
 def _grouped(x: Tensor, outside: Mask, how: How) -> Tensor:
     """Reduce over the query heads of a KV head, with pooling before or after: [batch, kv_heads, tokens]."""
     if how.pool_at == "head":
-        x = _pooled(x, outside, how.pool, how.kernel)
+        x = _pooled(x, outside, how)
     if how.group == "union":
         key = x.masked_fill(outside[:, :, None], -torch.inf).flip(-1)
         order = key.argsort(dim=-1, descending=True, stable=True)
@@ -220,54 +198,46 @@ def _grouped(x: Tensor, outside: Mask, how: How) -> Tensor:
         x = -torch.empty_like(order).scatter_(-1, order, place).flip(-1).amin(2).float().masked_fill_(outside, 0.0)
     else:
         x = {"mean": x.mean, "sum": x.sum, "max": x.amax}[how.group](2)
-    return _pooled(x, outside, how.pool, how.kernel) if how.pool_at == "kv_head" else x
+    return _pooled(x, outside, how) if how.pool_at == "kv_head" else x
 
 
 # ---- methods
 
 
-def snapkv(
-    o: Observation, aggregate: Aggregate = "mean", pool: Pool = "average", kernel: Odd = 5, group: Group = "mean",
-    pool_at: PoolAt = "head",
-) -> Scores:  # fmt: skip
-    """s_j = mean over the group of Pool_k(mean over the window's queries of p_j), tokens before the window only.
-
-    The original sums instead of averaging, which ranks the same, and gives every query head its own cache; within one
-    KV head's budget that is group="union". Also the score of PyramidKV, Ada-KV and CriticalKV's first stage.
-    Source: SnapKV (Li et al. 2024), equations 2 and 3; snapkv_press.py of NVIDIA/kvpress@8bb29b9.
-    """
-    return windowed(o, attention, aggregate, pool, kernel, group, pool_at)
+def snapkv(o: Observation, how: How = How(pool="average")) -> Scores:
+    """s_j = mean over the group of Pool_k(mean over the window's queries of p_j), tokens before the window only. The
+    original sums instead of averaging, which ranks the same, and gives every query head its own cache; within one KV
+    head's budget that is group="union". Also the score of PyramidKV, Ada-KV and CriticalKV's first stage. Source:
+    SnapKV (Li et al. 2024), equations 2 and 3; snapkv_press.py of NVIDIA/kvpress@8bb29b9."""
+    return windowed(o, attention, how)
 
 
-def cake(
-    o: Observation, gamma: Weight = 200.0, aggregate: Aggregate = "mean_var", pool: Pool = "average", kernel: Odd = 5,
-    group: Group = "mean",
-) -> Scores:  # fmt: skip
-    """s_j = mean over the group of Pool_k(mean_t p + gamma Var_t p), tokens before the window only.
-
-    Source: CAKE (Qin et al. 2025), equation 11; cake_global_press.py of FFY0/DefensiveKV@9251b95.
-    """
-    return windowed(o, attention, aggregate, pool, kernel, group, gamma=gamma)
+def cake(o: Observation, how: How = How("mean_var", "average")) -> Scores:
+    """s_j = mean over the group of Pool_k(mean_t p + gamma Var_t p), tokens before the window only. Source: CAKE (Qin
+    et al. 2025), equation 11; cake_global_press.py of FFY0/DefensiveKV@9251b95."""
+    return windowed(o, attention, how)
 
 
 def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) -> Tensor:
-    """P = H^(1/tau1) V^(1/tau2) of a layer, float32 [batch], from attention p to the tokens before the window.
-
-    H = -sum p ln(p + 1e-10) over heads, queries and tokens; V = sum over heads and tokens of p's unbiased variance over
-    the queries. Source: CAKE, equations 5 to 7; cake_global_press.py of FFY0/DefensiveKV@9251b95, which takes
-    tau (1.6, 0.6) for every model and budget; the original tunes them (Llama-3.1: 1.6, 0.4 at 1,024 tokens).
-    """
-    p, voters = o.attention.masked_fill(o.not_past[:, :, None, None], 0.0), _voters(o)
-    n = voters.sum(3)
-    scatter = _variance(p, p.sum(3) / n.clamp(min=1), voters, n).sum((1, 2, 3))
+    """P = H^(1/tau1) V^(1/tau2) of a layer, float32 [batch], from attention p to the tokens before the window. H = -sum
+    p ln(p + 1e-10) over heads, queries and tokens; V = sum over heads and tokens of p's unbiased variance over the
+    queries. Source: CAKE, equations 5 to 7; cake_global_press.py of FFY0/DefensiveKV@9251b95, which takes tau (1.6,
+    0.6) for every model and budget; the original tunes them (Llama-3.1: 1.6, 0.4 at 1,024 tokens)."""
+    p = o.attention.masked_fill(o.not_past[:, :, None, None], 0.0)
+    scatter = _variance(p, _voters(o)).sum((1, 2, 3))
     entropy = -(p * (p + 1e-10).log_()).sum((1, 2, 3, 4))
     return entropy.clamp(min=0) ** (1 / tau1) * scatter ** (1 / tau2)
 
 
 def critical(
-    o: Observation, scores: Scores, counts: Counts, protected: Mask, alpha: Share = 0.5, eps: Weight = 1e-4,
+    o: Observation,
+    scores: Scores,
+    counts: Counts,
+    protected: Mask,
+    alpha: Share = 0.5,
+    eps: NotNegative = 1e-4,
     exempt_floor: Share = 0.0,
-) -> tuple[Scores, Mask]:  # fmt: skip
+) -> tuple[Scores, Mask]:
     """CriticalKV's two stages: the int(alpha * count) best of each head are exempt, protected tokens first; the rest is
     scored (s_j + eps) times the group's mean of ||v_j W_O||_1.
 
@@ -283,10 +253,7 @@ def critical(
     return ((scores + eps) * o.mean_projected_norm).masked_fill(o.dead, -torch.inf), exempt
 
 
-def andpro(
-    o: Observation, aggregate: Aggregate = "sum", pool: Pool = "none", kernel: Odd = 7, group: Group = "mean",
-    chunk: Count = 0, window: Size = 32,
-) -> Scores:  # fmt: skip
+def andpro(o: Observation, how: How = How("sum", kernel=7), chunk: Count = 0, window: Size = 32) -> Scores:
     """s_j = sum over the window's queries of p_j <a, v_j>, mean over the group.
 
     chunk > 0 follows the public code. Each row of p is max-pooled over all tokens. The anchor is not a but the sum of
@@ -297,39 +264,40 @@ def andpro(
     Source: AnDPro (Geng et al. 2025), equation 15; snapkv_utils.py of MIRALab-USTC/LLM-AnDPro.
     """
     if not chunk:
-        return windowed(o, anchor, aggregate, pool, kernel, group, over="all")
+        return windowed(o, anchor, how._replace(over="all"))
     number = (o.alive.cumsum(-1) - 1).clamp(min=0) // chunk
     droppable = o.alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
     outside = ~droppable
-    p, v = _pooled(o.attention, o.dead, pool, kernel), o.values.float()
+    p, v = _pooled(o.attention, o.dead, how), o.values.float()
     pull = torch.einsum("bgrwn,bgnd->bgrwd", p * droppable[:, :, None, None], v)
     x = torch.einsum("bgrwd,bgnd->bgrwn", pull, v).mul_(p).masked_fill_(outside[:, :, None, None], 0.0)
-    x = _aggregated(x, _voters(o), aggregate, 0.0)
+    x = _aggregated(x, _voters(o), how._replace(gamma=0.0))
     where = number[:, :, None].expand_as(x)
     together = torch.zeros_like(x).scatter_add_(-1, where, x).gather(-1, where)
-    how = How(aggregate, "none", kernel, "max" if aggregate == "defensive" else group, "head", "all", 0.0, False)
+    defensive = how.aggregate == "defensive"
+    how = how._replace(pool="none", group="max" if defensive else how.group)
     score = _grouped(together, outside, how).masked_fill_(outside, 0.0)
-    return _no_less_than_mean(score, outside) if aggregate == "defensive" else score
+    return _no_less_than_mean(score, outside) if defensive else score
 
 
 def dropkv(
-    o: Observation, eps: Positive = 1e-6, round_p: bool = False, aggregate: Aggregate = "sum", pool: Pool = "max",
-    kernel: Odd = 11, group: Group = "mean",
-) -> Scores:  # fmt: skip
-    """s_j = Pool_k(mean over the group, sum over the window's queries, of (p_j / (1 - p_j + eps))^2 ||a - v_j||^2).
-
-    The cost of evicting j, so large = keep. Pooling comes last and runs over all tokens: the window's scores reach
-    k // 2 places left. The paper's algorithm is per head; the mean over the group stands in the code only.
-    Source: DropKV, section 3.3 and Algorithm 1 (max pooling); dropkv_cache.py of AozhongZhang/DropKV@67cdfeb (average
-    pooling, p in bfloat16).
-    """
-    return windowed(o, perturbation, aggregate, pool, kernel, group, "kv_head", "all", eps=eps, round_p=round_p)
+    o: Observation, eps: Positive = 1e-6, round_p: bool = False, how: How = How("sum", "max", kernel=11)
+) -> Scores:
+    """s_j = Pool_k(mean over the group, sum over the window's queries, of (p_j / (1 - p_j + eps))^2 ||a - v_j||^2). The
+    cost of evicting j, so large = keep. Pooling comes last and runs over all tokens: the window's scores reach k // 2
+    places left. The paper's algorithm is per head; the mean over the group stands in the code only. Source: DropKV,
+    section 3.3 and Algorithm 1 (max pooling); dropkv_cache.py of AozhongZhang/DropKV@67cdfeb (average pooling, p in
+    bfloat16)."""
+    return windowed(o, perturbation, how._replace(pool_at="kv_head", over="all"), eps=eps, round_p=round_p)
 
 
 def defensive_kv(
-    o: Observation, asked: RowFloats | None = None, aggregate: Aggregate = "defensive", pool: Pool = "average",
-    kernel: Odd = 5, over: Over = "all", rescale: bool = False, share: NormOver = "none", mass: Share = 0.0,
-) -> Scores:  # fmt: skip
+    o: Observation,
+    asked: RowFloats | None = None,
+    how: How = How("defensive", "average", over="all"),
+    share: Literal["none", "layer", "heads"] = "none",
+    mass: Share = 0.0,
+) -> Scores:
     """s_j = max(R_j, mean_i R_i) N_j, with R_j the largest pooled attention over queries and group, N_j the group's
     mean of ||v_j W_O||_1.
 
@@ -339,7 +307,7 @@ def defensive_kv(
     Source: DefensiveKV, Algorithms 1 and 2; efficient_defensivekv_press.py and efficient_layer_defensivekv_press.py of
     FFY0/DefensiveKV@9251b95, whose further steps are over="past", rescale, share="heads" and mass=0.9.
     """
-    risk = windowed(o, attention, aggregate, pool, kernel, "max", "query", over, rescale=rescale)
+    risk = windowed(o, attention, how._replace(group="max", pool_at="query"))
     scores = risk * _norm_over(o, share)
     return _first_mass(o, scores, asked, mass) if mass else scores
 

@@ -1,4 +1,5 @@
-"""Key scorers against float64 transcriptions in plain loops, and independence of rotation, blocks and dead slots."""
+"""Key scorers against float64 transcriptions in plain loops, and independence of rotation, blocks and dead slots;
+scorers that look only at positions."""
 
 import math
 from dataclasses import replace
@@ -107,11 +108,9 @@ def r_kv_direct(o, mix, kernel, threshold, alone):
         for t in window:
             w = o.query_positions[b].tolist().index(t)
             seen = [j for j in outside if at[j] <= t]
-            logits = torch.tensor([
-                max(float(o.queries[b, g * o.group + r, w].double() @ k[j]) for r in range(o.group)) * o.scaling
-                for j in seen
-            ], dtype=torch.float64)  # fmt: skip
-            importance[seen] += logits.softmax(0) / len(window)
+            heads = o.queries[b, g * o.group : (g + 1) * o.group, w].double()
+            largest = [max(float(query @ k[j]) for query in heads) * o.scaling for j in seen]
+            importance[seen] += torch.tensor(largest, dtype=torch.float64).softmax(0) / len(window)
         for j in range(n):
             near = importance[max(0, j - kernel // 2) : j + kernel // 2 + 1]
             expected[b, g, slots[j]] = mix * near.max() - (1 - mix) * redundancy[j]
@@ -179,19 +178,19 @@ def test_tri_attention_transcription(calibrated, horizon, rotated_pairs):
 
 
 def test_tri_attention_refuses_another_models_file(calibrated, tmp_path):
-    with pytest.raises(InputError, match=r"length \[3, 4, 4\], the model needs \[3, 6, 4\]"):
+    with pytest.raises(InputError, match=r"holds no length \[3, 6, 4\] that were made"):
         keys.tri_attention(observation(group=3, inverse_frequencies=SPEED), calibrated)
     with pytest.raises(InputError, match="no rotation"):
         keys.tri_attention(observation(seed=9), calibrated)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):  # another copy of the same model
         output = observation(seed=9).output.to(dtype)
         keys.tri_attention(observation(inverse_frequencies=SPEED, output=output), calibrated)
-    with pytest.raises(InputError, match="was made from other weights, "):
+    with pytest.raises(InputError, match="that were made from this model"):
         keys.tri_attention(observation(seed=8, inverse_frequencies=SPEED), calibrated)
     with pytest.raises(InputError, match="no file .*none.json"):
         keys.tri_attention(observation(), str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(InputError, match=r"holds length \[\]"):
+    with pytest.raises(InputError, match="bad.json holds no length"):
         keys.tri_attention(observation(), str(tmp_path / "bad.json"))
 
 
@@ -203,3 +202,47 @@ def test_shared_by_layers_is_the_mean_for_all():
     assert all(c.tolist() == [[3] * 3, [5] * 3] for c in counts)
     with pytest.raises(InputError, match="7 to 9 tokens"):
         keys.shared_by_layers([*layers, torch.zeros(2, 3, 9)], [], torch.tensor([3, 5]))
+
+
+# ---- positions alone
+
+
+def splitmix(x: int) -> int:
+    """SplitMix64 in Python integers."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return x ^ (x >> 31)
+
+
+def test_streaming_llm_ranks_by_position():
+    o = observation(dead=4, gaps=6)
+    scores = keys.streaming_llm(o)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores.long(), o.positions)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 24), (torch.float16, 11), (torch.bfloat16, 8)])
+def test_random_is_splitmix(dtype, bits):
+    o = observation(dead=3, gaps=5, layer=2, seed=7, dtype=dtype)
+    full, coarse = keys.random(o), keys.random(o, draw="keys")
+    for b, head, j in [(0, 0, 23), (1, 1, 23), (0, 1, 15), (1, 0, 9)]:
+        x = splitmix(7)
+        for part in (2, head, int(o.positions[b, head, j])):
+            x = splitmix((x + part) % 2**64)
+        assert float(full[b, head, j]) == (x >> 40) / 2**24
+        assert float(coarse[b, head, j]) == (x >> (64 - bits)) / 2**bits
+
+
+def test_random_depends_on_seed_layer_head_and_position_only():
+    o = observation(dead=4, gaps=6, seed=1)
+    scores = keys.random(o)
+    assert torch.equal(scores, keys.random(other_rubbish(o)))
+    second_row = replace(o, positions=o.positions[1:, :, 5:], keys=o.keys[1:, :, 5:])
+    assert torch.equal(keys.random(second_row), scores[1:, :, 5:])
+    same = o.positions[0, 0, -1] == o.positions[1, 0, -1]
+    assert same
+    assert scores[0, 0, -1] == scores[1, 0, -1]  # an equal position in another row: an equal draw
+    assert scores[0, 0, -1] != scores[0, 1, -1]
+    assert not torch.equal(scores, keys.random(replace(o, layer=1)))
+    assert not torch.equal(scores, keys.random(replace(o, seed=2)))

@@ -9,6 +9,7 @@ from observations import observation
 
 from kvrepro.engine.allocate import select
 from kvrepro.engine.score import window
+from kvrepro.engine.score.window import How
 
 OBSERVED = [
     dict(group=1, window=3, tokens=12),
@@ -105,7 +106,7 @@ def test_snapkv_as_run(shape):
 @pytest.mark.parametrize("shape", OBSERVED)
 def test_snapkv_as_described_keeps_the_union_of_its_query_heads(shape):
     o = seen_by(**shape)
-    got = window.snapkv(o, "sum", "max", 7, "union")
+    got = window.snapkv(o, How("sum", "max", 7, "union"))
     for b in range(2):
         for h in range(2):
             head = Head(o, b, h)
@@ -126,7 +127,7 @@ def test_pyramid_and_ada_as_described_reduce_the_group_before_pooling(shape):
         grouped = [mean(c) for c in columns([[mean(c) for c in columns(rows)] for rows in head.p])]
         return past_only(head, max_pool, grouped, 7)
 
-    check(o, window.snapkv(o, "mean", "max", 7, "mean", "kv_head"), lambda heads: [score(head) for head in heads])
+    check(o, window.snapkv(o, How("mean", "max", 7, "mean", "kv_head")), lambda heads: [score(head) for head in heads])
 
 
 def variance(x):
@@ -194,7 +195,7 @@ def test_andpro_as_run_sums_chunks_against_the_droppable_anchor(shape):
 
     check(
         o,
-        window.andpro(o, pool="max", group="max", chunk=size, window=w),
+        window.andpro(o, How("sum", "max", 7, "max"), chunk=size, window=w),
         lambda heads: [score(head) for head in heads],
     )
 
@@ -213,7 +214,9 @@ def test_dropkv(shape, pool):
                     cost[j] += (p / (1 - p + 1e-6)) ** 2 * far / len(head.p)
         return {"max": max_pool, "average": average_pool}[pool](cost, 11)
 
-    check(o, window.dropkv(o, pool=pool), lambda heads: [score(head) for head in heads], rtol=1e-3)  # 1 - p in float32
+    check(
+        o, window.dropkv(o, how=How("sum", pool, 11)), lambda heads: [score(head) for head in heads], rtol=1e-3
+    )  # 1 - p in float32
 
 
 def test_rounding_p_makes_a_near_certain_token_and_its_neighbours_survive():
@@ -224,7 +227,7 @@ def test_rounding_p_makes_a_near_certain_token_and_its_neighbours_survive():
     keys[0, 0, 20, 0] = math.log(0.9985 / 0.0015 * 39) / o.scaling
     o = replace(o, keys=keys, queries=query)
     assert o.attention[..., 20].item() == pytest.approx(0.9985, abs=1e-4)
-    exact, rounded = window.dropkv(o), window.dropkv(o, round_p=True, pool="average")
+    exact, rounded = window.dropkv(o), window.dropkv(o, round_p=True, how=How("sum", "average", 11))
     assert exact[0, 0, 20] < 1e7
     best = rounded[0, 0].topk(11).indices
     assert sorted(best.tolist()) == list(range(15, 26))
@@ -288,7 +291,7 @@ def test_defensive_as_run(shape, budget):
         return [row + [top] * w for row in scores]
 
     asked = torch.tensor([budget] * 2, dtype=torch.float64)
-    got = window.defensive_kv(o, asked, over="past", rescale=True, share="heads", mass=0.9)
+    got = window.defensive_kv(o, asked, How("defensive", "average", rescale=True), share="heads", mass=0.9)
     check(o, got, layer)
 
 
@@ -357,10 +360,8 @@ def test_span_local_queries_vote_in_their_own_span_only():
     spans = torch.tensor([[0] * 10 + [1] * 10])
     o = observation(1, tokens=20, window=4, span_of=spans, span_local=True)
     o = replace(o, query_positions=torch.tensor([[8, 9, 18, 19]]))
-    first = replace(
-        o, queries=o.queries[:, :, :2], query_positions=o.query_positions[:, :2],
-    )  # fmt: skip
-    for score in (window.snapkv, window.cake):
-        both, alone = score(o, pool="none"), score(first, pool="none")
+    first = replace(o, queries=o.queries[:, :, :2], query_positions=o.query_positions[:, :2])
+    for score, how in ((window.snapkv, How()), (window.cake, How("mean_var"))):
+        both, alone = score(o, how), score(first, how)
         torch.testing.assert_close(both[..., :8], alone[..., :8], rtol=1e-4, atol=1e-5)
     assert (window.snapkv(o)[..., [8, 9, 18, 19]] == 0).all()

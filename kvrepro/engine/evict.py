@@ -29,7 +29,6 @@ from kvrepro.engine.shapes import Counts, Mask, Positions, RowFloats, RowInts, S
 from kvrepro.engine.shared import Reduction, Signals
 from kvrepro.errors import InputError
 
-Judged = tuple[Scores, Mask, Tensor | None]  # a policy's scores, protected tokens and summary of one layer
 TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided together to save launches, by backend
 
 
@@ -81,7 +80,7 @@ class EvictionJob:
     draws: list[Random] = field(default_factory=list)  # a generator per row, for policies that draw
     layers: dict[int, RaggedLayer] = field(default_factory=dict)  # the kept tokens of the layers decided so far
     pending: dict[int, Observation] = field(default_factory=dict)  # the layers whose evictions wait for the others
-    judged: dict[int, Judged] = field(default_factory=dict)  # those of them that are scored
+    judged: dict[int, tuple[Scores, Mask, Tensor | None]] = field(default_factory=dict)  # scores, protected, summary
     counts: dict[int, Counts] = field(default_factory=dict)  # of a reader's own `allocate`, by layer
     signals: Signals | None = None  # of `SharedCap`, after the prompt
     error: Exception | None = None  # raised by its policy

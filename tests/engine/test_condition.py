@@ -9,22 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvrepro.engine.condition import (
-    REGIMES,
-    Condition,
-    Count,
-    Odd,
-    Positive,
-    PositiveShare,
-    Prefill,
-    Prompt,
-    ProperShare,
-    Regime,
-    Share,
-    Size,
-    ensure,
-    ensure_once_each,
-)
+from kvrepro.engine import condition as values
+from kvrepro.engine.condition import REGIMES, Condition, Prefill, Prompt, Regime, Size, ensure
 from kvrepro.errors import InputError
 
 MASK = torch.tensor([True, False])
@@ -50,15 +36,15 @@ def in_all_ways(regime: type[Regime]) -> list[Regime]:
 @pytest.mark.parametrize(
     ("kind", "good", "bad"),
     [
-        (Count, [0, 3], [-1, 1.0, True, "1", None]),
+        (values.Count, [0, 3], [-1, 1.0, True, "1", None]),
         (Size, [1, 2048, 10**400], [0]),
-        (Odd, [1, 7], [0, 2, 7.0]),
-        (Share, [0, 1, 0.5, np.float64(0.5)], [-1e-9, 1.1, float("nan"), float("inf"), "0.5", True]),
-        (ProperShare, [0.5], [0, 1, 0.0, 1.0]),
-        (Positive, [1e-300, 1], [0, 0.0, math.inf]),
+        (values.Odd, [1, 7], [0, 2, 7.0]),
+        (values.Share, [0, 1, 0.5, np.float64(0.5)], [-1e-9, 1.1, float("nan"), float("inf"), "0.5", True]),
+        (values.ProperShare, [0.5], [0, 1, 0.0, 1.0]),
+        (values.Positive, [1e-300, 1], [0, 0.0, math.inf]),
         (bool, [True, False], [0, 1, None]),
         (("a", "c"), ["a", "c"], ["d", 0, None]),
-        (Size | PositiveShare | None, [1, 1.0, None], [0, False, 1.5]),
+        (Size | values.PositiveShare | None, [1, 1.0, None], [0, False, 1.5]),
         (object, ["anything", None], []),
         (list[Size], [[1, 2], (1, 2), []], [[1, 0], 1, "12", None]),
         (torch.Tensor, [torch.zeros(2)], ["x"]),
@@ -79,16 +65,16 @@ def test_a_refusal_names_value_and_way_out():
     with pytest.raises(InputError, match="^n 0: should be greater than or equal to 1$"):
         ensure(Size | None, n=0)
     with pytest.raises(InputError, match="^k 4: should be odd$"):
-        ensure(Odd, k=4)
+        ensure(values.Odd, k=4)
     with pytest.raises(InputError, match="^x 0: should be greater .* to 1; x 'b': should be a valid integer$"):
         ensure(list[Size], x=[1, 0, "b"])
 
 
 @pytest.mark.parametrize("wrong", [(), [1, 1], 128, "lru"])
 def test_a_list_of_things_once_each(wrong):
-    ensure_once_each(capacities=[128, 256], policies=("lru",))
+    values.ensure_once_each(capacities=[128, 256], policies=("lru",))
     with pytest.raises(InputError, match=r"capacities .*: give a list of at least one, each once"):
-        ensure_once_each(capacities=wrong)
+        values.ensure_once_each(capacities=wrong)
 
 
 @pytest.mark.parametrize("half", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)])

@@ -78,11 +78,8 @@ def test_neighbouring_numbers_and_many_equals_are_told_apart():
             assert more[largest(more, torch.tensor(1))].item() == more.max()
             assert sorted(more[largest(more, torch.tensor(3))].tolist()) == sorted(more.tolist())[1:]
     assert largest(torch.tensor([0.0, 2e-9, 1e-9]), torch.tensor(1)).tolist() == [False, True, False]
-    assert largest(torch.tensor([0.0, -0.0, -1.0]), torch.tensor(1)).tolist() == [
-        False,
-        True,
-        False,
-    ]  # zeros are equals
+    zeros = torch.tensor([0.0, -0.0, -1.0])  # which are equals
+    assert largest(zeros, torch.tensor(1)).tolist() == [False, True, False]
     for n in (40, 200, 20_000):
         kept = largest(torch.zeros(2, n), torch.tensor([3, n - 1]))
         assert [row.nonzero()[:, 0].tolist() for row in kept] == [[n - 3, n - 2, n - 1], list(range(1, n))]

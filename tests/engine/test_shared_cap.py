@@ -21,6 +21,7 @@ EVERY = [
     Condition(policy, 32, SharedCap(), prefix=guarded, suffix=guarded, reading=reading)
     for policy, guarded, reading in product(POLICIES, (0.0, 0.1), ("as_run", "as_described"))
 ]
+AT_ONCE_BY_MEANS = (("per_head_first_reduction", 0), ("head_map", "group_mean"))
 MORE = [
     Condition("lru", 32, SharedCap(), prefix=0.2, suffix=0.0),
     Condition("lru", 32, SharedCap(), prefix=0.2, suffix=0.0, reading="as_described"),
@@ -28,24 +29,12 @@ MORE = [
     Condition("h2o_simple", 40, SharedCap(interval=5), prefix=0.1, suffix=0.1),
     Condition("snapkv_simple", 32, SharedCap(), prefix=0.1, suffix=0.2, static_suffix=True, reading="as_described"),
     Condition("ada_kv_faithful", 32, SharedCap(), prefix=0.1, suffix=0.2, static_suffix=True),
-    Condition(
-        "quest_faithful",
-        32,
-        SharedCap(),
-        prefix=0.1,
-        suffix=0.2,
-        static_suffix=True,
-        switches=(("trim_guard", "same"),),
-    ),
-    Condition("ada_kv_faithful", 32, SharedCap(), prefix=0.1, suffix=0.1, switches=(("per_head_first_reduction", 0),)),
-    Condition(
-        "quest_faithful", 32, SharedCap(), switches=(("per_head_first_reduction", 0), ("head_map", "group_mean"))
-    ),
-    Condition("lru", 32, SharedCap(), prefix=0.1, suffix=0.1, switches=(("first_reduction", 8),)),
-    Condition("h2o_simple", 32, SharedCap(interval=3), prefix=0.1, suffix=0.1, switches=(("first_reduction", 8),)),
-    Condition(
-        "h2o_simple", 75, SharedCap(), prefix=0.1, suffix=0.1
-    ),  # longer than one prompt: eviction starts while decoding
+    Condition("quest_faithful", 32, SharedCap(), 0.1, 0.2, True, switches=(("trim_guard", "same"),)),
+    Condition("ada_kv_faithful", 32, SharedCap(), 0.1, 0.1, switches=(("per_head_first_reduction", 0),)),
+    Condition("quest_faithful", 32, SharedCap(), switches=AT_ONCE_BY_MEANS),
+    Condition("lru", 32, SharedCap(), 0.1, 0.1, switches=(("first_reduction", 8),)),
+    Condition("h2o_simple", 32, SharedCap(interval=3), 0.1, 0.1, switches=(("first_reduction", 8),)),
+    Condition("h2o_simple", 75, SharedCap(), 0.1, 0.1),  # longer than one prompt: eviction starts while decoding
     Condition("ada_kv_faithful", 75, SharedCap(), prefix=0.1, suffix=0.1),
     Condition("lru", 200, SharedCap()),  # never evicts
 ]

@@ -1,14 +1,21 @@
-"""Allowed and refused conditions, and how a policy's functions are combined."""
+"""Allowed and refused conditions, how a policy's functions are combined, and rows of the catalogue: every parameter is
+read by one of the row's functions, in every reading."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conditions import flat, other
 
-from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import REGIMES, Condition, Prefill, SharedCap
+from kvrepro.engine import evict
+from kvrepro.engine import policy as policies
+from kvrepro.engine.catalogue import CATALOGUE, SHARED
+from kvrepro.engine.condition import REGIMES, Condition, Prefill, SharedCap, ensure
 from kvrepro.engine.policy import READINGS, Policy, budget_of, check, find, is_own, own
+from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError
 
 FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
@@ -170,3 +177,46 @@ def test_a_readers_policy_that_the_engine_cannot_use_is_refused_before_anything_
     check(Condition(own("mine", works), 10, Prefill()), 100)
     with pytest.raises(InputError, match=message):
         check(Condition(own("mine", replace(works, **wrong)), 10, Prefill()))
+
+
+# ---- the catalogue
+
+PINNED = yaml.safe_load((Path(__file__).parents[2] / "data" / "words" / "formula_tests.yml").read_text())
+ENGINES = {"window", "recent", "sinks"}  # what the engine itself reads
+PAGES = {"page", "dense_layers"}  # read by the decode attention of a policy that frees nothing
+
+
+@pytest.mark.parametrize("name", list(CATALOGUE))
+def test_every_parameter_is_read(name):
+    policy = CATALOGUE[name]
+    read = set().union(*map(policies.hints_of, policy.functions))
+    read |= set(SWITCHES) if policy.shared else ENGINES if policy.frees else ENGINES | PAGES
+    assert set(policy.parameters) | set(policy.as_run) <= read
+
+
+def test_every_switch_of_the_shared_cap_is_read():
+    """By a policy's function, or by the engine under its name."""
+    read = {name for p in SHARED.values() for f in p.functions for name in policies.parameters_of(f)}
+    for module in (evict, policies):
+        read |= set(re.findall(r"""p(?:arameters)?(?:\[|\.get\()"(\w+)\"""", Path(module.__file__).read_text()))
+    for name in SHARED:  # the first step may be any other number than the policy's own, so it is read from there
+        chosen = {switch: 1000 + number for number, switch in enumerate(SWITCHES)}
+        read.add(list(chosen)[SHARED[name].first_step(chosen) - 1000])
+    assert set(SWITCHES) <= read
+
+
+@pytest.mark.parametrize("name", list(CATALOGUE))
+def test_every_parameter_says_what_it_may_be(name):
+    policy = CATALOGUE[name]
+    for key in {**policy.parameters, **policy.as_run}:
+        kind = policy.kind(key)
+        for value in (float("nan"), None, -7, ()):
+            with pytest.raises(InputError):
+                ensure(kind, x=value)
+
+
+def test_every_policy_names_tests_that_exist():
+    assert {"full", *CATALOGUE} <= set(PINNED)
+    for test in {test for tests in PINNED.values() for test in tests}:
+        file, name = test.split("::")
+        assert re.search(rf"^def {name}\(", (Path(__file__).parents[1] / file).read_text(), re.M), test

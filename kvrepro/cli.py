@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from kvrepro.errors import InputError, ensure_known, suggestion
+from kvrepro.errors import InputError, ensure_known, first_line, suggestion
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,7 +37,7 @@ longbench:protection   its question sets as the protection paper asks them
 protection-panel       the 162 items of that paper; protection-panel:qasper are those of one of its six sets
 ruler, ruler:vt,cwe    RULER's thirteen tasks or some, made for the tokenizer of the model that runs
 questions.jsonl        a file of your own, described on the page `book/your-model.md`"""
-OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, enable_thinking=false, results=folder, dry_run=true"
+OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, enable_thinking=false, results=folder"
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
 
 
@@ -63,7 +63,6 @@ def run(
     engine: Annotated[str | None, Option(help="local, or ray: one machine or a cluster")] = None,
     address: Annotated[str | None, Option(help="host:port of a Ray cluster; otherwise Ray on this machine")] = None,
     workers: Annotated[int | None, Option(help="processes; otherwise all cores or GPUs")] = None,
-    dry_run: Annotated[bool, Option(help="say what it would take, and stop")] = False,
 ) -> None:
     """Run one study, policies x budgets beside the full cache, and print a table.
 
@@ -79,20 +78,17 @@ def run(
 
     from kvrepro.engine.condition import ensure
     from kvrepro.experiment import data, models, stats
-    from kvrepro.experiment.answers import able, prompt_limit
-    from kvrepro.experiment.parameters import check_values, ensure_name
+    from kvrepro.experiment.answers import prompt_limit
     from kvrepro.experiment.run import Answers, Settings
     from kvrepro.experiment.run import run as run_study
+    from kvrepro.experiment.settings import ensure_name
     from kvrepro.experiment.store import REAL, SCHEMA, WHOLE
 
     numbers = [column.name for column in SCHEMA if column.type in (REAL, WHOLE)]
     ensure_known("number of the rows", [measure], numbers)
 
-    options = _named(option)
-    chosen |= {"dry_run": dry_run or None}
-    settings = Settings.of(options, device=device, **{k: v for k, v in chosen.items() if v is not None})
-    values = {"model": model, "items": items, "n_items": n_items, "device": device, "seed": settings.seed}
-    check_values(values | {"results": settings.results, "options": options})
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    settings = Settings.of(_named(option), model=model, items=items, n_items=n_items, device=device, **chosen)
     ensure(Annotated[int, Ge(1), Le(10**9)] | None, max_new_tokens=max_new_tokens, limit=limit)
     ensure_name(name)
     loaded = models.load(model, settings.device, settings.dtype, settings.enable_thinking)
@@ -104,9 +100,7 @@ def run(
     if max_new_tokens is not None:
         drawn = [replace(item, meta=item.meta | {"max_new_tokens": new}) for item in drawn]
     study = Answers("run", name, drawn, conditions, new, limit)
-    rows = run_study(replace(study, items=able(study, loaded)), loaded, settings)
-    if settings.dry_run:
-        return
+    rows = run_study(study, loaded, settings)
     table = _table(rows, measure)
     print(table.round(3).to_string(index=False, na_rep="-"))
     if (few := table.n.min()) < stats.MIN_ITEMS:
@@ -271,13 +265,26 @@ def _budget(text: str) -> int | float:
 
 def _named(texts: list[str]) -> dict[str, Any]:
     """`["until=question", "spans=[a, b]"]` as a dict, values read as YAML."""
-    from kvrepro.experiment.parameters import read
-
     values: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise InputError(f"{text!r} is not of the form name=value")
-        value_read = read(value)
-        values[key] = tuple(value_read) if isinstance(value_read, list) else value_read
+        read = read_value(value)
+        values[key] = tuple(read) if isinstance(read, list) else read
     return values
+
+
+def read_value(text: str) -> Any:
+    """The value of a YAML or JSON text. Raises InputError for other texts."""
+    import json
+
+    import yaml
+
+    try:
+        with contextlib.suppress(ValueError):
+            return json.loads(text)  # 1e-5 is a number, which PyYAML takes for a text
+        return yaml.safe_load(text)
+    except Exception as error:  # of many classes: no YAML, `!!bool x`, a 13th month
+        why = getattr(error, "problem", first_line(error))
+        raise InputError(f"{text[:50]!r} is no YAML value ({why}): lists look like [1, 2]") from None

@@ -15,6 +15,7 @@ from hypothesis import Phase, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("KVREPRO_WORKERS", "1")  # tests of worker processes ask for more
 
 CLONE_ONLY = ("tools/test_build", "studies", "tools/test_own_code")
 IN_CLONE = (Path(__file__).parents[1] / "book").is_dir()  # the source archive has neither pages nor workflows

@@ -130,7 +130,7 @@ def test_a_run_with_a_failed_row_ends_with_1_and_keeps_the_others(call, tmp_path
     given = ["-p", f"{tmp_path / 'mine.py'}:MINE", "-b", "0.5", "-n", "11", "--limit", "300", "--max-new-tokens", "2"]
     code, out, _ = call("run", *given, "-o", f"results={tmp_path}", "-o", "progress=false", "-o", "workers=1")
     assert code == 1
-    assert "1 of 22 rows is missing" in out
+    assert "22 rows, 22 computed now, 1 failed" in out
     assert store.read(tmp_path / "run" / "main")["error"].notna().sum() == 1
 
 

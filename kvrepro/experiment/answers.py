@@ -1,18 +1,20 @@
-"""How `Answers` are run: which rows a study wants, which of them are missing, and how a group of them is computed."""
+"""`Answers`: what a model says to items under conditions, a row for each; which are missing, how they are computed."""
 
 import contextlib
 import datetime
 import itertools
 import json
-import time
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pandas as pd
 import torch
+import transformers
 
 from kvrepro.chat import answer_of, thinks
 from kvrepro.engine import batches, policy
@@ -25,23 +27,37 @@ from kvrepro.engine.policy import Rule
 from kvrepro.errors import InputError, counted, error_line, first_line
 from kvrepro.experiment import data, measure, models, pool, store
 from kvrepro.experiment.jsonl import ensure_possible
-from kvrepro.experiment.limit import TimeLimit, time_limit
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.plan import Forecast, Job, Plan
+from kvrepro.experiment.pool import Job
 from kvrepro.experiment.settings import Settings
 from kvrepro.item import Item
 from kvrepro.paths import ROOT
 
 Pair = tuple[int, int]  # item, condition
-Columns = Sequence[Sequence[int]]  # of each item its conditions
 Outcomes = dict[Pair, Generation | Exception]
 REPEAT = "Repeat the previous context: "  # KVzip's request
 BATCHES, GPU_BATCHES = 16, 4  # per job: the engine batches rows of like shape only, and half-empty batches cost as much
 FEW = 8  # jobs on a CPU with up to so many cores, the same for all; fewer, down to two, so that each has half a batch
-TRIAL, SHORT = 8, 32  # tokens generated to estimate the rest; tokens up to which an answer is generated as a whole
 
 
-# ---- what a study wants
+@dataclass(frozen=True)
+class Answers:
+    """A study of what the model answers: one row for each item and condition, with the columns of
+    `kvrepro.experiment.store.SCHEMA`. The conditions are one list for all items, or a list for each item. Where an item
+    cannot meet a condition, such as a budget above its length, the row has an error."""
+
+    chapter: str
+    name: str
+    items: Sequence[Item]
+    conditions: Conditions
+    max_new_tokens: int = 128
+    limit: int | None = None  # tokens of a prompt; longer passages are cut; None: what the model's context leaves
+    prompt: Callable[[Loaded, Item], Prompt] | None = None  # instead of the item's messages as they are
+    note: Callable[[Item, Prompt, Generation], dict[str, Any]] | None = None  # for the column `note`; sees kept sets
+    together: int = 1  # neighbouring items that share a prefix
+
+
+# ---- what can be run
 
 
 def prompt_limit(loaded: Loaded, max_new_tokens: int, limit: int | None = None) -> int:
@@ -55,74 +71,61 @@ def prompt_limit(loaded: Loaded, max_new_tokens: int, limit: int | None = None) 
     return room if limit is None else limit
 
 
-def limit_of(study: "Answers", loaded: Loaded, item: Item) -> int:
-    """Most tokens of an item's prompt: the study's, or fewer where the item's own answer needs the room."""
-    limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
-    return min(limit, prompt_limit(loaded, item.new_tokens(study.max_new_tokens)))
+def unmet(loaded: Loaded, prompt: Prompt, conditions: Collection[Condition]) -> dict[Condition, InputError]:
+    """Why a prompt cannot meet conditions, for those that it cannot. Raises InputError for an invalid one."""
+    facts, errors = ModelFacts.of(loaded.model), {}
+    for condition, rule in [(condition, Rule.of(condition)) for condition in conditions]:
+        try:
+            engine.check_met(facts, prompt, condition, rule)
+        except InputError as error:
+            errors[condition] = error
+    return errors
 
 
-def check(study: "Answers", loaded: Loaded) -> list[Prompt]:
-    """The items' prompts. Raises InputError where an item cannot meet a condition (with `gaps`: where a condition is
-    not valid in itself). Computes nothing."""
-    items, conditions = study.items, study.conditions
-    if not items or not conditions:
-        raise InputError(f"{len(items)} items x {len(conditions)} conditions: give at least one of each")
-    conditions_by_item = engine.conditions_by_prompt(conditions, len(items))
-    limits = {item.id: limit_of(study, loaded, item) for item in items}
+def check(study: Answers, loaded: Loaded) -> list[Prompt]:
+    """The items' prompts. Raises InputError where nothing can be run, for an item without an answer or with a prompt
+    that is too long, and for a condition that this model cannot run. Computes nothing."""
+    return [prompt for prompt, *_ in _prepared(study, loaded)]
+
+
+def able(study: Answers, loaded: Loaded) -> list[Item]:
+    """The study's items without those that cannot meet one of its conditions; prints how many are left out, and why
+    (`data.usable`). Raises InputError if none is left."""
+
+    def ensure_able(item: Item) -> None:
+        [(*_, errors)] = _prepared(replace(study, items=[item]), loaded)
+        for error in errors.values():
+            raise InputError(f"item {item.id}: {error}")
+
+    return data.usable(study.items, study.chapter, ensure_able)
+
+
+def _prepared(study: Answers, loaded: Loaded) -> list[tuple[Prompt, int, dict[Condition, InputError]]]:
+    """Of each item its prompt, the most tokens of that, and why it cannot meet conditions; raises as `check`."""
+    items, by_item = study.items, engine.conditions_by_prompt(study.conditions, len(study.items))
+    if not items or not all(by_item):
+        raise InputError(f"{len(items)} items x {len(study.conditions)} conditions: give at least one of each")
     if (ids := len({item.id for item in items})) < len(items):
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
-    for item in items if study.prompt is None else ():
-        if not item.papers:
+    prepared, met = [], []
+    for item, conditions in zip(items, by_item, strict=True):
+        limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
+        limit = min(limit, prompt_limit(loaded, item.new_tokens(study.max_new_tokens)))  # room for its own answer
+        if study.prompt is None and not item.papers:
             try:
                 ensure_possible(item)
             except ValueError as error:
                 raise InputError(f"item {item.id}: {first_line(error)}") from None
-    for condition in dict.fromkeys(itertools.chain.from_iterable(conditions_by_item)):
-        Rule.of(condition)
-    build_prompt = study.prompt or (lambda loaded, item: data.build_prompt(item, loaded.tokenizer, limits[item.id]))
-    prompts = [build_prompt(loaded, item) for item in items]
+        own = study.prompt
+        prompt = data.build_prompt(item, loaded.tokenizer, limit) if own is None else own(loaded, item)
+        errors = unmet(loaded, prompt, conditions)
+        prepared.append((prompt, limit, errors))
+        met.append([condition for condition in conditions if condition not in errors])
+    if not any(met):
+        raise InputError(f"item {items[0].id}: {next(iter(prepared[0][-1].values()))}")
     new = [item.new_tokens(study.max_new_tokens) for item in items]
-    if not study.gaps:
-        with contextlib.suppress(InputError):  # of one item, which its error below names
-            engine.check_conditions(loaded.model, prompts, conditions_by_item, new)  # much quicker than one by one
-            return prompts
-    for item, prompt, wanted, most_new in zip(items, prompts, conditions_by_item, new, strict=True):
-        met = met_by(loaded, prompt, wanted) if study.gaps else wanted
-        with data.named(item):
-            engine.check_conditions(loaded.model, [prompt], met, most_new)
-    return prompts
-
-
-def able(study: "Answers", loaded: Loaded) -> list[Item]:
-    """The study's items without those that cannot meet one of its conditions, such as prompts shorter than a budget;
-    prints how many are left out, and why (`data.usable`). Computes nothing. Raises InputError if none is left."""
-    try:
-        check(study, loaded)
-    except InputError:
-        return data.usable(study.items, study.chapter, lambda item: check(replace(study, items=[item]), loaded))
-    return list(study.items)
-
-
-def unmet(
-    loaded: Loaded, prompts: Sequence[Prompt], conditions: Sequence[Condition], columns: Columns
-) -> dict[Pair, InputError]:
-    """Why items cannot meet conditions, for each pair that cannot."""
-    facts = ModelFacts.of(loaded.model)
-    rules = [Rule.of(c) for c in conditions]
-    errors = {}
-    for i, columns_of_item in enumerate(columns):
-        for j in columns_of_item:
-            try:
-                engine.check_met(facts, prompts[i], conditions[j], rules[j])
-            except InputError as error:
-                errors[i, j] = error
-    return errors
-
-
-def met_by(loaded: Loaded, prompt: Prompt, conditions: Sequence[Condition]) -> list[Condition]:
-    """Those of the conditions that a prompt can meet."""
-    gaps = unmet(loaded, [prompt], conditions, [range(len(conditions))])
-    return [condition for j, condition in enumerate(conditions) if (0, j) not in gaps]
+    engine.check_conditions(loaded.model, [prompt for prompt, *_ in prepared], met, new)
+    return prepared
 
 
 # ---- what decides a row
@@ -147,137 +150,39 @@ def references(item: Item) -> list[str]:
     return list(item.meta.get("answers", [item.answer]))
 
 
-# ---- a group of generations
+class Plan:
+    """The rows of `Answers` with one model: which are missing, the jobs that compute them, and where they go."""
 
+    unit, alone = "row", False
 
-def group_rows(
-    loaded: Loaded, pairs: Sequence[Pair], heads: dict[Pair, dict[str, Any]], items: dict[int, Item],
-    prompts: dict[int, Prompt], conditions: dict[int, Condition], note: Any, limit: float | None = None,
-    **engine_arguments: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of the pairs; a pair that fails becomes a row with its error. limit: seconds."""
-    max_new_tokens = {i: heads[i, j]["max_new_tokens"] for i, j in pairs}
-    if torch.device(loaded.device).type == "cuda":
-        torch.cuda.empty_cache()  # the job before left its memory in pieces, which may be too small for this one
-    outcomes = attempted(loaded, prompts, conditions, pairs, max_new_tokens, engine_arguments, limit)
-    computed_by = {"processor": processor(loaded)}
-    return [answer_row(loaded, items[i], prompts[i], heads[i, j], outcomes[i, j], note) | computed_by for i, j in pairs]
-
-
-def processor(loaded: Loaded) -> str:
-    """Whose rounding a row has: the GPU's name, or the CPU instructions that PyTorch uses, AVX512 for instance."""
-    gpu = torch.device(loaded.device).type == "cuda"
-    return str(torch.cuda.get_device_name(loaded.device) if gpu else torch.backends.cpu.get_cpu_capability())
-
-
-def attempted(
-    loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], max_new_tokens: dict[int, int],
-    engine_arguments: dict[str, Any], limit: float | None = None, quiet: bool = False,
-) -> Outcomes:  # fmt: skip
-    """Each pair's generation, or its exception.
-
-    Where all pairs fail together or take more than `limit` seconds, or some run out of memory, those are tried again,
-    half of them at a time: first fewer conditions, then fewer items; out of memory, a quarter of the prompts also pass
-    through the model together. max_new_tokens: of each item's answer. quiet: print nothing of that.
-    """
-    outcomes, failed = _tried(loaded, prompts, conditions, pairs, max_new_tokens, engine_arguments, limit)
-    if not failed or len(pairs) == 1:
-        return outcomes
-    failure = outcomes[failed[0]]
-    if isinstance(failure, torch.OutOfMemoryError):
-        rows = engine_arguments.get("prompt_rows", batches.MOST_PROMPTS)
-        engine_arguments = engine_arguments | {"prompt_rows": max(1, rows // 4)}
-    if isinstance(failure, torch.OutOfMemoryError | TimeLimit) and not quiet:
-        what = "out of memory" if isinstance(failure, torch.OutOfMemoryError) else str(failure)
-        rows, items = counted(len(failed), "row"), counted(len({i for i, _ in failed}), "item")
-        print(f"{what} with {rows} of {items}: {'half of them at a time' if len(failed) > 1 else 'alone'}")
-    ordered, half_size = sorted(failed, key=lambda pair: pair[::-1]), len(failed) // 2
-    for half in (ordered[:half_size], ordered[half_size:]):
-        if half:
-            outcomes |= attempted(
-                loaded, prompts, conditions, sorted(half), max_new_tokens, engine_arguments, limit, quiet=True
-            )
-    return outcomes
-
-
-def _tried(
-    loaded: Loaded, prompts: Any, conditions: Any, pairs: Sequence[Pair], max_new_tokens: dict[int, int],
-    engine_arguments: dict[str, Any], limit: float | None,
-) -> tuple[Outcomes, list[Pair]]:  # fmt: skip
-    """One call of the engine: its outcomes, and the pairs to try again."""
-    columns: dict[int, list[int]] = {}
-    for i, j in pairs:
-        columns.setdefault(i, []).append(j)
-    try:
-        with time_limit(limit):
-            answers = engine.generate(
-                loaded.model, [prompts[i] for i in columns], [[conditions[j] for j in columns[i]] for i in columns],
-                max_new_tokens=[max_new_tokens[i] for i in columns], errors="return", **engine_arguments,
-            )  # fmt: skip
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:  # whatever a condition raises becomes its row's error
-        failure = error if isinstance(error, Exception) else RuntimeError(f"a policy raised {error_line(error)}")
-        let_go(error)  # frees the caches of this attempt, so that the next one has their room
-        return dict.fromkeys(pairs, failure), list(pairs)
-    outcomes: Outcomes = {}
-    for i, answers_of_item in zip(columns, answers, strict=True):
-        outcomes |= {(i, j): answer for j, answer in zip(columns[i], answers_of_item, strict=True)}
-    return outcomes, [pair for pair in pairs if isinstance(outcomes[pair], torch.OutOfMemoryError)]
-
-
-def answer_row(
-    loaded: Loaded, item: Item, prompt: Prompt, head: dict[str, Any], answer: Generation | Exception, note: Any = None
-) -> dict[str, Any]:
-    """The row of one generation, or of its error."""
-    import transformers
-
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    row = head | {"torch": torch.__version__, "transformers": transformers.__version__, "date": date}
-    if isinstance(answer, Exception):
-        return row | {"error": error_line(answer)}
-    text, thought = answer_of(loaded.tokenizer, answer.tokens, prompt.ids)
-    prediction = text.strip()
-    if note is not None and (more := note(item, prompt, answer)):
-        row["note"] = json.dumps(more)
-    evidence, until = prompt.spans.get("evidence", ()), head["until"]
-    end = prompt.turns[until] if until in prompt.turns else min(prompt.spans.get(until, [len(prompt.ids)]))
-    same = """evicted policy_calls pages bytes_held bytes_state bytes_full prefill_seconds decode_seconds
-        backend""".split()
-    return row | {name: getattr(answer, name) for name in same} | {
-        "prediction": prediction, **measure.all_measures(prediction, references(item), item.papers), "thought": thought,
-        **measure.official(text, references(item), item.meta),
-        "evidence_coverage": measure.evidence_coverage(evidence, answer.kept_positions, end),
-        "n_generated": len(answer.tokens), "kept": [round(count) for count in answer.kept],
-        "kept_mean": sum(answer.kept) / len(answer.kept), "kept_hash": answer.kept_positions_hash,
-    }  # fmt: skip
-
-
-# ---- the plan
-
-
-class AnswersPlan(Plan):
-    """`Answers` with one model."""
-
-    loaded: Loaded
-    unit = "row"
-
-    def __init__(self, study: "Answers", loaded: Loaded, settings: Settings):
+    def __init__(self, study: Answers, loaded: Loaded, settings: Settings):
         self.study, self.loaded, self.settings = study, loaded, settings
-        self.title = f"{study.chapter}/{study.name}"
-        self.prompts = check(study, loaded)
-        conditions_by_item = engine.conditions_by_prompt(study.conditions, len(self.prompts))
-        number = {c: j for j, c in enumerate(dict.fromkeys(itertools.chain.from_iterable(conditions_by_item)))}
-        self.conditions = list(number)
-        self.columns = [[number[c] for c in dict.fromkeys(conditions)] for conditions in conditions_by_item]
-        self.pairs = [(i, j) for i, columns_of_item in enumerate(self.columns) for j in columns_of_item]
-        self.gaps = unmet(loaded, self.prompts, self.conditions, self.columns) if study.gaps else {}
-        self.obstacles = self._obstacles()
-        usual = "triton" if settings.backend == "auto" else settings.backend
-        self.backends = ["torch" if why else usual for why in self.obstacles]
+        self.prompts, self.limits, errors = zip(*_prepared(study, loaded), strict=True)
+        by_item = engine.conditions_by_prompt(study.conditions, len(self.prompts))
+        self.conditions = list(dict.fromkeys(itertools.chain.from_iterable(by_item)))
+        number = {condition: j for j, condition in enumerate(self.conditions)}
+        self.columns = [[number[condition] for condition in dict.fromkeys(conditions)] for conditions in by_item]
+        self.pairs = [(i, j) for i, columns in enumerate(self.columns) for j in columns]
+        self.total = len(self.pairs)
+        self.backends = self._backends()
         self.heads = self._heads()
-        self.keys = [self.heads[pair]["key"] for pair in self.pairs]
-        self.total = len(self.keys)
+        self.folder = settings.folder / study.chapter / study.name / store.folder_name(loaded.name)
+        stored = store.latest(self.folder, columns=["key", "error"])
+        done = set(stored.key[stored.error.isna()])
+        self.missing = {pair for pair in self.pairs if self.heads[pair]["key"] not in done}
+        self.gaps = {(i, number[c]): error for i, of_item in enumerate(errors) for c, error in of_item.items()}
+        gaps = [self._failed(pair, error) for pair, error in self.gaps.items() if pair in self.missing]
+        store.add(self.folder, gaps)
+        self.missing -= self.gaps.keys()
+
+    def _backends(self) -> list[str]:
+        """Who computes each condition. Raises InputError for "triton" where no kernel can run."""
+        backend, model = self.settings.backend, self.loaded.model
+        if backend == "auto":
+            return ["torch" if why else "triton" for why in obstacles(model, self.conditions)]
+        if backend == "triton" and (why := obstacle(model, Condition())):
+            raise InputError(f"backend 'triton': {why}; take auto or torch")
+        return [backend] * len(self.conditions)
 
     def _heads(self) -> dict[Pair, dict[str, Any]]:
         """The columns of each row that are known before it is computed; `key` hashes all that decides the others."""
@@ -288,208 +193,235 @@ class AnswersPlan(Plan):
             decisive["enable_thinking"] = enabled
         noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
         note = store.digest(study.note)
-        backends = [{"backend": backend} for backend in self.backends]
-        decided_by = [c.columns() | {"engine_hash": code_of(study.chapter, c)} for c in self.conditions]
-        rows: dict[Pair, dict[str, Any]] = {}
-        for i, (item, prompt) in enumerate(zip(study.items, self.prompts, strict=True)):
-            new, limit = item.new_tokens(study.max_new_tokens), limit_of(study, loaded, item)
-            of_item = decisive | {"max_new_tokens": new, "limit": limit, "item": item.id}
-            scored = [item.meta[name] for name in ("metric", "classes", "first_line") if name in item.meta]
+        by_condition = [
+            condition.columns() | {"engine_hash": code_of(study.chapter, condition), "backend": backend}
+            for condition, backend in zip(self.conditions, self.backends, strict=True)
+        ]
+        heads: dict[Pair, dict[str, Any]] = {}
+        for i, (item, prompt, limit) in enumerate(zip(study.items, self.prompts, self.limits, strict=True)):
+            of_item = decisive | {"item": item.id, "limit": limit}
+            of_item["max_new_tokens"] = item.new_tokens(study.max_new_tokens)
             any_script = {} if item.papers else {"any_script": True}
+            scored = [item.meta[name] for name in ("metric", "classes", "first_line") if name in item.meta]
             scored += [*any_script]
             of_item["data_hash"] = store.digest(prompt.ids, prompt.spans, prompt.turns, references(item), *scored)
             notes = noted | any_script | {"task": item.task, "answer": item.answer, "prompt_tokens": len(prompt.ids)}
             notes["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
             notes["evidence_at"] = measure.evidence_at(prompt.spans.get("evidence", ()), len(prompt.ids))
             for j in self.columns[i]:
-                key = store.digest(decided_by[j], of_item | backends[j], note)
-                rows[i, j] = decided_by[j] | of_item | backends[j] | notes | {"key": key}
-        return rows
+                key = store.digest(by_condition[j], of_item, note)
+                heads[i, j] = by_condition[j] | of_item | notes | {"key": key}
+        return heads
 
-    def _obstacles(self) -> list[str | None]:
-        """For each condition why the backend "auto" leaves it to plain PyTorch; None where it does not. Raises
-        InputError for "triton" where no kernel can run."""
-        if self.settings.backend == "triton" and (why := obstacle(self.loaded.model, Condition())):
-            raise InputError(f"backend 'triton': {why}; take auto or torch")
-        if self.settings.backend != "auto":
-            return [None] * len(self.conditions)
-        return obstacles(self.loaded.model, self.conditions)
+    def jobs(self) -> list[Job]:
+        """Jobs of about equal work. Items are dealt out in turn, the longest first, so that each job has items of every
+        length and task. The blocks of items are the same whatever is missing."""
+        on_cpu = self.loaded.device == "cpu"
+        together = self.settings.batch_rows or (batches.USUAL_ROWS if on_cpu else batches.MOST_ROWS)
+        if on_cpu:  # the cores of this machine, also where a cluster's nodes compute
+            cores, most = pool.usual_workers(self.loaded), BATCHES
+            parts = cores if cores > FEW else min(FEW, max(2, 2 * self.total // together))
+        else:  # every job takes batches of its own, which cost almost the same however many rows they have
+            parts, most = pool.usual_workers(self.loaded, self.settings.engine, self.settings.address), GPU_BATCHES
+        parts = max(parts, -(-self.total // (most * together)))
+        count, size = len(self.prompts), self.study.together
+        groups = [range(first, min(first + size, count)) for first in range(0, count, size)]
+        groups.sort(key=lambda group: -sum(len(self.columns[i]) * len(self.prompts[i].ids) for i in group))
+        blocks = sorted(sorted(itertools.chain(*groups[part::parts])) for part in range(parts))
+        return [self._job(block) for block in blocks if any(i in block for i, _ in self.missing)]
 
-    def __enter__(self) -> "AnswersPlan":
-        self.table = store.Store(self.settings.folder, self.study.chapter, self.study.name, self.loaded.name)
-        missing = set(self.table.missing(self.keys))
-        self.missing = {pair for pair in self.pairs if self.heads[pair]["key"] in missing}
-        if new := sorted(self.missing & self.gaps.keys()):
-            self.missing -= set(new)
-            if not self.settings.dry_run:
-                self.table.add([self._row_of(*pair, self.gaps[pair]) for pair in new])
-        return self
+    def first(self) -> Job:
+        """A job of the first missing item, from whose time that of all others is judged."""
+        return self._job([min(self.missing)[0]])
 
-    def _row_of(self, i: int, j: int, error: Exception) -> dict[str, Any]:
-        return answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[i, j], error)
-
-    @property
-    def engine_arguments(self) -> dict[str, Any]:
-        """The keyword arguments that every call of the engine gets."""
-        return {
+    def _job(self, block: Sequence[int]) -> Job:
+        """A job of these items' missing rows."""
+        pairs = [(i, j) for i in block for j in self.columns[i] if (i, j) in self.missing]
+        given = {
             "stop_ids": models.stop_ids(self.loaded),
             "batch_rows": self.settings.batch_rows,
             "backend": dict(zip(self.conditions, self.backends, strict=True)),
             "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),
             "kept_sets": self.study.note is not None,
-        }  # fmt: skip
+        }
+        group = Group(
+            {pair: self.heads[pair] for pair in pairs},
+            {i: (self.study.items[i], self.prompts[i]) for i, _ in pairs},
+            {j: self.conditions[j] for _, j in pairs},
+            given,
+            self.study.note,
+            self.settings.time_limit,
+        )
+        return Job(len(pairs), group.rows, pairs)
 
-    def _rows_together(self) -> int:
-        usual = batches.USUAL_ROWS if self.loaded.device == "cpu" else batches.MOST_ROWS
-        return self.settings.batch_rows or usual
+    def add(self, job: Job, result: list[dict[str, Any]] | pool.Died) -> None:
+        """Store a job's rows, or why there are none."""
+        if isinstance(result, pool.Died):
+            result = [self._failed(pair, RuntimeError(str(result))) for pair in job.label]
+        store.add(self.folder, result)
+        self.missing -= set(job.label)
 
-    def jobs(self) -> list[Job]:
-        """Jobs of about equal work. Items are dealt out in turn, the longest first, so that each job has items of every
-        length and task. The blocks of items are the same whatever is missing."""
-        if self.loaded.device == "cpu":  # the cores of this machine, also where a cluster's nodes compute
-            cores, batches = pool.usual_workers(self.loaded, "local"), BATCHES
-            parts = cores if cores > FEW else min(FEW, max(2, 2 * self.total // self._rows_together()))
-        else:  # every job takes batches of its own, which cost almost the same however many rows they have
-            parts = pool.usual_workers(self.loaded, self.settings.engine or "local", self.settings.address)
-            batches = GPU_BATCHES
-        parts = max(parts, -(-self.total // (batches * self._rows_together())))
-        count, together = len(self.prompts), self.study.together
-        groups = [range(first, min(first + together, count)) for first in range(0, count, together)]
-        groups.sort(key=lambda group: -sum(len(self.columns[i]) * len(self.prompts[i].ids) for i in group))
-        blocks = sorted(sorted(itertools.chain(*groups[part::parts])) for part in range(parts))
-        return [job for block in blocks if (job := self._job(block)) is not None]
+    def _failed(self, pair: Pair, error: Exception) -> dict[str, Any]:
+        i, _ = pair
+        return answer_row(self.loaded, self.study.items[i], self.prompts[i], self.heads[pair], error)
 
-    def _job(self, block: Sequence[int], new_tokens: int | None = None) -> Job | None:
-        """A job of these items' missing rows. new_tokens: of each answer at most, for a trial."""
-        pairs = [(i, j) for i in block for j in self.columns[i] if (i, j) in self.missing]
-        if not pairs:
-            return None
-        items, columns = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
-        heads = {pair: self.heads[pair] for pair in pairs}
-        if new_tokens is not None:
-            heads = {p: head | {"max_new_tokens": min(new_tokens, head["max_new_tokens"])} for p, head in heads.items()}
-        work = partial(
-            group_rows, pairs=pairs, heads=heads, items={i: self.study.items[i] for i in items},
-            prompts={i: self.prompts[i] for i in items}, conditions={j: self.conditions[j] for j in columns},
-            note=self.study.note, limit=self.settings.time_limit, **self.engine_arguments,
-        )  # fmt: skip
-        return Job(len(pairs), work, pairs)
-
-    def forecast(self) -> Forecast:
-        """An estimate from the first missing item under all its conditions. On a GPU, where items share passes and
-        steps: from a sixteenth of the missing items, of one pass at most. Short answers are generated as a whole, and
-        stored; of longer ones a few tokens are generated."""
-        tokens = sum(len(self.prompts[i].ids) for i in {i for i, _ in self.missing})
-        count = len(self.missing)
-        most = sum(self.heads[pair]["max_new_tokens"] for pair in self.missing)
-        work = f"{count:,} of {self.total:,} rows, {tokens:,} prompt tokens in all, up to {most:,} new tokens"
-        if not self.missing:
-            return Forecast(self.title, work, 0, 0.0, 0.0)
-        left = sorted({i for i, _ in self.missing})
-        first = left[:1] if self.loaded.device == "cpu" else left[: max(1, min(batches.MOST_PROMPTS, len(left) // 16))]
-        longest = max(self.heads[pair]["max_new_tokens"] for pair in self.missing if pair[0] in first)
-        whole = longest <= (TRIAL if self.settings.dry_run else SHORT)
-        trial = self._job(first, None if whole else TRIAL)
-        assert trial is not None
-        began = time.perf_counter()
-        rows = trial.work(self.loaded)
-        taken = time.perf_counter() - began
-        answered = [row for row in rows if "error" not in row]
-        decode = sum(row["decode_seconds"] for row in answered)
-        steps = sum(row["n_generated"] for row in answered) or 1
-        seconds = (taken - decode) / len(rows) * count + decode / steps * most
-        stored = sum(len(json.dumps(row)) for row in rows) / len(rows) * count / 2  # columns repeat themselves
-        mean_held = sum(row["bytes_held"] for row in answered) / max(1, len(answered))
-        held = mean_held * min(count, self._rows_together())
-        if whole and not self.settings.dry_run:
-            self.add(trial, rows)
-            self.missing -= {pair for pair in self.missing if pair[0] in first}
-        return Forecast(self.title, work, count, seconds, stored, held, "less where answers end early")
-
-    def add(self, job: Job, result: list[dict[str, Any]]) -> None:
-        """Store rows."""
-        self.table.add(result)
-
-    def lost(self, job: Job, why: str) -> None:
-        """Store rows with an error."""
-        self.table.add([self._row_of(i, j, RuntimeError(why)) for i, j in job.label])
-
-    @cached_property
-    def rows(self) -> pd.DataFrame:
-        """The stored rows by item, then condition; read once, when all jobs are done."""
-        return self.table.frame(self.keys)
-
-    def results(self) -> pd.DataFrame:
-        """Rows by item, then condition."""
-        return self.rows.assign(profile=self.settings.profile, seed=self.settings.seed)
-
-    def rehearsal(self) -> pd.DataFrame:
-        """All rows: those that are stored as they are, the others without answers."""
-        missing = {*self.table.missing(self.keys)}
-        stored = self.table.frame([key for key in dict.fromkeys(self.keys) if key not in missing])
-        stored_by_key = {row["key"]: row for row in stored.to_dict("records")}
-        heads = [self.heads[pair] for pair in self.pairs]
-        return pd.DataFrame([stored_by_key.get(head["key"], {}) | head for head in heads], columns=store.COLUMNS)
-
-    def failures(self) -> list[str]:
-        """Rows with an error, except for gaps."""
-        errors = self.rows.error
-        return [
-            f"{self.conditions[j].label} on {self.study.items[i].id}: {error}"
-            for (i, j), error in zip(self.pairs, errors, strict=True)
-            if isinstance(error, str) and (i, j) not in self.gaps
-        ]
-
-    def remarks(self) -> list[str]:
-        """Who computed what, prompts that were cut, and conditions that did nothing."""
-        lines, frame = [], self.rows
-        if self.settings.backend == "auto" and self.loaded.device != "cpu":
-            labels_by_obstacle: dict[str, list[str]] = {}
-            for c, why in zip(self.conditions, self.obstacles, strict=True):
-                if why is not None:
-                    labels_by_obstacle.setdefault(why, []).append(c.label)
-            line = f"{self.title}: kernels computed {self.obstacles.count(None)} of {len(self.obstacles)} conditions"
-            for why, labels in labels_by_obstacle.items():
-                more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
-                line += f"; plain PyTorch for {labels[0]}{more} ({why})"
-            lines.append(line)
-        cut = frame[frame.cut > 0].drop_duplicates("item")
-        if len(cut):
-            lines.append(
-                f"{self.title}: {len(cut)} of {len(self.prompts)} passages were cut to prompts of {_range(cut.limit)} "
-                f"tokens, by {_range(cut.cut)}"
-            )
-        if ended := int((frame.thought.notna() & (frame.prediction == "")).sum()):
-            what = "ended within their <think> block, and count as empty answers"
-            way_out = "give more max_new_tokens, or enable_thinking=False"
-            lines.append(f"{self.title}: {ended} of {len(frame)} outputs {what}: {way_out}")
-        most = frame.evicted.groupby([j for _, j in self.pairs]).max()
-        idle = [c for j, c in enumerate(self.conditions) if c.policy != "full" and c.budget != 1.0 and most[j] == 0]
-        if idle:
-            what = "conditions evicted nothing from any item"
-            lines.append(f"{len(idle)} {what}, {idle[0].label} for one: budgets never met")
-        return lines
+    def results(self) -> tuple[pd.DataFrame, list[str]]:
+        """Rows by item, then condition; and a text for each that failed, other than for what an item cannot meet, of
+        which a line is printed."""
+        stored = store.latest(self.folder).set_index("key", drop=False)
+        rows = stored.loc[[self.heads[pair]["key"] for pair in self.pairs]].reset_index(drop=True)
+        texts = {
+            (i, j): f"{self.conditions[j].label} on {self.study.items[i].id}: {error}"
+            for (i, j), error in zip(self.pairs, rows.error, strict=True)
+            if isinstance(error, str)
+        }
+        if gaps := [texts[pair] for pair in self.gaps if pair in texts]:
+            print(f"{self.study.chapter}/{self.study.name}: {len(gaps)} of {self.total} rows cannot be: {gaps[0]}")
+        failed = [text for pair, text in texts.items() if pair not in self.gaps]
+        return rows.assign(profile=self.settings.profile, seed=self.settings.seed), failed
 
 
-def _range(counts: "pd.Series[int]") -> str:
-    """The least and the largest of some counts in words, or the only one."""
-    return " to ".join(f"{count:,}" for count in dict.fromkeys((counts.min(), counts.max())))
+# ---- a group of rows, in whichever process
 
 
 @dataclass(frozen=True)
-class Answers:
-    """A study of what the model answers: one row for each item and condition, with the columns of
-    `kvrepro.experiment.store.SCHEMA`. The conditions are one list for all items, or a list for each item."""
+class Group:
+    """Rows that are computed by one call of the engine, or by several where that one fails."""
 
-    chapter: str
-    name: str
-    items: Sequence[Item]
-    conditions: Conditions
-    max_new_tokens: int = 128
-    limit: int | None = None  # tokens of a prompt; longer passages are cut; None: what the model's context leaves
-    prompt: Callable[[Loaded, Item], Prompt] | None = None  # instead of the item's messages as they are
-    note: Callable[[Item, Prompt, Generation], dict[str, Any]] | None = None  # for the column `note`; sees kept sets
-    gaps: bool = False  # a condition that an item cannot meet is a row with an error; otherwise it is refused
-    together: int = 1  # neighbouring items that share a prefix
+    heads: dict[Pair, dict[str, Any]]
+    items: dict[int, tuple[Item, Prompt]]
+    conditions: dict[int, Condition]
+    given: dict[str, Any]  # to the engine
+    note: Any = None
+    limit: float | None = None  # seconds
 
-    plan = AnswersPlan
+    def rows(self, loaded: Loaded) -> list[dict[str, Any]]:
+        """All rows; a pair that fails becomes a row with its error."""
+        on_gpu = torch.device(loaded.device).type == "cuda"
+        if on_gpu:
+            torch.cuda.empty_cache()  # the job before left its memory in pieces, which may be too small for this one
+        # Whose rounding a row has: the GPU's name, or the CPU instructions that PyTorch uses, AVX512 for instance.
+        processor = torch.cuda.get_device_name(loaded.device) if on_gpu else torch.backends.cpu.get_cpu_capability()
+        outcomes = self.attempt(loaded, list(self.heads))
+        return [
+            answer_row(loaded, *self.items[i], head, outcomes[i, j], self.note) | {"processor": str(processor)}
+            for (i, j), head in self.heads.items()
+        ]
+
+    def attempt(self, loaded: Loaded, pairs: Sequence[Pair], quiet: bool = False) -> Outcomes:
+        """Each pair's generation, or its exception.
+
+        Where all pairs fail together or take more than `limit` seconds, or some run out of memory, those are tried
+        again, half of them at a time: first fewer conditions, then fewer items; out of memory, a quarter of the prompts
+        also pass through the model together. quiet: print nothing of that.
+        """
+        outcomes, smaller = self._tried(loaded, pairs), self
+        one = outcomes[pairs[0]]
+        together = isinstance(one, Exception) and all(outcome is one for outcome in outcomes.values())
+        failed = [pair for pair in pairs if together or isinstance(outcomes[pair], torch.OutOfMemoryError)]
+        if not failed or len(pairs) == 1:
+            return outcomes
+        first = outcomes[failed[0]]
+        if isinstance(first, torch.OutOfMemoryError):
+            prompt_rows = max(1, self.given.get("prompt_rows", batches.MOST_PROMPTS) // 4)
+            smaller = replace(self, given=self.given | {"prompt_rows": prompt_rows})
+        if isinstance(first, torch.OutOfMemoryError | TimeLimit) and not quiet:
+            what = "out of memory" if isinstance(first, torch.OutOfMemoryError) else str(first)
+            rows, items = counted(len(failed), "row"), counted(len({i for i, _ in failed}), "item")
+            print(f"{what} with {rows} of {items}: {'half of them at a time' if len(failed) > 1 else 'alone'}")
+        ordered, middle = sorted(failed, key=lambda pair: pair[::-1]), len(failed) // 2
+        for half in filter(None, (ordered[:middle], ordered[middle:])):
+            outcomes |= smaller.attempt(loaded, sorted(half), quiet=True)
+        return outcomes
+
+    def _tried(self, loaded: Loaded, pairs: Sequence[Pair]) -> Outcomes:
+        """One call of the engine. Where it raises, all pairs have the same exception."""
+        columns: dict[int, list[int]] = {}
+        for i, j in pairs:
+            columns.setdefault(i, []).append(j)
+        try:
+            with time_limit(self.limit):
+                answers = engine.generate(
+                    loaded.model,
+                    [self.items[i][1] for i in columns],
+                    [[self.conditions[j] for j in of_item] for of_item in columns.values()],
+                    max_new_tokens=[self.heads[i, of_item[0]]["max_new_tokens"] for i, of_item in columns.items()],
+                    errors="return",
+                    **self.given,
+                )
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # whatever a condition raises becomes its row's error
+            failure = error if isinstance(error, Exception) else RuntimeError(f"a policy raised {error_line(error)}")
+            let_go(error)  # frees the caches of this attempt, so that the next one has their room
+            return dict.fromkeys(pairs, failure)
+        numbers = [(i, j) for i, of_item in columns.items() for j in of_item]
+        return dict(zip(numbers, itertools.chain.from_iterable(answers), strict=True))
+
+
+def answer_row(
+    loaded: Loaded, item: Item, prompt: Prompt, head: dict[str, Any], answer: Generation | Exception, note: Any = None
+) -> dict[str, Any]:
+    """The row of one generation, or of its error."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    row = head | {"torch": torch.__version__, "transformers": transformers.__version__, "date": date}
+    if isinstance(answer, Exception):
+        return row | {"error": error_line(answer)}
+    text, row["thought"] = answer_of(loaded.tokenizer, answer.tokens, prompt.ids)
+    row["prediction"] = text.strip()
+    if note is not None and (more := note(item, prompt, answer)):
+        row["note"] = json.dumps(more)
+    evidence, until = prompt.spans.get("evidence", ()), head["until"]
+    end = prompt.turns[until] if until in prompt.turns else min(prompt.spans.get(until, [len(prompt.ids)]))
+    row["evidence_coverage"] = measure.evidence_coverage(evidence, answer.kept_positions, end)
+    row |= {"n_generated": len(answer.tokens), "kept_hash": answer.kept_positions_hash}
+    row |= {"kept": [round(count) for count in answer.kept], "kept_mean": sum(answer.kept) / len(answer.kept)}
+    row |= measure.all_measures(row["prediction"], references(item), item.papers)
+    row |= measure.official(text, references(item), item.meta)
+    same = """evicted policy_calls pages bytes_held bytes_state bytes_full prefill_seconds decode_seconds backend"""
+    return row | {name: getattr(answer, name) for name in same.split()}
+
+
+# ---- a time limit, for code in a process's main thread, such as a policy that never returns
+
+
+class TimeLimit(Exception):
+    """Something took longer than it may."""
+
+
+class _Alarm(BaseException):
+    """Raised wherever the code is. It is no Exception, which a policy or the engine may catch."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """A context that raises TimeLimit after so many seconds, as soon as Python runs again: within a second in pure
+    Python (two where the clock rings as the context begins), after the current operation of PyTorch, and never in a C
+    function that does not end. None: no limit.
+
+    Raises InputError outside the main thread, which alone gets the system's signals.
+    """
+    if seconds is None:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError(f"time_limit {seconds:g}: only a process's main thread can be stopped; leave it out here")
+
+    over = False
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        # An alarm as this context begins or ends would leave its clock running. While it begins, the next one counts.
+        if not over and not (frame is not None and frame.f_code.co_filename in (contextlib.__file__, __file__)):
+            raise _Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, max(1.0, seconds))  # repeated, in case `except:` swallows it
+        yield
+    except _Alarm:
+        over = True
+        raise TimeLimit(f"more than {seconds:g} s") from None
+    finally:
+        over = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -159,7 +159,7 @@ def _scales(axes: Axes, at: Sequence[Any], texts: list[str], upright: bool, log:
 def floors(controls: pd.DataFrame, full: pd.DataFrame, column: str = "token_f1") -> pd.DataFrame:
     """Reference lines for `estimates`: the means of the full cache and of the controls, answers that no policy gives.
 
-    controls: of `controls.of_items`; full: rows of the full cache.
+    controls: of `run.controls`; full: rows of the full cache.
     """
     tables = [table.assign(control=name) for name, table in (("full", full), *controls.groupby("control", sort=False))]
     means = stats.means(pd.concat(tables).dropna(subset=column), "control", column)

@@ -1,8 +1,7 @@
 """Scores of a prediction, by one reference, or by several of which the best counts.
 
 The papers' measures know ASCII alone: they take other punctuation for letters, and ROUGE drops other letters. Given
-`papers`, texts are compared exactly so. Otherwise they are first written in one form (`one_form`), which changes no
-ASCII text: a right answer then counts in any script.
+`papers`, texts are compared so. Otherwise both are first written in `one_form`, which changes no ASCII text.
 """
 
 import difflib
@@ -64,25 +63,20 @@ def all_measures(prediction: str, answer: Answer, papers: bool = False) -> dict[
 
 
 def token_f1(prediction: str, answer: Answer, papers: bool = False) -> float:
-    """Bag-of-words F1 as the protection paper computes it: lower case, no punctuation, **articles kept**.
+    """Bag-of-words F1 in lower case, without punctuation, **articles kept**; two empty texts give 1, one empty text 0.
 
-    Two empty texts give 1, one empty text 0. papers: only ASCII punctuation is dropped, as in the paper. Source:
-    run_v3_jax.py:38-65 of the paper's artifact.
+    Source: run_v3_jax.py:38-65 of the protection paper's artifact.
     """
     return _best(prediction, answer, lambda p, a: _bag_f1(_clean(p).split(), _clean(a).split(), both_empty=1.0), papers)
 
 
 def token_f1_longbench(prediction: str, answer: Answer, papers: bool = False) -> float:
-    """Bag-of-words F1 as LongBench and SQuAD compute it: as `token_f1`, but without a, an, the; two empty texts give 0.
-
-    Source: Bai et al. 2024, arXiv:2308.14508 (qa_f1_score).
-    """
+    """`token_f1` without a, an, the; two empty texts give 0. Source: Bai et al. 2024, arXiv:2308.14508, qa_f1_score."""
     return _best(prediction, answer, lambda p, a: _bag_f1(_no_articles(p), _no_articles(a), both_empty=0.0), papers)
 
 
 def after_first(prediction: str, answer: Answer) -> dict[str, float]:
-    """`first_right`, whether the first word is the answer's (0 or 1), and `rest_f1`, `token_f1` of the words after it,
-    of texts as they are.
+    """`first_right`, whether the first word is the answer's (0 or 1), and `rest_f1`, `token_f1` of the words after it.
 
     Where tokens leave after the question has been read, the first output token comes from the full cache, and only the
     words after it show an eviction. The best reference of more than one word counts; nan where there is none.
@@ -90,16 +84,15 @@ def after_first(prediction: str, answer: Answer) -> dict[str, float]:
     longer = [a for a in _listed(answer) if len(a.split()) > 1]
     if not longer:
         return {"first_right": math.nan, "rest_f1": math.nan}
-    return {
-        "first_right": _best(prediction, longer, lambda p, a: float(p.split()[:1] == a.split()[:1])),
-        "rest_f1": _best(prediction, longer, lambda p, a: token_f1(_rest(p), _rest(a), papers=True)),
-    }
+    first = _best(prediction, longer, lambda p, a: float(p.split()[:1] == a.split()[:1]))
+    return {"first_right": first, "rest_f1": _best(prediction, longer, lambda p, a: token_f1(_rest(p), _rest(a), True))}
 
 
 def exact_match(prediction: str, answer: Answer, papers: bool = False) -> float:
     """1 if the texts are equal in lower case without punctuation and whitespace (protection paper's artifact)."""
-    same: Callable[[str, str], float] = lambda p, a: float("".join(_clean(p).split()) == "".join(_clean(a).split()))  # noqa: E731
-    return _best(prediction, answer, same, papers)
+    return _best(
+        prediction, answer, lambda p, a: float("".join(_clean(p).split()) == "".join(_clean(a).split())), papers
+    )
 
 
 def rouge_l(prediction: str, answer: Answer, papers: bool = False) -> float:
@@ -115,13 +108,8 @@ def rouge_l_recall(prediction: str, answer: Answer, papers: bool = False) -> flo
 def repetition_4gram(text: str) -> float:
     """Share of repeated 4-grams, 1 - distinct / total, over lower-cased words; 0 below four words."""
     words = text.lower().split()
-    total = len(words) - 3
-    if total < 1:
-        return 0.0
-    return 1 - len({tuple(words[i : i + 4]) for i in range(total)}) / total
-
-
-# ---- the evidence
+    grams = list(zip(words, words[1:], words[2:], words[3:], strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def evidence_at(evidence: Sequence[int], tokens: int) -> float:
@@ -131,11 +119,7 @@ def evidence_at(evidence: Sequence[int], tokens: int) -> float:
 
 def evidence_coverage(evidence: Sequence[int], kept: Iterable[int], end: int) -> float:
     """Share of the evidence's tokens that some layer and head still holds after the first reduction; nan without
-    evidence.
-
-    kept: positions below `end` that any head holds; tokens from `end` on are not compressed. A policy that keeps the
-    same random tokens in all heads covers its share of the cache; one whose heads choose differently covers more.
-    """
+    evidence. kept: positions below `end` that any head holds; tokens from `end` on are not compressed."""
     held = set(kept)
     return sum(at >= end or at in held for at in evidence) / len(evidence) if evidence else math.nan
 
@@ -145,10 +129,7 @@ def evidence_coverage(evidence: Sequence[int], kept: Iterable[int], end: int) ->
 
 def official(prediction: str, answer: Answer, meta: Mapping[str, Any]) -> dict[str, Any]:
     """The columns `official`, 0 to 1, and `metric`, its name, by an item's `meta`; none where it names no metric.
-
-    LongBench's metrics are those of its public code (eval.py, metrics.py); of several references the best counts.
-    RULER's are in `kvrepro.world.ruler`.
-    """
+    LongBench's metrics are those of its public code (eval.py, metrics.py)."""
     if "metric" not in meta:
         return {}
     if meta.get("first_line"):
@@ -163,10 +144,8 @@ def scores(rows: pd.DataFrame) -> pd.Series:
 
 
 def rouge_longbench(prediction: str, answer: str) -> float:
-    """ROUGE-L of LongBench: F of the union of common subsequences over sentences, of distinct words (package rouge).
-
-    Texts that the package cannot score, such as an empty one, give 0.
-    """
+    """ROUGE-L of LongBench: F of the union of common subsequences over sentences, of distinct words (package rouge); 0
+    for texts that the package cannot score, such as an empty one."""
     from rouge import Rouge
 
     try:
@@ -176,16 +155,12 @@ def rouge_longbench(prediction: str, answer: str) -> float:
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """1 / labels named where the right one is among them, else 0. A label that is part of the right one does not count.
-
-    Of two such labels in a row LongBench drops only the first, and so does this.
-    """
+    """1 / labels named where the right one is among them, else 0. A label that is part of the right one does not count;
+    of two such labels in a row LongBench drops only the first, and so does this."""
     named = [label for label in classes if label in prediction]
-    i = 0
-    while i < len(named):
-        if named[i] != answer and named[i] in answer:
-            del named[i]  # the next one takes its place and is passed over
-        i += 1
+    for label in named:
+        if label != answer and label in answer:
+            named.remove(label)  # the next one takes its place and is passed over
     return 1 / len(named) if answer in named else 0.0
 
 
@@ -201,11 +176,8 @@ def retrieval(prediction: str, answer: str) -> float:
 
 
 def code_similarity(prediction: str, answer: str) -> float:
-    """Similarity of the first line without a comment or a code fence, in whole hundredths (Ratcliff and Obershelp).
-
-    LongBench calls fuzzywuzzy's ratio, which takes difflib's, as here, where python-Levenshtein is not installed; its
-    requirements do not ask for it.
-    """
+    """Similarity of the first line without a comment or a code fence, in whole hundredths (Ratcliff and Obershelp), as
+    fuzzywuzzy's ratio, which LongBench calls, without python-Levenshtein."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
@@ -213,20 +185,15 @@ def code_similarity(prediction: str, answer: str) -> float:
 
 # name -> score of (prediction, references, all labels)
 METRICS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {
-    "qa_f1": lambda prediction, answer, _: token_f1_longbench(prediction, answer, True),
-    "rouge": lambda prediction, answer, _: _best(prediction, answer, rouge_longbench),
-    "classification": lambda prediction, answer, labels: _best(
-        prediction, answer, lambda p, a: classification(p, a, labels)
-    ),
-    "count": lambda prediction, answer, _: _best(prediction, answer, count),
-    "retrieval": lambda prediction, answer, _: _best(prediction, answer, retrieval),
-    "code_similarity": lambda prediction, answer, _: _best(prediction, answer, code_similarity),
+    "qa_f1": lambda prediction, answers, _: token_f1_longbench(prediction, answers, True),
+    "rouge": lambda prediction, answers, _: _best(prediction, answers, rouge_longbench),
+    "classification": lambda text, answers, labels: _best(text, answers, lambda p, a: classification(p, a, labels)),
+    "count": lambda prediction, answers, _: _best(prediction, answers, count),
+    "retrieval": lambda prediction, answers, _: _best(prediction, answers, retrieval),
+    "code_similarity": lambda prediction, answers, _: _best(prediction, answers, code_similarity),
     "ruler_all": lambda prediction, answers, _: ruler.string_match_all(prediction, answers),
     "ruler_part": lambda prediction, answers, _: ruler.string_match_part(prediction, answers),
 }
-
-
-# ---- shared
 
 
 def _rest(text: str) -> str:
@@ -244,9 +211,8 @@ def _listed(answer: Answer) -> Sequence[str]:
 def _best(prediction: str, answer: Answer, score: Callable[[str, str], float], papers: bool = True) -> float:
     if not isinstance(prediction, str):
         raise InputError(f"prediction {prediction!r:.60}: give a text")
-    if papers:
-        return max(score(prediction, a) for a in _listed(answer))
-    return max(score(one_form(prediction), one_form(a)) for a in _listed(answer))
+    form = str if papers else one_form
+    return max(score(form(prediction), form(a)) for a in _listed(answer))
 
 
 def _clean(text: str) -> str:
@@ -266,8 +232,8 @@ def _bag_f1(prediction: list[str], answer: list[str], both_empty: float) -> floa
 
 @cache
 def _rouge(papers: bool) -> Any:
-    """The scorer with Porter stemming; it remembers stems, because finding them took four fifths of its time. The
-    package drops all but ASCII letters and digits (`papers`); otherwise letters of other scripts make words, too."""
+    """The scorer with Porter stemming, which remembers stems: finding them took four fifths of its time. Unless
+    `papers`, letters of other scripts than ASCII's make words, too."""
     from rouge_score.rouge_scorer import RougeScorer
     from rouge_score.tokenizers import DefaultTokenizer
 

@@ -12,10 +12,10 @@ import platform
 import socket
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from kvrepro.engine.policy import OWN
 from kvrepro.errors import InputError, Stopped, first_line
 from kvrepro.experiment import models, store
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.plan import Job
 
 Recipe = tuple[str, str, str, str, bool | None]  # a model's folder, device, dtype, name, `enable_thinking`: to load it
 # Large blocks of memory that are freed are kept: glibc returns them to the system, which clears each new one. A quarter
@@ -38,7 +37,6 @@ ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 ENVIRONMENT |= {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 IDLE = 600  # seconds after which a worker without a job ends
 AHEAD = 2  # jobs that are handed out for each worker
-DIED = "its worker process died twice: is memory too small? give fewer workers, or smaller batches by batch_rows"
 _held: list[Loaded | None] = []  # in a worker: the model that it loaded
 _executors: list[Any] = []  # loky's, one at most
 _actors: dict[Any, list[Any]] = {}  # Ray's workers that run, by recipe; one recipe at a time
@@ -47,35 +45,40 @@ _actors: dict[Any, list[Any]] = {}  # Ray's workers that run, by recipe; one rec
 class Died(Exception):
     """A job whose worker died twice."""
 
+    def __str__(self) -> str:
+        return (
+            "its worker process died twice: is memory too small? give fewer workers, or smaller batches by batch_rows"
+        )
 
-def usual_workers(loaded: Loaded | None, engine: str, address: str | None = None) -> int:
+
+@dataclass(frozen=True)
+class Job:
+    """A part of a study that is computed by one process and stored at once."""
+
+    size: int  # results
+    work: Callable[[Any], Any]  # of the model; can be pickled
+    label: Any = None  # of the study, which needs it when the result comes
+
+
+def usual_workers(loaded: Loaded | None, engine: str | None = None, address: str | None = None) -> int:
     """The number of workers where the user gives none: cores, or GPUs for a model on one, of this machine or of the
     cluster; fewer where memory does not hold so many models."""
-    on_gpu = loaded is not None and loaded.device == "cuda"
-    if engine == "ray" and len(connect(address).nodes()) > 1:
-        return max(1, int(connect(address).cluster_resources().get("GPU" if on_gpu else "CPU", 0)))
+    on_gpu = _on_gpu(loaded)
+    if engine == "ray" and len((ray := connect(address)).nodes()) > 1:
+        return max(1, int(ray.cluster_resources().get("GPU" if on_gpu else "CPU", 0)))
     if on_gpu:
         return int(torch.cuda.device_count())
-    cores = int(loky.cpu_count())
-    if loaded is None:
-        return cores
-    weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-    return max(1, min(cores, int(psutil.virtual_memory().available // (2 * weights))))
+    weights = 0 if loaded is None else sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    return max(1, min(int(loky.cpu_count()), int(psutil.virtual_memory().available // (2 * weights or 1))))
+
+
+def _on_gpu(loaded: Loaded | None) -> bool:
+    return loaded is not None and loaded.device == "cuda"
 
 
 def possible(loaded: Loaded | None) -> bool:
-    """Whether another process can load the same model: from its folder, onto one device."""
-    if loaded is None:
-        return True
-    spread = len({p.device for p in loaded.model.parameters()}) > 1
-    return not spread and loaded.path is not None and loaded.path.is_dir()
-
-
-def recipe_of(loaded: Loaded | None) -> Recipe | None:
-    """How another process loads the same model."""
-    if loaded is None:
-        return None
-    return str(loaded.path), loaded.device, loaded.dtype, loaded.name, thinks(loaded.tokenizer)
+    """Whether another process can load the same model: onto one device."""
+    return loaded is None or len({p.device for p in loaded.model.parameters()}) == 1
 
 
 @contextlib.contextmanager
@@ -90,37 +93,32 @@ def one_thread() -> Iterator[None]:
 
 
 def results(
-    loaded: Loaded | None, jobs: Sequence[Job], count: int, engine: str = "local", address: str | None = None
+    loaded: Loaded | None, jobs: Sequence[Job], count: int, engine: str | None = None, address: str | None = None
 ) -> Iterator[tuple[Job, Any]]:
     """(job, result) in the order in which jobs are done, by `count` workers; a count of 1 means this process itself. A
     result is a Died where a job's worker died twice. Raises a job's exception."""
-    try:
-        packed = [cloudpickle.dumps((OWN, job.work)) for job in jobs] if count > 1 else None
-    except Exception as error:  # whatever the class of an object raises that cannot be pickled
-        print(f"one process only: a part of the study cannot be sent to another ({first_line(error)})")
-        packed = None
-    if packed is None:
+    if count == 1:
         with one_thread():
             yield from ((job, job.work(loaded)) for job in jobs)
         return
-    several_gpus = loaded is not None and loaded.device == "cuda"  # Ray numbers them
-    crew = _Ray(loaded, count, address) if engine == "ray" or several_gpus else _Loky(loaded, count)
-    waiting, deaths, alone = deque(range(len(jobs))), [0] * len(jobs), deque[int]()
+    crew = _Ray(loaded, count, address) if engine == "ray" or _on_gpu(loaded) else _Loky(loaded, count)
+    waiting, again, running = deque(jobs), deque[Job](), dict[Future[Any], Job]()
     try:
-        while waiting or alone or crew.running:
-            if alone and not waiting and not crew.running:
-                crew.submit(alone.popleft(), packed)
-            while waiting and len(crew.running) < AHEAD * count:
-                crew.submit(waiting.popleft(), packed)
-            for number, result in crew.done():
-                if not isinstance(result, Died):
-                    yield jobs[number], result
-                elif deaths[number]:
-                    yield jobs[number], Died(DIED)
-                else:
-                    deaths[number] = 1
-                    alone.append(number)
-                    print("a worker process died: its part is computed once more", file=sys.stderr, flush=True)
+        while waiting or again or running:
+            alone = not waiting and not running
+            while (waiting and len(running) < AHEAD * count) or (alone and not running):
+                job = (again if alone else waiting).popleft()
+                running[crew.submit(job)] = job
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job = running.pop(future)
+                try:
+                    yield job, future.result()
+                except crew.deaths:
+                    if alone:
+                        yield job, Died()
+                    else:
+                        again.append(job)
+                        print("a worker process died: its part is computed once more", file=sys.stderr, flush=True)
     except BaseException:
         crew.end()  # nobody waits for the other jobs
         raise
@@ -135,7 +133,7 @@ def end() -> None:
 # ---- in a worker
 
 
-def prepare(recipe: Recipe | None) -> Loaded | None:
+def prepare(recipe: Recipe | None) -> None:
     """Make this process a worker: one thread, and the model that it holds from now on."""
     torch.set_num_threads(1)
     if recipe is None:
@@ -143,43 +141,45 @@ def prepare(recipe: Recipe | None) -> Loaded | None:
     else:
         path, device, dtype, name, enable_thinking = recipe
         _held[:] = [replace(models.load(path, device, dtype, enable_thinking), name=name)]
-    return _held[0]
 
 
-def do(packed: bytes) -> Any:
+def recipe_of(loaded: Loaded | None) -> Recipe | None:
+    """How another process loads the same model."""
+    if loaded is None:
+        return None
+    return str(loaded.path), loaded.device, loaded.dtype, loaded.name, thinks(loaded.tokenizer)
+
+
+def packed(job: Job) -> bytes:
+    """A job's work with a reader's own policies. Raises InputError for what cannot be sent to another process."""
+    try:
+        return bytes(cloudpickle.dumps((OWN, job.work)))
+    except Exception as error:  # whatever the class of an object raises that cannot be pickled
+        raise InputError(f"workers cannot be sent this study ({first_line(error)}): give workers=1") from None
+
+
+def do(packed_job: bytes) -> Any:
     """A job's result, in a process that `prepare` made a worker."""
-    own_policies, work = cloudpickle.loads(packed)
+    own_policies, work = cloudpickle.loads(packed_job)
     OWN.update(own_policies)
     return work(_held[0])
 
 
-# ---- the two kinds of workers: `submit` hands a job out, `done` waits for the next results
+# ---- the two kinds of workers: `submit` hands a job out, and its future raises one of `deaths` where the worker died
 
 
 class _Loky:
     """Processes of this machine. Where one dies, all are replaced."""
 
+    deaths = BrokenProcessPool
+
     def __init__(self, loaded: Loaded | None, count: int):
-        self.recipe, self.count, self.running = recipe_of(loaded), count, dict[Any, int]()
+        self.how = {"max_workers": count, "timeout": IDLE, "initializer": prepare, "initargs": (recipe_of(loaded),)}
 
-    def submit(self, number: int, packed: Sequence[bytes]) -> None:
-        _executors[:] = [
-            loky.get_reusable_executor(
-                self.count, timeout=IDLE, initializer=prepare, initargs=(self.recipe,), env=ENVIRONMENT
-            )
-        ]
-        self.running[_executors[0].submit(do, packed[number])] = number
-
-    def done(self) -> list[tuple[int, Any]]:
-        finished, _ = wait(self.running, return_when=FIRST_COMPLETED)
-        outcomes: list[tuple[int, Any]] = []
-        for future in finished:
-            try:
-                outcomes.append((self.running[future], future.result()))
-            except BrokenProcessPool as error:
-                outcomes.append((self.running[future], Died(first_line(error))))
-            del self.running[future]
-        return outcomes
+    def submit(self, job: Job) -> Future[Any]:
+        _executors[:] = [loky.get_reusable_executor(**self.how, env=ENVIRONMENT)]
+        future: Future[Any] = _executors[0].submit(do, packed(job))
+        return future
 
     def end(self) -> None:
         end()
@@ -188,67 +188,62 @@ class _Loky:
 class _Worker:
     """One model on one GPU or one core of a cluster."""
 
-    def begin(self, recipe: Recipe | None, model_hash: str, code: str, where: Sequence[str]) -> str:
-        """Load the model from its folder. Returns "", or why it cannot be used. code: the hash of the driver's source;
-        where: its working folder and module search path, used as far as this node has them."""
-        node = platform.node()
+    def __init__(self, recipe: Recipe | None, model_hash: str, code: str, where: Sequence[str]):
+        """code: the hash of the driver's source; where: its working folder and module search path, used as far as this
+        node has them."""
         if Path(where[0]).is_dir():
             os.chdir(where[0])
         sys.path += [path for path in where[1:] if path not in sys.path]
-        if store.code_of() != code:
-            return f"node {node} has another kvrepro than this machine: install the same one on every node"
-        if recipe is not None and not Path(recipe[0]).is_dir():
-            return f"node {node} has no folder {recipe[0]}: put the checkpoint there, or on a disk that all share"
         try:
-            loaded = prepare(recipe)
+            problem = self._load(recipe, model_hash, code)
         except InputError as error:
-            return f"node {node}: {error}"
-        if loaded is not None and loaded.hash != model_hash:
-            return f"node {node} has other files in {loaded.path}: copy the checkpoint there again"
+            problem = f": {error}"
+        self.problem = problem and f"node {platform.node()}{problem}"
+
+    def _load(self, recipe: Recipe | None, model_hash: str, code: str) -> str:
+        if store.code_of() != code:
+            return " has another kvrepro than this machine: install the same one on every node"
+        if recipe is not None and not Path(recipe[0]).is_dir():
+            return f" has no folder {recipe[0]}: put the checkpoint there, or on a disk that all share"
+        prepare(recipe)
+        if _held[0] is not None and _held[0].hash != model_hash:
+            return f" has other files in {_held[0].path}: copy the checkpoint there again"
         return ""
 
-    def do(self, packed: bytes) -> Any:
-        return do(packed)
+    def why_not(self) -> str:
+        """Why this node cannot do the same as the driver."""
+        return self.problem
+
+    def do(self, packed_job: bytes) -> Any:
+        return do(packed_job)
 
 
 class _Ray:
-    """Workers of a Ray cluster, or of a Ray of this machine. A lost one is replaced."""
+    """Workers of a Ray cluster, or of a Ray of this machine, which starts a lost one again."""
 
     def __init__(self, loaded: Loaded | None, count: int, address: str | None):
-        self.ray, self.loaded, self.running = connect(address, count), loaded, dict[Any, tuple[Any, int]]()
-        recipe = recipe_of(loaded)
+        self.ray, recipe, on_gpu = connect(address, count), recipe_of(loaded), _on_gpu(loaded)
+        self.deaths = self.ray.exceptions.RayActorError
         for other in _actors.keys() - {recipe}:
             for actor in _actors.pop(other):
                 self.ray.kill(actor)
         self.crew = _actors.setdefault(recipe, [])
-        self.crew += [self._hire() for _ in range(count - len(self.crew))]
+        kind = self.ray.remote(num_cpus=0 if on_gpu else 1, num_gpus=int(on_gpu), max_restarts=-1, max_task_retries=1)(
+            _Worker
+        )
+        given = recipe, "" if loaded is None else loaded.hash, store.code_of(), [os.getcwd(), *sys.path]
+        self.crew += [kind.remote(*given) for _ in range(count - len(self.crew))]
+        if problems := list(filter(None, self.ray.get([actor.why_not.remote() for actor in self.crew]))):
+            self.end()
+            raise InputError(problems[0])
+        self.given: list[tuple[Any, Future[Any]]] = []
 
-    def _hire(self) -> Any:
-        on_gpu = self.loaded is not None and self.loaded.device == "cuda"
-        kind = self.ray.remote(num_cpus=0 if on_gpu else 1, num_gpus=int(on_gpu))(_Worker)
-        actor, model_hash = kind.remote(), "" if self.loaded is None else self.loaded.hash
-        where = [os.getcwd(), *sys.path]
-        if problem := self.ray.get(actor.begin.remote(recipe_of(self.loaded), model_hash, store.code_of(), where)):
-            raise InputError(problem)
-        return actor
-
-    def submit(self, number: int, packed: Sequence[bytes]) -> None:
-        jobs = [actor for actor, _ in self.running.values()]
-        actor = min(self.crew, key=jobs.count)
-        self.running[actor.do.remote(packed[number])] = actor, number
-
-    def done(self) -> list[tuple[int, Any]]:
-        [finished], _ = self.ray.wait(list(self.running), num_returns=1)
-        actor, number = self.running.pop(finished)
-        try:
-            return [(number, self.ray.get(finished))]
-        except self.ray.exceptions.RayActorError as error:
-            lost = [reference for reference, (other, _) in self.running.items() if other is actor]
-            numbers = [number, *(self.running.pop(reference)[1] for reference in lost)]
-            self.crew[self.crew.index(actor)] = self._hire()
-            return [(n, Died(first_line(error))) for n in numbers]
-        except self.ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+    def submit(self, job: Job) -> Future[Any]:
+        busy = [actor for actor, future in self.given if not future.done()]
+        actor = min(self.crew, key=busy.count)
+        future: Future[Any] = actor.do.remote(packed(job)).future()
+        self.given.append((actor, future))
+        return future
 
     def end(self) -> None:
         for actor in self.crew:
@@ -273,7 +268,7 @@ def connect(address: str | None = None, least: int = 1) -> Any:
         where |= {"num_cpus": max(least, os.cpu_count() or 1), "include_dashboard": False}
         where |= {"runtime_env": {"env_vars": ENVIRONMENT}}
     else:
-        reach(where["address"])
+        _reach(where["address"])
     try:
         ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # other versions there, a head that is gone: whatever Ray raises
@@ -282,14 +277,11 @@ def connect(address: str | None = None, least: int = 1) -> Any:
     return ray
 
 
-def reach(address: str) -> None:
+def _reach(address: str) -> None:
     """Raise InputError unless somebody listens at the address; Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        way_out = "give host:port of its head, such as 10.0.0.1:6379, from a machine of the cluster"
-        raise InputError(f"Ray's address {address!r}: {way_out}")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, OverflowError) as error:
-        way_out = "start it with `ray start --head`, or leave the address out to use this machine"
-        raise InputError(f"nobody answers at Ray's address {address} ({error}): {way_out}") from None
+    except (OSError, OverflowError, ValueError) as error:
+        way_out = "give host:port of its head, which `ray start --head` prints, or none to use this machine"
+        raise InputError(f"nobody answers at Ray's address {address!r} ({error}): {way_out}") from None

@@ -5,19 +5,18 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from IPython.display import Markdown
 
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.parameters import injected
-from kvrepro.experiment.plan import clock
-from kvrepro.experiment.run import USUAL, Settings
+from kvrepro.experiment.run import USUAL
+from kvrepro.experiment.settings import Settings, injected
 from kvrepro.paths import INSTALLED, ROOT
 
 PACKAGES = ("torch", "transformers", "triton", "numpy", "pandas", "scipy", "statsmodels")
@@ -26,58 +25,46 @@ STARTED = time.monotonic()  # a notebook imports this first
 
 def provenance(chapter: str, loaded: Loaded | None = None, settings: Settings = USUAL) -> Markdown:
     """The last cell of a chapter: commit, date, model and its hash, profile, seed, machine, versions, seconds, and the
-    command that computes the same again.
-
-    loaded: None for a chapter that runs no model.
-    """
-    now = datetime.datetime.now(datetime.UTC)
-    facts = {"Code": commit(), "Date": f"{now:%Y-%m-%d %H:%M} UTC"}
+    command that computes the same again. loaded: None for a chapter that runs no model."""
+    installed = {package.name.lower() for package in metadata.distributions() if package.name}
+    versions = [f"{name} {metadata.version(name)}" for name in PACKAGES if name in installed]
+    seconds = f"{time.monotonic() - STARTED:.0f} s for this execution"
+    facts = {"Code": commit(), "Date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"}
     if loaded is not None:
         facts["Model"] = f"{loaded.name}, {loaded.dtype} on {loaded.device}, hash `{loaded.hash}`"
         facts["Profile"] = f"{settings.profile}, seed {settings.seed}"
     facts |= {
         "Machine": machine(),
-        "Versions": ", ".join([f"Python {platform.python_version()}", *versions()]),
-        "Time": f"{clock(time.monotonic() - STARTED)} for this execution; what was stored before is not computed again",
+        "Versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+        "Time": f"{seconds}; what was stored before is not computed again",
         "Again": f"`{command(chapter, injected())}`",
     }
     return Markdown("\n".join(f"- **{name}**: {text}" for name, text in facts.items()))
 
 
-def commit(root: Path = ROOT) -> str:
+def commit() -> str:
     """The version of the package; in a clone with the commit, and whether files were changed since."""
-    try:
-        version = f"kvrepro {metadata.version('kvrepro')}"
-    except metadata.PackageNotFoundError:  # a folder of sources on the path
-        version = "kvrepro, not installed"
-    if not (root / ".git").exists():
+    installed = any(package.name == "kvrepro" for package in metadata.distributions())
+    version = f"kvrepro {metadata.version('kvrepro')}" if installed else "kvrepro, not installed"
+    if not (ROOT / ".git").exists():
         return version
-    git = ["git", "-C", str(root)]
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        head = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return version
-    return f"{version}, commit `{head}`{', with changes that are not committed' if changed.stdout else ''}"
+    changed = ", with changes that are not committed" if head.endswith("-dirty") else ""
+    return f"{version}, commit `{head.removesuffix('-dirty')}`{changed}"
 
 
 def machine() -> str:
     """Processor, cores that this process may use, and GPUs."""
-    try:
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    except OSError:
-        names = []
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     processor = names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch = sys.modules.get("torch")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch else []
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return f"{platform.system()}, {processor}, {cores} cores, {', '.join(gpus) or 'no GPU'}"
-
-
-def versions() -> list[str]:
-    """The versions of the packages that decide numbers, where they are installed."""
-    installed = {package.name.lower() for package in metadata.distributions() if package.name}
-    return [f"{name} {metadata.version(name)}" for name in PACKAGES if name in installed]
 
 
 def command(chapter: str, parameters: dict[str, Any]) -> str:

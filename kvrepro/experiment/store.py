@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -59,9 +58,15 @@ COLUMNS = SCHEMA.names
 IDENTITY = """item model model_hash data_hash dtype device limit max_new_tokens enable_thinking
     policy capacity prefix suffix suffix_mode interval reading switches
     regime share until whitelist spans fair chunk chunk_mode bits""".split()
-MODULES = ("answers", "data", "jsonl", "longbench", "measure", "per_item", "prompt")
-DECIDING = ("kvrepro/engine", "kvrepro/world", "kvrepro/chat.py", "kvrepro/item.py", "kvrepro_kernels",
-            *(f"kvrepro/experiment/{name}.py" for name in MODULES))  # fmt: skip
+MODULES = ("answers", "data", "jsonl", "longbench", "measure", "prompt", "run")
+DECIDING = (
+    "kvrepro/engine",
+    "kvrepro/world",
+    "kvrepro/chat.py",
+    "kvrepro/item.py",
+    "kvrepro_kernels",
+    *(f"kvrepro/experiment/{name}.py" for name in MODULES),
+)
 LIBRARIES = sys.stdlib_module_names | {"kvrepro", "kvrepro_kernels", "torch", "numpy"}
 whole: set[Path] = set()  # files whose bytes this process has checked
 
@@ -75,7 +80,7 @@ def code_of(chapter: str = "") -> str:
     roots = [CODE[name.split("/")[0]].joinpath(*name.split("/")[1:]) for name in DECIDING]
     roots += [CODE["kvrepro"] / "chapters" / chapter] if chapter else []
     files = [file for root in roots for file in ([root] if root.suffix else sorted(root.rglob("*.py")))]
-    return digest([[file.name, file.read_bytes()] for file in files])
+    return digest([[file.name, _hash(file.read_bytes())] for file in files])
 
 
 def digest(*values: Any) -> str:
@@ -89,25 +94,21 @@ def _hash(data: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return hashlib.blake2b(value).hexdigest()
     if isinstance(value, partial):
-        return ["partial", *map(_plain, (value.func, value.args, value.keywords))]
+        return ["partial", _plain([value.func, value.args, value.keywords])]
     if isinstance(value, FunctionType | type):
         return [value.__module__, value.__qualname__, _source(value)]
     if is_dataclass(value):
-        return [type(value).__qualname__, *([f.name, _plain(getattr(value, f.name))] for f in fields(value))]
+        return [type(value).__qualname__, _plain({f.name: getattr(value, f.name) for f in fields(value)})]
     if isinstance(value, BaseModel):
-        return [type(value).__qualname__, *([name, _plain(entry)] for name, entry in value)]
+        return [type(value).__qualname__, _plain(dict(value))]
     if isinstance(value, Mapping):
         return sorted(([_plain(name), _plain(entry)] for name, entry in value.items()), key=repr)
     if isinstance(value, set | frozenset):
         return sorted(map(_plain, value), key=repr)
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
     if isinstance(value, list | tuple | range):
         return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _source(value: Any) -> str:
@@ -117,7 +118,7 @@ def _source(value: Any) -> str:
         return ""
     code = getattr(value, "__code__", None)
     file = Path(code.co_filename if code else getattr(sys.modules.get(value.__module__), "__file__", None) or "")
-    return digest(file.read_bytes()) if file.is_file() else secrets.token_hex(8)
+    return _hash(file.read_bytes()) if file.is_file() else secrets.token_hex(8)
 
 
 # ---- files
@@ -134,21 +135,12 @@ def writing(path: Path) -> Iterator[None]:
         raise InputError(f"{path} cannot be written ({why}): {way_out}. What was stored before is whole") from None
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder where it is missing, and try whether it can be written. Raises InputError."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        trial = folder / f"{secrets.token_hex(4)}.tmp"
-        trial.touch()
-        trial.unlink()
-
-
 def write(table: pa.Table, folder: Path, name: str) -> None:
     """Write `<name>-<digest>.parquet` into a folder, whole or not at all. Raises InputError."""
     aside = folder / f"{name}.{secrets.token_hex(4)}.tmp"
     with writing(aside):
         try:
-            folder.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the results away
+            folder.mkdir(parents=True, exist_ok=True)
             pq.write_table(table, aside, compression="zstd")
             aside.replace(folder / f"{name}-{_hash(aside.read_bytes())}.parquet")
         finally:
@@ -164,22 +156,7 @@ def checked(file: Path) -> Path:
     return file
 
 
-def _rows(folder: Path, columns: Collection[str]) -> pd.DataFrame:
-    """Rows of all files of a folder and of those below it, the first written first. Files of another version are left
-    out, and a line says how many."""
-    files = sorted(folder.rglob("*.parquet"), key=lambda file: file.stat().st_mtime_ns)
-    ours = [file for file in files if (pq.read_schema(checked(file)).metadata or {}).get(b"kvrepro") == VERSION]
-    if len(ours) < len(files):
-        print(f"{folder}: {len(files) - len(ours)} files of another version of kvrepro are left as they are")
-    schema = pa.schema([SCHEMA.field(name) for name in columns])
-    tables = [pq.read_table(file, columns=list(columns)).cast(schema) for file in ours]
-    return pa.concat_tables([schema.empty_table(), *tables]).to_pandas()
-
-
-def _latest(rows: pd.DataFrame, names: str | list[str]) -> pd.DataFrame:
-    """Of rows of equal `names` the one that was written last, of these one without an error where there is one."""
-    failures_first = rows.sort_values("error", key=lambda error: error.isna(), kind="stable")
-    return failures_first.drop_duplicates(names, keep="last")
+# ---- rows of a study, of one model or of all
 
 
 def folder_name(model: str) -> str:
@@ -187,72 +164,59 @@ def folder_name(model: str) -> str:
     return re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
 
 
-def read(study: Path | str, columns: Collection[str] = tuple(COLUMNS)) -> pd.DataFrame:
+def add(folder: Path, rows: Collection[dict[str, Any]]) -> None:
+    """Write rows (columns as in SCHEMA, absent ones null) so that they outlive this process. Raises InputError."""
+    if rows:
+        write(pa.Table.from_pylist(list(rows), schema=SCHEMA), folder, digest([row["key"] for row in rows]))
+
+
+def latest(folder: Path, names: Collection[str] = ("key",), columns: Collection[str] = COLUMNS) -> pd.DataFrame:
+    """Of a folder's rows of equal `names` the one that was written last, of these one without an error where there is
+    one. Files of another version are left out, and a line says how many. Raises InputError for a damaged file."""
+    files = sorted(folder.rglob("*.parquet"), key=lambda file: file.stat().st_mtime_ns)
+    ours = [file for file in files if (pq.read_schema(checked(file)).metadata or {}).get(b"kvrepro") == VERSION]
+    if len(ours) < len(files):
+        print(f"{folder}: {len(files) - len(ours)} files of another version of kvrepro are left as they are")
+    schema = pa.schema([SCHEMA.field(name) for name in columns])
+    tables = [pq.read_table(file, columns=list(columns)).cast(schema) for file in ours]
+    rows = pa.concat_tables([schema.empty_table(), *tables]).to_pandas()
+    failures_first = rows.sort_values("error", key=lambda error: error.isna(), kind="stable")
+    return failures_first.drop_duplicates(list(names), keep="last").sort_index()
+
+
+def read(study: Path | str, columns: Collection[str] = COLUMNS) -> pd.DataFrame:
     """Rows of a study's folder, of all its models: of each question the one that was stored last, of these one without
     an error where there is one. Raises InputError where nothing is stored."""
     if not Path(study).is_dir():
         raise InputError(f"no results at {study}: run the chapter first")
-    rows = _latest(_rows(Path(study), COLUMNS), IDENTITY)
-    return rows.sort_index()[list(columns)].reset_index(drop=True)
+    return latest(Path(study), IDENTITY)[list(columns)].reset_index(drop=True)
 
 
-class Store:
-    """Rows of one study with one model, to read and to add to. Several processes may do so at a time."""
-
-    def __init__(self, results: str | Path, chapter: str, name: str, model: str):
-        """Raises InputError where nothing can be written."""
-        self.folder = Path(results) / chapter / name / folder_name(model)
-        make_folder(self.folder)
-
-    def _latest(self, keys: Collection[str], columns: Collection[str]) -> pd.DataFrame:
-        """The row of each key, one without an error where there is one."""
-        rows = _rows(self.folder, columns)
-        return _latest(rows[rows.key.isin(set(keys))], "key")
-
-    def missing(self, keys: Collection[str]) -> list[str]:
-        """The keys that have no row, or one with an error: a resumed run tries those again."""
-        rows = self._latest(keys, ["key", "error"])
-        done = set(rows.key[rows.error.isna()])
-        return [key for key in keys if key not in done]
-
-    def add(self, rows: Collection[dict[str, Any]]) -> None:
-        """Write rows (columns as in SCHEMA, absent ones null) so that they outlive this process."""
-        if rows:
-            write(pa.Table.from_pylist(list(rows), schema=SCHEMA), self.folder, digest([row["key"] for row in rows]))
-
-    def frame(self, keys: Collection[str]) -> pd.DataFrame:
-        """The rows of these keys, in their order. Raises InputError where a key has no row."""
-        rows = self._latest(keys, COLUMNS).set_index("key", drop=False)
-        if lost := len(set(keys) - set(rows.index)):
-            raise InputError(f"{self.folder} has no longer {lost} of the rows: run this again")
-        return rows.loc[list(keys)].reset_index(drop=True)
+# ---- tables of an item, in a folder that appears whole or not at all
 
 
-class Tables:
-    """Tables of items, a folder for each item, which appears whole or not at all."""
+def has_tables(folder: Path) -> bool:
+    """Whether an item's tables are stored; an emptied folder holds none."""
+    return next(folder.glob("*.parquet"), None) is not None
 
-    def __init__(self, results: str | Path, chapter: str, name: str):
-        self.folder = Path(results) / chapter / name
 
-    def __contains__(self, key: str) -> bool:
-        return next((self.folder / key).glob("*.parquet"), None) is not None  # an emptied folder holds no result
+def add_tables(folder: Path, tables: Mapping[str, pd.DataFrame]) -> None:
+    """Write an item's tables by name. Of two writers the first wins. Raises InputError."""
+    aside = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        for name, table in tables.items():
+            write(pa.Table.from_pandas(table, preserve_index=False), aside, name)
+        with writing(aside):
+            try:
+                aside.rename(folder)
+            except OSError:
+                if not has_tables(folder):
+                    raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
-    def add(self, key: str, tables: Mapping[str, pd.DataFrame]) -> None:
-        """Write an item's tables. Of two writers the first wins. Raises InputError where nothing can be written."""
-        aside = self.folder / f"{key}.{secrets.token_hex(4)}.tmp"
-        try:
-            for name, table in tables.items():
-                write(pa.Table.from_pandas(table, preserve_index=False), aside, name)
-            with writing(aside):
-                try:
-                    aside.rename(self.folder / key)
-                except OSError:
-                    if key not in self:
-                        raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
 
-    def read(self, key: str) -> dict[str, pd.DataFrame]:
-        """The tables of one item. Raises InputError for a damaged file."""
-        files = sorted((self.folder / key).glob("*.parquet"))
-        return {file.stem.rpartition("-")[0]: pq.read_table(checked(file)).to_pandas() for file in files}
+def read_tables(folder: Path) -> dict[str, pd.DataFrame]:
+    """The tables of one item by name. Raises InputError for a damaged file."""
+    files = sorted(folder.glob("*.parquet"))
+    return {file.stem.rpartition("-")[0]: pq.read_table(checked(file)).to_pandas() for file in files}

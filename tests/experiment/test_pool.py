@@ -17,13 +17,10 @@ from kvrepro.experiment import models, pool, store
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed, run
 from kvrepro.item import Item
 
-SAME = ["key", "item", "policy", "prediction", "kept_hash", "kept_mean", "token_f1", "n_generated", "error"]
+SAME = ["item", "policy", "prediction", "kept_hash", "kept_mean", "token_f1", "n_generated", "error"]
 ITEMS = [
     Item(f"item-{i}", "doors", ({"role": "user", "content": f"Which door is open, {i}? " + "the red door " * 20},), "x")
-    for i in range(12)
-]
-CONDITIONS = [Condition()] + [
-    Condition(name, 0.5, Prefill(), reading="as_described") for name in ("k_norm", "random", "snapkv")
+    for i in range(6)
 ]
 SIGN = -1.0
 
@@ -46,88 +43,70 @@ def where(folder, engine, workers):
     return Settings(folder / f"{engine}-{workers}", engine=engine, workers=workers, batch_rows=3, progress=False)
 
 
-def words(loaded, item, times):
-    return pd.DataFrame({"words": [len(item.messages[0]["content"].split()) * times]})
-
-
-def same_rows(loaded, mine, tmp_path, engine):
-    study = Answers("c", "n", ITEMS, [*CONDITIONS, Condition(mine, 0.5, Prefill())], 4)
-    here, there = (run(study, loaded, where(tmp_path, *who)) for who in (("local", 1), (engine, 2)))
-    assert here.error.isna().all()
-    columns = [name for name in SAME if name != "key"]  # of what is typed here, the key is another one each time
-    pd.testing.assert_frame_equal(here[columns], there[columns])
-    item = PerItem("c", "words", ITEMS, words, {"times": 2})
-    pd.testing.assert_frame_equal(*(run(item, loaded, where(tmp_path, *who)) for who in (("local", 1), (engine, 2))))
-
-
-def test_rows_are_the_same_for_any_number_of_workers(loaded, mine, tmp_path):
-    same_rows(loaded, mine, tmp_path, "local")
-
-
-def process(loaded, item):
+def process(loaded, item, times):
+    """Who computed an item; item-3 kills its worker wherever the driver is another process."""
+    if item.id == "item-3" and times == "deadly":
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.1)  # so that each worker gets a share
     return pd.DataFrame({"pid": [os.getpid()], "threads": torch.get_num_threads(), "name": loaded.name})
 
 
-def test_workers_stay_for_the_next_study_until_they_are_ended(loaded, tmp_path):
-    def pids(name):
-        table = run(PerItem("c", name, ITEMS, process), loaded, where(tmp_path, "local", 2))
-        assert set(table.threads) == {1}
-        assert set(table.name) == {loaded.name}
-        return set(table.pid) - {os.getpid()}  # the estimate's item was computed here
-
-    first = pids("first")
-    assert len(first) == 2
-    assert pids("second") == first
-    pool.end()
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in first)
-
-
-def deadly(loaded, item):
-    """Kills every worker that computes item-3."""
-    if item.id == "item-3":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return pd.DataFrame({"pid": [os.getpid()]})
-
-
-def deaths(tmp_path, engine, capfd):
-    settings = where(tmp_path, engine, 2)
-    with pytest.raises(StudyFailed, match="1 of 4 items failed, the first item-3: its worker process died twice"):
-        run(PerItem("c", "always", ITEMS[:4], deadly), None, settings)
+def same_rows_whoever_dies(loaded, mine, tmp_path, engine, capfd):
+    """Rows as here, a reader's own policy among them; the workers stay, and one that dies costs its own job alone."""
+    conditions = [Condition(), Condition("random", 0.5, Prefill()), Condition(mine, 0.5, Prefill())]
+    study, there = Answers("c", "n", ITEMS, conditions, 4), where(tmp_path, engine, 2)
+    frames = [run(study, loaded, settings)[SAME] for settings in (where(tmp_path, "local", 1), there)]
+    assert frames[0].error.isna().all()
+    pd.testing.assert_frame_equal(*frames)
+    first, second = (run(PerItem("c", name, ITEMS, process, {"times": name}), loaded, there) for name in "ab")
+    assert set(first.pid) == set(second.pid)
+    assert len(set(first.pid) - {os.getpid()}) == 2
+    assert (set(first.threads), set(first.name)) == ({1}, {loaded.name})
+    deadly = PerItem("c", "deadly", ITEMS, process, {"times": "deadly"})
+    with pytest.raises(StudyFailed, match="1 of 6 items failed, the first item-3: its worker process died twice"):
+        run(deadly, loaded, there)
     assert "a worker process died: its part is computed once more" in capfd.readouterr().err
-    assert len(run(PerItem("c", "always", ITEMS[:3], deadly), None, settings)) == 3
+    rest = PerItem("c", "deadly", [item for item in ITEMS if item.id != "item-3"], process, {"times": "deadly"})
+    assert len(run(rest, loaded, there)) == 5
+    assert "5 items, 0 computed now" in capfd.readouterr().out
+    return set(second.pid)
 
 
-def test_a_part_whose_worker_dies_is_computed_once_more_and_has_then_failed(tmp_path, capfd):
-    deaths(tmp_path, "local", capfd)
+def test_rows_of_workers_are_those_of_this_process(loaded, mine, tmp_path, capfd):
+    pids = same_rows_whoever_dies(loaded, mine, tmp_path, "local", capfd)
+    pool.end()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_what_cannot_be_pickled_is_computed_here(capsys):
+def test_a_short_study_is_computed_here_and_a_long_one_by_workers(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setenv("KVREPRO_WORKERS", "")
+    monkeypatch.setattr(pool, "usual_workers", lambda *_: 2)
+    monkeypatch.setattr(pool, "results", lambda loaded, jobs, count, *_: (
+        asked.append((len(jobs), count)) or ((job, job.work(loaded)) for job in jobs)))  # fmt: skip
+    for name, pause in (("short", 0.0), ("long", 5.0)):
+        monkeypatch.setattr("kvrepro.experiment.run.time.perf_counter", iter([0.0, 0.0, pause, 0.0]).__next__)
+        settings = Settings(tmp_path, progress=False)
+        run(PerItem("c", name, {str(i): i for i in range(6)}, lambda _, i: pd.DataFrame({"i": [i]})), None, settings)
+    assert asked == [(1, 1), (5, 1), (1, 1), (5, 2)]
+
+
+def test_what_cannot_be_pickled_is_refused():
     lock = multiprocessing.get_context("fork").Lock()
-    jobs = [pool.Job(1, lambda loaded, i=i: (i, lock is not None)) for i in range(3)]
-    assert [result for _, result in pool.results(None, jobs, 2)] == [(0, True), (1, True), (2, True)]
-    assert "one process only: a part of the study cannot be sent to another" in capsys.readouterr().out
+    jobs = [pool.Job(1, lambda loaded: lock) for _ in range(3)]
+    with pytest.raises(InputError, match="workers cannot be sent this study .*: give workers=1"):
+        list(pool.results(None, jobs, 2))
 
 
 # ---- Ray
 
 
-@pytest.fixture(scope="module")
-def ray():
+@pytest.mark.slow
+def test_rows_of_a_ray_are_those_of_this_process(loaded, mine, tmp_path, capfd):
     package = pytest.importorskip("ray")
     pool.connect(least=2)
-    yield package
+    same_rows_whoever_dies(loaded, mine, tmp_path, "ray", capfd)
     package.shutdown()
-
-
-@pytest.mark.slow
-def test_rows_of_a_ray_are_those_of_this_process(ray, loaded, mine, tmp_path):
-    same_rows(loaded, mine, tmp_path, "ray")
-
-
-@pytest.mark.slow
-def test_a_ray_s_worker_that_dies_costs_nothing(ray, tmp_path, capfd):
-    deaths(tmp_path, "ray", capfd)
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -136,19 +115,12 @@ def test_a_ray_s_worker_that_dies_costs_nothing(ray, tmp_path, capfd):
     ({"model_hash": "other"}, "has other files in"),
 ])  # fmt: skip
 def test_a_node_that_cannot_do_the_same_says_so(loaded, change, words):
-    given = {
-        "recipe": pool.recipe_of(loaded),
-        "model_hash": loaded.hash,
-        "code": store.code_of(),
-        "where": [os.getcwd()],
-    }
-    assert words in pool._Worker().begin(**(given | change))
+    given = {"recipe": pool.recipe_of(loaded), "model_hash": loaded.hash, "code": store.code_of()}
+    assert words in pool._Worker(**(given | change), where=[os.getcwd()]).why_not()
 
 
-@pytest.mark.parametrize(("address", "words"), [
-    ("10.0.0.1", "give host:port of its head"), ("ray://head:1", "give host:port"),
-    ("127.0.0.1:9", "nobody answers at Ray's address 127.0.0.1:9"),
-])  # fmt: skip
-def test_an_address_where_nobody_answers_is_refused_at_once(address, words):
-    with pytest.raises(InputError, match=words):
-        pool.reach(address)
+@pytest.mark.parametrize("address", ["10.0.0.1", "ray://head:1", "127.0.0.1:9"])
+def test_an_address_where_nobody_answers_is_refused_at_once(address):
+    pytest.importorskip("ray")
+    with pytest.raises(InputError, match=f"nobody answers at Ray's address '{address}'.*give host:port of its head"):
+        pool.connect(address)

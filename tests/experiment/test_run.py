@@ -1,11 +1,12 @@
-"""The run, against an engine that answers from a table; the real engine joins in test_real_input and test_workers."""
+"""The run, against an engine that answers from a table; the real engine joins in test_real_input and test_pool."""
 
 import contextlib
 import json
 import os
-import re
+import signal
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import checkpoint
@@ -18,8 +19,10 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, DecodeCap, Generation, Prefill, SharedCap
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.errors import InputError
-from kvrepro.experiment import answers, data, models, run, store
-from kvrepro.experiment.data import Item
+from kvrepro.experiment import answers, data, measure, models, run, store
+from kvrepro.experiment.answers import Group, TimeLimit, time_limit
+from kvrepro.experiment.data import Item, Span
+from kvrepro.experiment.prompt import passage_messages
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
 from kvrepro.experiment.store import COLUMNS
 
@@ -134,14 +137,14 @@ def test_only_missing_conditions_are_asked_for(loaded, fake, tmp_path):
 @pytest.mark.parametrize("what", ["model_hash", "data_hash", "engine_hash", "max_new_tokens", "switches"])
 def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
     go(loaded, tmp_path, items=ITEMS[:1])
-    real = answers.AnswersPlan._heads
+    real = answers.Plan._heads
 
     def changed(plan):
         other = {what: {"max_new_tokens": 9}.get(what, "changed")}
         heads = {pair: head | other for pair, head in real(plan).items()}
         return {pair: head | {"key": store.digest(head)} for pair, head in heads.items()}
 
-    monkeypatch.setattr(answers.AnswersPlan, "_heads", changed)
+    monkeypatch.setattr(answers.Plan, "_heads", changed)
     fake.calls.clear()
     go(loaded, tmp_path, items=ITEMS[:1])
     assert fake.calls == [(1, CONDITIONS)]
@@ -168,17 +171,15 @@ def test_items_made_in_python_are_refused_as_those_of_a_file(loaded, fake, tmp_p
 # ---- models that think before they answer
 
 
-def test_a_thinking_block_is_no_answer_and_one_that_never_ends_is_said(loaded, fake, tmp_path, capsys):
+def test_a_thinking_block_is_no_answer(loaded, fake, tmp_path):
     fake.answer = loaded.tokenizer("<think>\nblue?\n</think>\n\nthe red door")["input_ids"]
     rows = go(loaded, tmp_path, items=ITEMS[:2])
     assert {*rows.prediction} == {"the red door"}
     assert {*rows.thought} == {"\nblue?\n"}
     assert rows.token_f1.tolist() == [1.0] * 6
-    assert "think" not in capsys.readouterr().out
     fake.answer = loaded.tokenizer("<think>\nthe red door")["input_ids"]
     rows = go(loaded, tmp_path, items=ITEMS[2:3])
     assert (rows.prediction.tolist(), rows.token_f1.tolist()) == ([""] * 3, [0.0] * 3)
-    assert "doors/main: 3 of 3 outputs ended within their <think> block" in capsys.readouterr().out
 
 
 def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsys):
@@ -189,10 +190,10 @@ def test_what_fails_is_one_row_and_the_run_goes_on(loaded, fake, tmp_path, capsy
     assert set(failed["error"]) == {"RuntimeError: out of memory"}
     assert failed["token_f1"].isna().all()
     assert frame[frame["error"].isna()]["token_f1"].eq(1).all()
+    assert frame.attrs["failed"] == ["lru C=16 +10%/10% on item-3: RuntimeError: out of memory"]
     printed = capsys.readouterr().out
     assert "15 rows, 15 computed now, 1 failed" in printed
-    assert frame.attrs["failed"] == ["lru C=16 +10%/10% on item-3: RuntimeError: out of memory"]
-    assert f"doors/main: 1 of 15 rows is missing, the first {frame.attrs['failed'][0]}\n" in printed
+    assert f", the first {frame.attrs['failed'][0]}\n" in printed
     fake.fail_on, fake.calls = (), []
     assert go(loaded, tmp_path)["error"].isna().all()  # tried again, and only those
     assert fake.calls == [(1, [CONDITIONS[1]])]
@@ -205,17 +206,16 @@ def test_rows_of_a_batch_without_memory_are_tried_again_and_no_others(loaded, ca
     def generate(model, prompts, conditions, **given):
         sizes.append(sum(map(len, conditions)))
         assert given.get("prompt_rows") == (None if len(sizes) == 1 else 16)
+        full = torch.OutOfMemoryError("full")
         return [
-            [
-                torch.OutOfMemoryError("full") if len(sizes) == 1 and (i, j) in short else (i, j)
-                for j in conditions_of_item
-            ]
-            for i, conditions_of_item in zip(prompts, conditions, strict=True)
+            [full if len(sizes) == 1 and (i, j) in short else (i, j) for j in columns]
+            for i, columns in zip(prompts, conditions, strict=True)
         ]
 
     monkeypatch.setattr(engine, "generate", generate)
     pairs = [(i, j) for i in range(5) for j in range(2)]
-    outcomes = answers.attempted(loaded, list(range(5)), list(range(2)), pairs, dict.fromkeys(range(5), 4), {})
+    heads = dict.fromkeys(pairs, {"max_new_tokens": 4})
+    outcomes = Group(heads, {i: (None, i) for i in range(5)}, dict(enumerate(range(2))), {}).attempt(loaded, pairs)
     assert outcomes == {pair: pair for pair in pairs}
     assert sizes[0] == 10
     assert sum(sizes[1:]) == len(short)
@@ -284,25 +284,14 @@ def test_items_that_cannot_meet_a_condition_are_left_out_and_a_condition_that_no
         answers.able(replace(study, conditions=[Condition("snap", 8, Prefill())]), loaded)
 
 
-def test_a_gap_is_a_row_and_no_failure(loaded, fake, tmp_path):
-    """What an item cannot meet is refused, or where a study allows for gaps, a row that says so."""
+def test_what_an_item_cannot_meet_is_a_row_with_an_error_and_no_failure(loaded, fake, tmp_path, capsys):
     conditions = [CONDITIONS[0], Condition("snapkv", 80, Prefill())]
     long = Item("long", "doors", ({"role": "user", "content": "Which door is open? " * 12},), "x")
-    with pytest.raises(InputError, match="budget 80 >= "):
-        run.run(Answers("doors", "main", [ITEMS[0], long], conditions, 8), loaded, Settings(results=tmp_path))
-    study = Answers("doors", "main", [ITEMS[0], long], conditions, 8, gaps=True)
-    frame = run.run(study, loaded, Settings(results=tmp_path))
+    frame = go(loaded, tmp_path, items=[ITEMS[0], long], conditions=conditions)
     assert frame["error"].fillna("").str.startswith("InputError: budget 80 >=").tolist() == [False, True, False, False]
     assert frame.attrs["failed"] == []
-
-
-def test_a_dry_run_says_what_it_would_take_and_stores_nothing(loaded, fake, tmp_path, capsys):
-    assert go(loaded, tmp_path, dry_run=True).prediction.isna().tolist() == [True] * 15
-    printed = capsys.readouterr().out
-    assert re.search(r"doors/main: 15 of 15 rows, \d+ prompt tokens in all, up to", printed)
-    assert re.search(r"up to 120 new tokens; about .* \(less where answers end early\), ", printed)
-    assert not list((tmp_path / "doors").rglob("*.parquet"))
-    assert [(n, len(c)) for n, c in fake.calls] == [(1, 3)]
+    assert "1 of 4 rows cannot be: snapkv C=80 prefill on item-0: InputError: budget" in capsys.readouterr().out
+    assert len(go(loaded, tmp_path, items=[ITEMS[0], long], conditions=conditions)) == 4
 
 
 def test_what_was_stored_before_an_interrupt_stays(loaded, fake, tmp_path, monkeypatch):
@@ -325,15 +314,6 @@ def test_what_was_stored_before_an_interrupt_stays(loaded, fake, tmp_path, monke
     assert sum(n * len(c) for n, c in fake.calls) == 15 - stored
 
 
-def test_workers_in_the_environment_are_a_number_that_can_be_read(monkeypatch):
-    for given in ("many", "-1", "0", "1000000000", "\u00b2"):
-        monkeypatch.setenv("KVREPRO_WORKERS", given)
-        with pytest.raises(InputError, match=rf"workers '?{given}'?: "):
-            Settings()
-    monkeypatch.setenv("KVREPRO_WORKERS", "3")
-    assert Settings().workers == 3
-
-
 LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
 
 
@@ -348,12 +328,6 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
         ({"items": [*ITEMS, Item("blank", "t", ({"role": "user", "content": " "},), "x")]}, "item blank is empty"),
         ({"items": [*ITEMS, LONG]}, "item long has .* > limit 248"),
         ({"limit": 250}, "limit 250 . 8 new tokens > context 256"),
-        ({"results": 5}, "results is 5: give the name of a folder"),
-        ({"results": ""}, "results is '': give the name of a folder"),
-        ({"results": "~/rows"}, "results '~/rows': write the home folder out"),
-        ({"seed": "a"}, "seed 'a': "),
-        ({"profile": "slow"}, "profile 'slow'"),
-        ({"workers": 0}, "workers 0: "),
         (
             {"conditions": [Condition("lru", 200, SharedCap(), prefix=0.45, suffix=0.45)]},
             f"^item {ITEMS[0].id}: prompt of .* tokens < 180 protected",
@@ -362,15 +336,13 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
 )
 def test_bad_input_is_one_line_and_costs_nothing(loaded, fake, tmp_path, change, words):
     with pytest.raises(InputError, match=words) as error:
-        go(loaded, **{"tmp_path": tmp_path} | {{"results": "tmp_path"}.get(k, k): v for k, v in change.items()})
+        go(loaded, tmp_path, **change)
     assert "\n" not in str(error.value)
     assert not fake.calls
     assert not list(tmp_path.iterdir())
 
 
-def test_prompts_are_as_long_as_the_context_leaves_or_as_is_asked_and_what_was_cut_is_said(
-    loaded, fake, tmp_path, capsys
-):
+def test_prompts_are_as_long_as_the_context_leaves_or_as_is_asked(loaded, fake, tmp_path):
     passage = Item("p", "t", ITEMS[0].messages, "a", context="door " * 300, question="Which?")
     frame = go(loaded, tmp_path, items=[ITEMS[0], passage])
     assert set(frame["limit"]) == {248}
@@ -378,14 +350,7 @@ def test_prompts_are_as_long_as_the_context_leaves_or_as_is_asked_and_what_was_c
     cut = dict(zip(frame["item"], frame["cut"], strict=True))
     assert cut["item-0"] == 0
     assert 0 < cut["p"] < 300
-    assert f"1 of 2 passages were cut to prompts of 248 tokens, by {cut['p']}\n" in capsys.readouterr().out
     assert go(loaded, tmp_path, items=[passage], limit=100)["prompt_tokens"].max() <= 100
-
-
-def test_budgets_that_are_never_met_are_said(loaded, tmp_path, capsys):
-    conditions = [Condition(), Condition("lru", 200, SharedCap()), Condition("lru", 16, SharedCap())]
-    go(loaded, tmp_path, conditions=conditions, progress=False)
-    assert "1 conditions evicted nothing from any item, lru C=200" in capsys.readouterr().out
 
 
 # ---- whatever else is computed per item
@@ -446,3 +411,77 @@ def test_an_item_that_fails_costs_itself(loaded, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("BROKEN")
     assert len(per_item(loaded, tmp_path, items=many)) == 11
     assert SEEN == ["item-4", "item-5"]
+
+
+# ---- a time limit
+
+
+@time_limit(0.1)
+def forever():
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(0.01)
+
+
+def test_a_loop_that_catches_everything_is_stopped():
+    with pytest.raises(TimeLimit, match="more than 0.1 s"):
+        forever()
+
+
+def test_a_time_limit_needs_the_main_thread():
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="only a process's main thread"):
+        pool.submit(time_limit(1.0).__enter__).result()
+
+
+def test_an_alarm_at_any_moment_is_a_time_limit_and_leaves_nothing_behind():
+    before = signal.getsignal(signal.SIGALRM)
+    for number in range(3000):
+        with contextlib.suppress(TimeLimit), time_limit(1e-6 * (1 + number % 50)):
+            sum(range(number % 500))
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+        assert signal.getsignal(signal.SIGALRM) == before
+
+
+# ---- answers that no policy gives
+
+
+@pytest.mark.parametrize(("text", "answer", "copied"), [
+    ("Red doors open. Big red doors are. Question: which?", "red doors now", "red doors are."),
+    ("The red door is open here. Question: which?", "red door", "red door"),
+    ("No such word. Question: which?", "red door", "red"), ("Nothing. Question: which?", "", ""),
+])  # fmt: skip
+def test_a_copy_begins_at_the_first_word_and_is_as_long_as_the_answer(text, answer, copied):
+    at = text.index("Question")
+    spans = (Span("question", 0, at, len(text)),)
+    assert run.copied(Item("i", "t", ({"role": "user", "content": text},), answer, spans)) == copied
+
+
+def test_without_its_passage_an_item_asks_its_question_alone():
+    [needle] = data.load_items("tinyworld:needle", 1, seed=3, tokens=400)
+    alone = data.without_passage(needle)
+    assert alone.messages[0] == needle.messages[0]
+    assert alone.messages[1]["content"].startswith("Question: what did they tell")
+    assert [span.name for span in alone.spans] == ["question"]
+    assert needle.answer.split()[0] not in alone.messages[1]["content"]
+    passage = "The red door is open. " * 9
+    messages, _ = passage_messages(passage, "Which?")
+    with_passage = Item("p", "t", messages, "red", context=passage, question="Which?")
+    assert data.without_passage(with_passage).messages[1]["content"] == "Passage: \n\nQuestion: Which?"
+    message_only = Item("m", "t", ({"role": "user", "content": "Say it."},), "it")
+    assert data.without_passage(message_only) == message_only
+
+
+def test_every_control_is_a_row_with_its_scores_and_is_stored(tmp_path):
+    tiny, items = models.load("small-gqa"), data.load_items("tinyworld:several,story", 4, seed=3, tokens=300)
+    settings = Settings(tmp_path, progress=False)
+    rows = run.controls("mine", items, tiny, settings, max_new_tokens=24)
+    assert rows.groupby("item").control.agg(list).tolist() == [["first_word", "copy", "refusal", "no_passage"]] * 4
+    for row in rows.itertuples():
+        assert row.token_f1 == measure.token_f1(row.prediction, row.answer)
+    first = rows[rows.control == "first_word"]
+    assert (first.rest_f1 == 0).all()
+    expected = {len(item.answer.split()): 2 / (1 + len(item.answer.replace(",", "").split())) for item in items}
+    assert first.token_f1.tolist() == pytest.approx([expected[len(item.answer.split())] for item in items])
+    assert (rows[rows.control == "refusal"].token_f1 == 0).all()
+    assert (rows[rows.control == "no_passage"].exact_match == 0).all()  # the answer stands in the passage alone
+    pd.testing.assert_frame_equal(rows, run.controls("mine", items, tiny, settings, max_new_tokens=24))

@@ -13,7 +13,6 @@ import pytest
 from kvrepro.engine.condition import Condition
 from kvrepro.errors import InputError
 from kvrepro.experiment import store
-from kvrepro.experiment.store import Store, Tables
 from kvrepro.paths import CODE
 
 
@@ -21,60 +20,59 @@ def row(item, key=None, **values):
     return {"key": key or f"key-{item}", "item": item, "model": "m", "policy": "lru", "token_f1": 0.5, **values}
 
 
-def test_rows_come_back_in_the_order_of_their_keys(tmp_path):
-    table = Store(tmp_path, "c", "n", "org/model")
-    table.add([row("b", kept=[3, 4]), row("a")])
-    table.add([row("c")])
-    assert table.missing(["key-a", "key-x", "key-c"]) == ["key-x"]
-    frame = Store(tmp_path, "c", "n", "org/model").frame(["key-a", "key-b"])
-    assert list(frame["item"]) == ["a", "b"]
-    assert list(frame.kept[1]) == [3, 4]
+def keys(folder):
+    return store.latest(folder).key.tolist()
+
+
+def test_rows_come_back_as_they_were_written(tmp_path):
+    store.add(tmp_path / "m", [row("b", kept=[3, 4]), row("a")])
+    store.add(tmp_path / "m", [row("c")])
+    store.add(tmp_path / "m", [])
+    frame = store.latest(tmp_path / "m")
+    assert list(frame["item"]) == ["b", "a", "c"]
+    assert list(frame.kept[0]) == [3, 4]
     assert list(frame.columns) == store.COLUMNS
-    with pytest.raises(InputError, match="has no longer 1 of the rows"):
-        table.frame(["key-x"])
+    assert keys(tmp_path / "nothing") == []
+    with pytest.raises(InputError, match="no results at"):
+        store.read(tmp_path / "nothing")
 
 
-def test_a_row_that_failed_is_tried_again_and_gives_way_to_one_that_did_not(tmp_path):
-    table = Store(tmp_path, "c", "n", "m")
-    table.add([row("a", error="RuntimeError: no")])
-    assert table.missing(["key-a"]) == ["key-a"]
-    table.add([row("a")])
-    table.add([row("a", error="RuntimeError: another process")])  # of two writers
-    assert table.missing(["key-a"]) == []
-    assert table.frame(["key-a"]).error.isna().all()
-    assert store.read(tmp_path / "c" / "n").error.isna().tolist() == [True]
+def test_a_row_that_failed_gives_way_to_one_that_did_not(tmp_path):
+    for error in ("RuntimeError: no", None, "RuntimeError: another process"):  # of two writers
+        store.add(tmp_path / "m", [row("a", error=error)])
+    assert store.latest(tmp_path / "m").error.isna().tolist() == [True]
+    assert store.read(tmp_path).error.isna().tolist() == [True]
 
 
 def test_every_flipped_byte_is_seen(tmp_path):
-    table = Store(tmp_path, "c", "n", "m")
-    table.add([row("a")])
-    [file] = table.folder.glob("*.parquet")
+    store.add(tmp_path, [row("a")])
+    [file] = tmp_path.glob("*.parquet")
     data = file.read_bytes()
     for at in np.random.default_rng(0).integers(0, len(data), 40):
         store.whole.clear()
         file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises((InputError, OSError)):  # a broken header is no parquet file at all
-            table.frame(["key-a"])
+        with pytest.raises(InputError, match="is damaged"):
+            store.latest(tmp_path)
 
 
 def test_a_full_disk_leaves_what_was_stored_whole(tmp_path, monkeypatch):
-    table = Store(tmp_path, "c", "n", "m")
-    table.add([row("a")])
+    store.add(tmp_path, [row("a")])
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store.pq, "write_table", full)
     with pytest.raises(InputError, match="No space left on device.*What was stored before is whole"):
-        table.add([row("b")])
-    assert list(table.frame(["key-a"])["item"]) == ["a"]
+        store.add(tmp_path, [row("b")])
+    with pytest.raises(InputError, match="No space left on device"):
+        store.add_tables(tmp_path / "k", {"one": pd.DataFrame({"x": [1]})})
+    assert keys(tmp_path) == ["key-a"]
     assert not list(tmp_path.rglob("*.tmp"))
 
 
 def writer(folder, name, count):
-    table = Store(folder, "c", "n", "m")
     for i in range(count):
-        table.add([row(f"{name}-{i}"), row(f"shared-{i}")])
+        store.add(folder, [row(f"{name}-{i}"), row(f"shared-{i}")])
 
 
 def test_two_writers_and_a_kill_lose_and_double_nothing(tmp_path):
@@ -85,7 +83,7 @@ def test_two_writers_and_a_kill_lose_and_double_nothing(tmp_path):
     writers[0].join()
     os.kill(writers[1].pid, signal.SIGKILL)
     writers[1].join()
-    stored = store.read(tmp_path / "c" / "n")
+    stored = store.read(tmp_path)
     assert stored["item"].is_unique
     assert {f"a-{i}" for i in range(15)} | {f"shared-{i}" for i in range(15)} <= set(stored["item"])
     of_b = stored["item"][stored["item"].str.startswith("b-")]
@@ -93,12 +91,12 @@ def test_two_writers_and_a_kill_lose_and_double_nothing(tmp_path):
 
 
 def test_an_item_s_tables_appear_together_and_the_first_writer_wins(tmp_path):
-    tables = Tables(tmp_path, "c", "n")
-    tables.add("k", {"one": pd.DataFrame({"x": [1]}), "two": pd.DataFrame({"y": ["a"]})})
-    tables.add("k", {"one": pd.DataFrame({"x": [2]})})
-    assert "k" in tables
-    assert "other" not in tables
-    read = tables.read("k")
+    place = tmp_path / "c" / "k"
+    store.add_tables(place, {"one": pd.DataFrame({"x": [1]}), "two": pd.DataFrame({"y": ["a"]})})
+    store.add_tables(place, {"one": pd.DataFrame({"x": [2]})})
+    assert store.has_tables(place)
+    assert not store.has_tables(tmp_path / "other")
+    read = store.read_tables(place)
     assert (read["one"].x.tolist(), read["two"].y.tolist()) == ([1], ["a"])
     assert not list(tmp_path.rglob("*.tmp"))
 

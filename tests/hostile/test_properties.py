@@ -8,8 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvrepro import cli
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, models, parameters
+from kvrepro.experiment import data, models
+from kvrepro.experiment.settings import Settings
 from kvrepro.item import Item
 
 JSON = st.recursive(
@@ -27,6 +29,8 @@ TURN = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant"]) | JSON, "content": st.text(max_size=9) | JSON}
 )
 ROW = st.dictionaries(FIELD, st.text(max_size=20) | st.lists(TURN | SPAN | JSON, max_size=3) | JSON, max_size=6)
+SIZES = """num_hidden_layers vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads
+    max_position_embeddings""".split()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def test_any_lines_are_items_or_one_error(rows, place):
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     changes=st.dictionaries(
-        st.sampled_from([*models.Config.model_fields, "model_type", "rope_theta", "head_dim"]),
+        st.sampled_from(SIZES + ["eos_token_id", "text_config", "model_type", "rope_theta", "head_dim"]),
         JSON,
         min_size=1,
         max_size=3,
@@ -82,9 +86,5 @@ def test_any_configuration_is_a_model_or_one_error(changes, copy):
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=60) | JSON.map(json.dumps) | st.text("[]{}&*!a:1,-'\"# \n", max_size=30))
 def test_any_text_is_a_value_or_one_error(text):
-    value = refused_or(lambda: parameters.read(text))
-    refused_or(
-        lambda: parameters.check_values(
-            {"options": {"seed": value}, "n_items": value, "shares": value, "results": value}
-        )
-    )
+    value = refused_or(lambda: cli.read_value(text))
+    refused_or(lambda: Settings.of({"seed": value}, n_items=value, policies=value, results=value))

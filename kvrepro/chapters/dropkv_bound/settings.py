@@ -46,7 +46,7 @@ class Settings(run.Settings, Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ensure_once_each(pools=[pool_name(size) for size in self.pools], shares=self.shares, lengths=self.lengths)
+        ensure_once_each(pools=[pool_name(size) for size in self.pools])
 
     def within(self, model: Any) -> "Settings":
         """These settings, with `tokens` and `lengths` lowered (which is printed) so that sliding layers of the model

@@ -160,9 +160,6 @@ def retained(answered: Answers, loaded: Loaded, settings: Settings) -> dict[str,
         note, limit = rows.note[item.id], int(rows.limit[item.id])
         if isinstance(note, str):
             seen[item.id] = Answered(item, limit, json.loads(note)["tokens"])
-        elif settings.dry_run:
-            most = item.new_tokens(answered.max_new_tokens)
-            seen[item.id] = Answered(item, limit, loaded.tokenizer.encode(item.answer)[:most])
     layer = paper_layer(loaded.model) if settings.layer is None else settings.layer
     study = PerItem("fragility", "retained", seen, retained_by_item, {"base": settings.base, "layer": layer})
     tables, tasks = run(study, loaded, settings), {item.id: item.task for item in answered.items}
@@ -253,7 +250,7 @@ def parts_of(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> lis
         (NEEDLES, [item for item in first_of_each(needles, sizes.needles) if item.id not in first],
          [c for c in compared(settings.shares, settings) if c.budget != at]),
     ]  # fmt: skip
-    studies = [Answers("fragility", *part, settings.max_new_tokens, gaps=True) for part in parts if part[1]]
+    studies = [Answers("fragility", *part, settings.max_new_tokens) for part in parts if part[1]]
     studies = [study for study in studies if len(study.conditions) > 1]
     for study in studies:
         check(study, loaded)

@@ -43,7 +43,6 @@ class Settings(run.Settings):
     """Settings of the leakage chapter; the profile decides those that are None."""
 
     items: str = "tinyworld"  #: or "ifeval", or a .jsonl file of system prompts: for models of English
-    n_items: Size | None = None  #: system prompts of the main study, at most of others
     policies: tuple[str, ...] = (*FIVE, *TWO)  #: of the catalogue, or a reader's own
     ratios: tuple[ProperShare, ...] | None = None  #: shares of the system turn that are dropped
     reading: Literal["both", "as_run", "as_described"] = "both"  #: the authors' code, or their text
@@ -59,7 +58,8 @@ class Settings(run.Settings):
             object.__setattr__(self, "items", suits)
         if self.items.endswith(".jsonl"):
             print(f"leakage: the system turns of {self.items} are taken as the directives to keep secret")
-        ensure_once_each(policies=self.policies, **{} if self.ratios is None else {"ratios": self.ratios})
+        if self.ratios is not None:
+            ensure_once_each(ratios=self.ratios)
         for name in self.policies:
             if name == "full":
                 raise InputError("policy full is run in any case: name policies that evict")

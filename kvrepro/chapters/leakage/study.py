@@ -17,7 +17,7 @@ from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Offline, Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
-from kvrepro.experiment.answers import met_by
+from kvrepro.experiment.answers import unmet
 from kvrepro.experiment.claims import READINGS
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
@@ -37,7 +37,7 @@ def answers(
     texts = [prompt(loaded, item) for item in items]
     conditions = [[cell.on(item, text) for cell in grid] for item, text, grid in zip(items, texts, grids, strict=True)]
     tokens, note = settings.sizes.tokens, scores.survivors
-    study = Answers("leakage", name, items, conditions, tokens, prompt=prompt, note=note, gaps=True, together=2)
+    study = Answers("leakage", name, items, conditions, tokens, prompt=prompt, note=note, together=2)
     stored = run(study, loaded, settings)
     places, facts, start = [], [], 0
     for item, grid, wanted in zip(items, grids, conditions, strict=True):
@@ -140,10 +140,10 @@ def seconds(
 ) -> pd.DataFrame:
     """`timing` of one item."""
     text, rows = prompt(loaded, item), []
-    met = met_by(loaded, text, [condition for _, condition in cells])
+    impossible = unmet(loaded, text, [condition for _, condition in cells])
     for repeat in range(repeats + 1):
         for variant, condition in cells:
-            if condition not in met:
+            if condition in impossible:
                 continue
             [[answer]] = engine.generate(loaded.model, [text], [condition], max_new_tokens=tokens, stop_ids=())
             times = {"compress": answer.prefill_seconds, "decode": 100 * answer.decode_seconds / tokens}

@@ -24,7 +24,7 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.hf import evicting
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure, models
-from kvrepro.experiment.answers import able, met_by, prompt_limit
+from kvrepro.experiment.answers import able, prompt_limit, unmet
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
@@ -187,7 +187,8 @@ def retention(
     position of each of its spans.
     """
     prompt = data.build_prompt(item, loaded.tokenizer, prompt_tokens(loaded, [item], settings))
-    conditions = met_by(loaded, prompt, grid.main(capacities, policies, settings.protect_frac, reading)[1:])
+    conditions = grid.main(capacities, policies, settings.protect_frac, reading)[1:]
+    conditions = [c for c in conditions if c not in unmet(loaded, prompt, [c])]
     [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
     rows = [
         (c.policy, c.reading, c.budget, c.prefix > 0, position)
@@ -215,7 +216,7 @@ def real(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, set
     ]
     new, limit = settings.max_new_tokens, prompt_tokens(loaded, items, settings)
     few = spread(items, n_items)
-    return run(Answers("protection", "real", few, [Condition(), *conditions], new, limit, gaps=True), loaded, settings)
+    return run(Answers("protection", "real", few, [Condition(), *conditions], new, limit), loaded, settings)
 
 
 def once(loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, capacity: int, settings: Settings) -> pd.DataFrame:

@@ -6,8 +6,10 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from kvrepro.chapters.reclamation.survivors import POLICIES, PUBLISHED
-from kvrepro.engine.condition import ProperShare, Size, ensure_once_each
+from kvrepro.engine.condition import ProperShare, Size
+from kvrepro.errors import InputError
 from kvrepro.experiment import run
+from kvrepro.paths import WORK
 
 
 @dataclass(frozen=True)
@@ -30,5 +32,5 @@ class Settings(run.Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("policies", "kept", "cadences", "timed_cadences", "lengths"):
-            ensure_once_each(**{name: getattr(self, name)})
+        if self.quoted and not (WORK / self.quoted).is_file():
+            raise InputError(f"quoted {self.quoted!r}: no such file, give a .jsonl")

@@ -1,11 +1,11 @@
 """What a reader may set in the synthesis beside its notebook's parameters."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from kvrepro.engine.condition import Odd, ProperShare, Size, ensure_once_each
+from kvrepro.engine.condition import Odd, ProperShare, Size
 from kvrepro.experiment import run
 
 
@@ -13,6 +13,8 @@ from kvrepro.experiment import run
 class Settings(run.Settings):
     """Settings of the synthesis."""
 
+    family: tuple[str, ...] | None = None  #: models beside `model`; None: for an embedded one the profile's, else none
+    measure: Literal["score", "rest_f1"] = "score"  #: of answers; "rest_f1": without the first word
     cells: Annotated[int, Ge(8)] | None = None  #: None: the profile's; below 48 no shares of variance
     tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
     kept: tuple[ProperShare, ...] = (0.05, 0.1, 0.2)  #: shares of the compressed tokens that stay
@@ -24,7 +26,3 @@ class Settings(run.Settings):
     answer_words: Size = 24  #: an answer is read and judged as far as that
     block_size: Size = 16  #: tokens of a block of the paged cache
     draws: Annotated[int, Ge(1), Le(100_000)] = 1000  #: resamples of items for intervals of shares
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ensure_once_each(kept=self.kept)

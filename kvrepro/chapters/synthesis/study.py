@@ -148,11 +148,10 @@ def planned(
 def answers(
     loaded: Loaded, items: Sequence[Item], cells: int, policies: Sequence[str], settings: Settings
 ) -> pd.DataFrame:
-    """Rows of one model, as `tidy` gives them; of a dry run those of its estimate."""
+    """Rows of one model, as `tidy` gives them."""
     prompts = [with_parts(loaded, item, settings) for item in items]
     conditions = planned(loaded, prompts, cells, policies, settings)
-    rows = run(_study(items, conditions, settings), loaded, settings)
-    return rows if settings.dry_run else tidy(rows)
+    return tidy(run(_study(items, conditions, settings), loaded, settings))
 
 
 def tidy(rows: pd.DataFrame) -> pd.DataFrame:

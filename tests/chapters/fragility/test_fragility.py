@@ -25,7 +25,6 @@ from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, judge, models, stats
 from kvrepro.experiment.members import Language, Table
-from kvrepro.experiment.run import run
 from kvrepro.experiment.verdict import Verdicts
 from kvrepro.item import Item
 from kvrepro.world import ruler, world
@@ -675,23 +674,12 @@ def test_what_a_short_prompt_cannot_meet_is_a_row_without_an_answer(tmp_path):
     short, long = (data.load_items("tinyworld:needle", 1, tokens=tokens)[0] for tokens in (300, 900))
     settings = Settings(results=tmp_path, progress=False, shares=(0.1, 0.4), policies=("snapkv",))
     conditions = study.compared(settings.shares, settings)
-    part = study.Answers("fragility", "every", [short, replace(long, id="long")], conditions, 2, gaps=True)
+    part = study.Answers("fragility", "every", [short, replace(long, id="long")], conditions, 2)
     rows = study.answers([part], loaded, settings)
     [missing] = rows[rows.error.notna()].itertuples()
     assert (missing.item, missing.share) == (short.id, 0.1)
     assert "< 32 protected tokens" in missing.error
     assert rows.score.isna().sum() == 1
-
-
-def test_in_a_dry_run_an_items_own_answer_stands_for_the_models_as_far_as_that_may_go(tmp_path, monkeypatch):
-    loaded, settings = models.load("small-gqa"), Settings(results=tmp_path, answer_tokens=200, dry_run=True)
-    answered = study.observed(loaded, "tinyworld:two_hop", study.Size(1, 1, 1, 1, 1), settings)
-    monkeypatch.setattr(study, "run", lambda requested, *given: seen.append(requested) or usual(requested, *given))
-    usual, seen = run, []
-    study.retained(answered, loaded, settings)
-    lengths = [(len(item.tokens), len(loaded.tokenizer.encode(item.item.answer))) for item in seen[1].items.values()]
-    assert all(tokens == min(200, answer) for tokens, answer in lengths)
-    assert max(answer for _, answer in lengths) > 200
 
 
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
@@ -719,8 +707,6 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     printed = capsys.readouterr().out
     assert "duo_attention is left out" in printed
     assert "4 bits are left out" in printed
-    study.retained(answered, loaded, replace(settings, dry_run=True))
-    assert "fragility/retained: 0 of 2 items" in capsys.readouterr().out
     main = grid[grid.change == "none"]
     assert set(main.policy) == {"full", *POLICIES, *study.PLUG_IN} - {"duo_attention"}
     assert (grid[grid.change == "guards"].groupby("policy").size() == 2).all()

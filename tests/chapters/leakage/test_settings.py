@@ -47,7 +47,7 @@ def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, cap
         ({"n_items": 0}, "n_items 0: "),
         ({"n_items": "ten"}, "n_items 'ten'"),
         ({"policies": ["h2o", "dropkv", "h2o"]}, "each once"),
-        ({"policies": []}, "policies \\[\\]: give a list of at least one"),
+        ({"policies": []}, "policies \\(\\): give a list of at least one"),
         ({"policies": "tova"}, "policies 'tova': "),
         ({"policies": ["lru"]}, "lru cannot run in regime 'offline'"),
         ({"policies": ["full"]}, "full is run in any case"),
@@ -84,5 +84,5 @@ def test_a_file_is_of_system_prompts_only_if_every_row_holds_one(tmp_path, capsy
         assert taken(row, other) == "ifeval"
         assert message in capsys.readouterr().out
     file.write_bytes(json.dumps(row).encode() + b'\n{"answer": "caf\xe9"}\n')
-    with pytest.raises(InputError, match="own.jsonl, line 2: byte 0xe9 is not UTF-8"):
+    with pytest.raises(InputError, match="own.jsonl, line 2: .*0xe9"):
         Settings(items=str(file))

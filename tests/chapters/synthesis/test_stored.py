@@ -8,7 +8,6 @@ import kvrepro as kv
 from kvrepro.chapters.synthesis import grid, study
 from kvrepro.chapters.synthesis.settings import Settings
 from kvrepro.experiment import store
-from kvrepro.experiment.store import Store
 
 NOTE = json.dumps({"held": 0.1, "freed": 0.5, "freed_compacted": 0.9, "evidence_heads": 0.3})
 
@@ -20,9 +19,8 @@ def test_rows_know_the_cell_that_they_belong_to(tmp_path):
     published = kv.Condition("snapkv", 0.1, kv.Prefill(), reading="as_described")
     columns = {"model": "m", "task": "t", "token_f1": 0.5, "note": NOTE}
     every = enumerate([*conditions, published, kv.Condition()])
-    written = Store(tmp_path, "synthesis", "grid", "m")
-    written.add([columns | condition.columns() | {"key": str(i), "item": "i"} for i, condition in every])
-    rows = study.tidy(store.read(tmp_path / "synthesis" / "grid"))
+    store.add(tmp_path, [columns | condition.columns() | {"key": str(i), "item": "i"} for i, condition in every])
+    rows = study.tidy(store.read(tmp_path))
     of_grid = rows[rows.kind == "grid"].reset_index(drop=True)
     factors = list(grid.FACTORS)
     pd.testing.assert_frame_equal(of_grid[factors].fillna("-"), cells[factors].fillna("-"), check_dtype=False)

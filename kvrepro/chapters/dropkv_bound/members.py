@@ -1,41 +1,43 @@
-"""What the claims about DropKV's bound are tested on: triples and records by prompt, answers by item, timings.
+"""What the claims about DropKV's bound are tested on (`experiment.members`): tables by triple, by item, and of timings.
 
-Whole prompts are resampled, since the triples of one prompt are not independent.
+Whole prompts are resampled, since the triples of one prompt are not independent. Timings are those of data/gpu/, beside
+the paper's. Their intervals: p20 to p80 for the kernel; least to greatest for whole models; least to median step for
+decoding, where a single slow step may allocate memory.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
 
-from kvrepro.chapters.dropkv_bound import bound, study, timings
+from kvrepro.chapters.dropkv_bound import bound, study
 from kvrepro.chapters.dropkv_bound.bound import ORIGIN
 from kvrepro.chapters.dropkv_bound.settings import Settings
 from kvrepro.chapters.dropkv_bound.study import WHERE
-from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA, scored_alone
-from kvrepro.engine.policy import find
-from kvrepro.errors import InputError
-from kvrepro.experiment import claims, history, judge, longbench
-from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample, Unpaired
+from kvrepro.chapters.dropkv_bound.triples import STRATA
+from kvrepro.experiment import claims, judge, longbench
+from kvrepro.experiment.claims import KEPT, PLAIN
+from kvrepro.experiment.judge import NotTestable
+from kvrepro.experiment.members import Case
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.stats import ANY, MIN_ITEMS, UNIT
+from kvrepro.paths import GPU
 from kvrepro.world import ruler
 
 K = 200  # in the claims about theorem 1's factor, whatever `Settings.k` is
-HARD_K = 10  # in the claims about records
-NEAR = 0.5  # ||a - v|| / ||a|| of values near the output: removing one costs less than half of what a value of 0 would
+HARD_K = 10  # in the claims about pairs of rules
 ITEMS: dict[str, Iterable[str]] = {"longbench": longbench.SETS, "ruler": ruler.TASKS}
-Tables = Mapping[str, pd.DataFrame]
-GENERAL = ("peer_minus_dropkv", "quality_lead")  # contrasts of claims about other policies in general
-TIMES = (1.0, math.inf)
-LIMITS = {  # of columns and so of their quantiles; also of a high quantile of `factor` over its median
-    "ratio": TIMES, "factor": TIMES, "slack": (0.0, math.inf), "even": (0.0, math.inf), "c_low": (-1.0, 1.0),
-}  # fmt: skip
+KEYS = ["item", *WHERE, "stratum", "k", "objective"]
+KERNELS, MODELS = GPU / "kernels.csv", GPU / "models.csv"
+SCORING = "perturbation, two passes, three kernels"  # all of DropKV's scoring, as the references compute it
+REFERENCES = {"plain torch, grouped, lse given": "torch, grouped", "plain torch, repeated heads": "torch, repeated"}
+KV_HEADS, DIM, SHAPE = 8, 128, "32/8/128"  # of Llama-3.1-8B and Mistral-7B
+TORCH = "DropKV, plain PyTorch"
 
 
-# ---------------------------------------------------------------- frames and statistics
+# ---------------------------------------------------------------- triples
 
 
 def with_factor(assumptions: pd.DataFrame, k: int) -> pd.DataFrame:
@@ -44,10 +46,15 @@ def with_factor(assumptions: pd.DataFrame, k: int) -> pd.DataFrame:
     return assumptions.assign(k=k, factor=bound.factor(c, eps, k).numpy())
 
 
-def selected(records: pd.DataFrame, queries: int = 1, objective: str = "query") -> pd.DataFrame:
-    """Records of DropKV's rule on the paper's four strata."""
-    ours = records.query("rule == 'dropkv' and queries == @queries and objective == @objective")
-    return ours[ours.stratum.isin(STRATA)]
+def selected(records: pd.DataFrame) -> pd.DataFrame:
+    """Records of DropKV's rule for one query, on the paper's four strata."""
+    return records[records.stratum.isin(STRATA)].query("rule == 'dropkv' and queries == 1 and objective == 'query'")
+
+
+def beside(rows: pd.DataFrame, records: pd.DataFrame, rule: str, queries: int) -> pd.DataFrame:
+    """Rows with `ratio_<rule>`, the ratio of another rule that chooses among the same keys."""
+    other = records.query("rule == @rule and queries == @queries")
+    return rows.merge(other[[*KEYS, "ratio"]].rename(columns={"ratio": f"ratio_{rule}"}), "left", on=KEYS)
 
 
 def disagreement(alignment: pd.DataFrame) -> pd.DataFrame:
@@ -62,287 +69,165 @@ def disagreement(alignment: pd.DataFrame) -> pd.DataFrame:
     return alignment.groupby(["item", *WHERE, "stratum"]).apply(of_triple, include_groups=False).reset_index()
 
 
-def _median(values: np.ndarray) -> float:
-    return float(np.median(values[:, 0]))
+def of_triples(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """pools: a row per triple and pool. layers: per item, pool and kind of layer. records: DropKV's for one query.
+    slack: a record and a pool. rules: another rule's record, both observing the window. near: a triple and one of the
+    strata near and aligned. weights, ways: a triple, stratum and k, with one way to weigh a key or with all."""
+    pools = with_factor(tables["assumptions"], K).eval("even = eps * tokens")
+    pools = pools.assign(holds=pools.c_low > ORIGIN, finite=np.isfinite(pools.factor), first=pools.layer == 0)
+    layers = pools.groupby(["item", "pool", "first"], as_index=False).agg(holds=("holds", "mean"), n=("holds", "size"))
+    layers["n"] = layers.n.where(layers["first"])
+    every, ways = tables["records"], tables["weights"].query("k == @HARD_K")
+    records = beside(beside(selected(every), every, "attention", 1), every, "random", 1)
+    finite = np.isfinite(records.bound)
+    records = records.assign(
+        finite=finite,
+        hard=records.stratum == "threshold",
+        of_bound=(records.ratio / records.bound).where(finite),
+        slack=records.bound / records.ratio,
+    )
+    of_pools = records.drop(columns=["k", "slack"]).merge(pools[pools.finite][["item", *WHERE, "pool", "factor"]])
+    window = every.queries.max()
+    others = every[every.stratum.isin(STRATA)].query("queries == @window and rule != 'dropkv'")
+    rules = beside(others, every, "dropkv", window).rename(columns={"rule": "policy"})
+    one = beside(every.query("rule == 'dropkv' and queries == 1 and k == @HARD_K"), every, "andpro", 1)
+    one = one.eval("log = log(ratio_andpro) - log(ratio)")
+    near = disagreement(tables["alignment"]).merge(one[["item", *WHERE, "stratum", "log"]], "left")
+    wide = ways.pivot_table(index=["item", *WHERE, "stratum"], columns="way", values=["window", "projected"])
+    log = np.log(wide.clip(lower=1e-300))
+    return {
+        "pools": pools,
+        "layers": layers,
+        "records": records,
+        "slack": of_pools.eval("slack = factor / ratio"),
+        "rules": rules.eval("log = log(ratio) - log(ratio_dropkv)"),
+        "near": near,
+        "weights": tables["weights"].astype({"same_alone": float}),
+        "ways": pd.DataFrame(
+            {
+                "linear": log["window", "linear"] - log["window", "squared"],
+                "before": log["projected", "squared"] - log["projected", "projected"],
+            }
+        ).reset_index(),
+    }
 
 
-def _p95(values: np.ndarray) -> float:
-    return float(np.quantile(values[:, 0], 0.95))
+# ---------------------------------------------------------------- answers
 
 
-def _median_difference(values: np.ndarray) -> float:
-    return float(np.median(values[:, 0]) - np.median(values[:, 1]))
+def of_answers(answers: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """answers: at the length at which all methods were run. lengths: at the longest and the shortest."""
+    rows = answers.assign(
+        policy=answers.method,
+        points=100 * answers.score,
+        share=answers["share"].where(answers.method != "full"),
+        longest=answers.length == answers.length.max(),
+    )
+    shortest, longest = rows.length.min(), rows.length.max()
+    return {"answers": study.main(rows), "lengths": rows[rows.length.isin([shortest, longest]) & (shortest < longest)]}
 
 
-def _median_gap(values: np.ndarray) -> float:
+def answered(case: Case) -> None:
+    """Raise NotTestable unless the answers are to the items of the claim, as long as it wants, and mostly right."""
+    rows, claim = case.table.rows, case.claim
+    if "items" in claim and not set(rows.task) <= set(ITEMS[claim["items"]]):
+        raise NotTestable(f"{claim['why']} Give -p items {claim['items']} with a model of the hub.")
+    if rows.prompt_tokens.mean() < claim.get("prompt_tokens", 0):
+        lengths = f"{claim['prompt_tokens']} tokens wanted, {rows.prompt_tokens.mean():.0f} run"
+        raise NotTestable(f"{claim['why']} Prompts of {lengths}: give such a file with -p items, and -p tokens.")
+    full = rows[rows.policy == "full"]
+    judge.answers_enough(full.score, full.get("error"))
+
+
+# ---------------------------------------------------------------- timings
+
+
+def kernels() -> pd.DataFrame:
+    """Timings of scoring at the shape of the paper's models."""
+    f = pd.read_csv(KERNELS)
+    return f[(f.kernel == "window_scores") & (f["shape"] == SHAPE) & (f.batch == 1)]
+
+
+def speedups() -> pd.DataFrame:
+    """By kernel, prompt length and way to write the reference: how much faster the kernel is, and what share of memory
+    it allocates, alone (`scratch`) and with the keys and values of a layer in bfloat16 (`peak`)."""
+    f, same = kernels(), ["tokens", "device", "dtype"]
+    ours = f[~f.variant.isin(REFERENCES)]
+    f = ours.merge(f[f.variant.isin(REFERENCES)], on=same, suffixes=("", "_reference"))
+    held = 2 * f.tokens * KV_HEADS * DIM * 2 / 2**20
+    return f.assign(
+        value=f.p50_us_reference / f.p50_us,
+        low=f.p20_us_reference / f.p80_us,
+        high=f.p80_us_reference / f.p20_us,
+        runs=math.nan,
+        scratch=f.scratch_mib / f.scratch_mib_reference,
+        peak=(f.scratch_mib + held) / (f.scratch_mib_reference + held),
+    )
+
+
+def models(part: str, device: str = "") -> pd.DataFrame:
+    """Rows of a part of the measured table, on one device if it is named. Of a cell that was measured twice, those of
+    more runs are taken, or the first."""
+    f = pd.read_csv(MODELS).sort_values("runs", ascending=False, kind="stable")
+    f = f[(f.part == part) & f.device.str.contains(device, regex=False)]
+    where = ["model", "method", "tokens", "batch"]
+    return f.drop_duplicates(where).set_index(where)
+
+
+def of_models() -> pd.DataFrame:
+    """By what was timed, and in which cell of the measured table: how DropKV compares, with its range and runs.
+
+    first_token: its time over the plain cache's. prefill_gain: by what share a prefill is slower that scores in plain
+    PyTorch. latency: seconds of a whole answer, minus SnapKV's. Both were timed once and decode equally many tokens;
+    they differ by their prefills, one per row of the batch, whose least and greatest times give the range. throughput:
+    tokens per second with 5% kept over those with a full cache, plain or in the same engine, each at its largest batch,
+    from the fastest to the median step of each side; throughput_of_steps: to the slowest.
+    """
+    prefills, answers, rows = models("prefill"), models("answer"), []
+    paper = (prefills.loc["Mistral-7B", method, 32768, 1] for method in ("DropKV", PLAIN))
+    rows.append(("first_token", "Mistral-7B, 32768", *claims.over(*paper)))
+    for (model, tokens, batch), row in prefills.xs(TORCH, level="method").iterrows():
+        value, low, high, n = claims.over(row, prefills.loc[model, "DropKV", tokens, batch])
+        rows.append(("prefill_gain", f"{model}, {tokens}", value - 1, low - 1, high - 1, n))
+    for (model, tokens, batch), row in answers.xs("DropKV", level="method").iterrows():
+        of_device = models("prefill", row.device)
+        a, b = (of_device.loc[model, name, tokens, 1] for name in ("DropKV", "SnapKV"))
+        middle = row.seconds - answers.seconds[model, "SnapKV", tokens, batch]
+        low, high = min(middle, batch * (a.low - b.high)), max(middle, batch * (a.high - b.low))
+        rows.append(("latency", f"batch {batch}", middle, low, high, row.runs))
+    steps = models("decode").reset_index()
+    best = steps.loc[steps.groupby(["model", "method", "tokens"], sort=False).batch.idxmax()].set_index("method")
+    for against, name in ((PLAIN, "plain cache"), (KEPT, "everything kept")):
+        for (model, tokens), cell in best.groupby(["model", "tokens"], sort=False):
+            for what, upper in (("throughput", "seconds"), ("throughput_of_steps", "high")):
+                gain = claims.over(cell.loc[against], cell.loc["5% kept"], upper)
+                rows.append((what, f"{model}, {tokens}, over {name}", *gain))
+    return pd.DataFrame(rows, columns=["what", "cell", "value", "low", "high", "runs"])
+
+
+# ---------------------------------------------------------------- contrasts
+
+
+def median_gap(values: np.ndarray) -> float:
     """Median of the first column where the second is true, minus that where it is false; nan if one side is empty."""
     held = values[:, 1] > 0
     return float(np.median(values[held, 0]) - np.median(values[~held, 0])) if 0 < held.mean() < 1 else np.nan
 
 
-def _statistic(frame: pd.DataFrame, of: Callable[[np.ndarray], float], *columns: str) -> Sample:
-    """A statistic of all rows. Of two columns it is a difference, which has no limits."""
-    limits = LIMITS.get(columns[0], ANY) if len(columns) == 1 else ANY
-    return Sample(frame[list(columns)], of, frame["item"], limits=limits)
-
-
-def _mean(values: pd.Series, items: pd.Series, bounds: tuple[float, float] | None = UNIT) -> Sample:
-    """A mean over prompts."""
-    return Sample(values.astype(float).to_frame("a"), clusters=items, bounds=bounds)
-
-
-# ---------------------------------------------------------------- assumptions, per pool
-
-
-def _first_layer(f: pd.DataFrame) -> Sample:
-    """Share of triples with a cone in layer 0, minus that in the others."""
-    f = f.assign(holds=(f.c_low > ORIGIN).astype(float), side=np.where(f.layer == 0, "a", "b"))
-    share = f.pivot_table(index="item", columns="side", values="holds")
-    if len(share.columns) < 2:
-        raise NotTestable("the first layer and others have to be run")
-    return Sample(share, "difference", each=(f.side == "a").sum() / len(share))
-
-
-def _given_cone(f: pd.DataFrame) -> Sample:
-    """Of the triples with a cone, the share whose factor is finite."""
-    f = f[f.c_low > ORIGIN]
-    if f.empty:
-        raise NotTestable("no triple has a cone")
-    return _mean(np.isfinite(f.factor), f["item"])
-
-
-OF_POOL: dict[str, Callable[[pd.DataFrame], Sample]] = {
-    "cone_share": lambda f: _mean(f.c_low > ORIGIN, f["item"]),
-    "cone_median": lambda f: _statistic(f, _median, "c_low"),
-    "cone_first_layer": _first_layer,
-    "eps_median": lambda f: _statistic(f.assign(even=f.eps * f.tokens), _median, "even"),
-    "factor_finite": lambda f: _mean(np.isfinite(f.factor), f["item"]),
-    "factor_given_cone": _given_cone,
-    "factor_median": lambda f: _statistic(f[np.isfinite(f.factor)], _median, "factor"),
-    "factor_tail": lambda f: _statistic(f[np.isfinite(f.factor)], lambda v: _p95(v) / _median(v), "factor"),
+STATISTICS = {
+    "median": lambda values: float(np.median(values[:, 0])),
+    "p95": lambda values: float(np.quantile(values[:, 0], 0.95)),
+    "p95_over_median": lambda values: float(np.quantile(values[:, 0], 0.95)) / float(np.median(values[:, 0])),
+    "median_difference": lambda values: float(np.median(values[:, 0]) - np.median(values[:, 1])),
+    "median_gap": median_gap,
 }
+CONTRASTS = {name: partial(Case.sample, contrast=statistic) for name, statistic in STATISTICS.items()}
+REQUIRES = {"answered": answered}
 
 
-def _of_pools(claim: Mapping, tables: Tables) -> list[Member]:
-    pools = dict(iter(tables["assumptions"].groupby("pool", sort=False)))
-    if claim["over"] != "pools":
-        if claim["over"] not in pools:
-            raise NotTestable(f"not run: the pool of the {claim['over']} (the parameter pools)")
-        pools = {claim["over"]: pools[claim["over"]]}
-    return [Member(str(pool), OF_POOL[claim["contrast"]](with_factor(f, K))) for pool, f in pools.items()]
-
-
-# ---------------------------------------------------------------- records
-
-
-def _cells(records: pd.DataFrame, of: Callable[[np.ndarray], float], *columns: str) -> list[Member]:
-    """A statistic of each stratum and number of evicted keys."""
-    cells = records.groupby(["k", "stratum"], sort=False)
-    return [Member(f"{stratum}, k={k}", _statistic(f, of, *columns)) for (k, stratum), f in cells]
-
-
-def _with_other_rule(tables: Tables, rule: str, queries: int, ours: pd.DataFrame) -> pd.DataFrame:
-    """Our records with `ratio_other`, the triple's ratio by another rule, and `log`, its log minus that of ours."""
-    keys = ["item", *WHERE, "stratum", "k", "objective"]
-    other = tables["records"].query("rule == @rule and queries == @queries")
-    pairs = ours.merge(other[[*keys, "ratio"]], on=keys, suffixes=("", "_other"))
-    return pairs.assign(log=np.log(pairs.ratio_other) - np.log(pairs.ratio))
-
-
-def _facts(f: pd.DataFrame, values: pd.Series) -> list[Member]:
-    """A value per record, named for its triple."""
-    names = f[["item", *WHERE, "stratum", "k"]].itertuples(index=False)
-    named = [f"{i}, layer {la}, head {h}, position {p}, {s}, k={k}" for i, la, h, p, s, k in names]
-    return [Member("all", Facts(values.set_axis(named)))]
-
-
-def _hardest_stratum(ours: pd.DataFrame) -> list[Member]:
-    """Median ratio of the threshold stratum minus that of each other stratum."""
-    r, parts = ours[ours.k == HARD_K].assign(near=ours.stratum == "threshold"), {}
-    for name in STRATA:
-        if name != "threshold":
-            two = r[r.stratum.isin(["threshold", name])]
-            parts[f"against {name}"] = _statistic(two, _median_gap, "ratio", "near")
-    return [Member("all", parts)]
-
-
-def _peers(claim: Mapping, tables: Tables) -> list[Member]:
-    """Log ratio of each rule minus DropKV's, both observing the window. Without PyramidKV: its score is SnapKV's."""
-    rules = _own(claim) or [rule for rule in RULES if rule not in ("dropkv", "pyramid_kv")]
-    peers, window = [], int(tables["records"].queries.max())
-    for rule in rules:
-        if rule not in RULES and not scored_alone(find(rule)):
-            raise NotTestable(f"the choice of {find(rule).title} among twenty keys has no score to go by")
-    for objective in claim.get("objectives", ("query", "window")):
-        ours = selected(tables["records"], window, objective)
-        for rule in rules:
-            f = _with_other_rule(tables, rule, window, ours[ours.k == HARD_K])
-            peers.append(Member(f"{rule}, shift of the {objective}", _mean(f.log, f["item"], bounds=None)))
-    return peers
-
-
-def _pool_slack(tables: Tables, ours: pd.DataFrame) -> list[Member]:
-    """Theorem 1's factor of the triple's pool, where it is finite, over the realised ratio on twenty of its keys."""
-    pools = []
-    for pool, f in tables["assumptions"].groupby("pool", sort=False):
-        merged = ours.merge(with_factor(f, K)[["item", *WHERE, "factor"]], on=["item", *WHERE])
-        merged = merged[np.isfinite(merged.factor)].eval("slack = factor / ratio")
-        pools.append(Member(str(pool), _statistic(merged, _median, "slack")))
-    return pools
-
-
-def _way_gap(claim: Mapping, tables: Tables) -> list[Member]:
-    """Two ways to weigh a key: log of the shift that one way's sets cause over the other's, ten of twenty evicted."""
-    first, second, shift = claim["weights"]
-    f = tables["weights"][tables["weights"].k == HARD_K]
-    wide = f.pivot_table(index=["item", *WHERE, "stratum"], columns="way", values=shift).reset_index()
-    log = np.log(wide[first].clip(lower=1e-300)) - np.log(wide[second].clip(lower=1e-300))
-    return [Member("all", _mean(log, wide["item"], bounds=None))]
-
-
-def _near(claim: Mapping, tables: Tables) -> pd.DataFrame:
-    """A row per triple that `disagreement` gives for the claim's stratum. The nearest keys count where all twenty lie
-    within `NEAR`; raises NotTestable, with what was measured, where too few prompts have such keys."""
-    f = disagreement(tables["alignment"][tables["alignment"].stratum == claim["over"]])
-    if claim["over"] != "near":
-        return f
-    near = f[f.distance <= NEAR]
-    if (prompts := near["item"].nunique()) < MIN_ITEMS:
-        found = f"{len(near)} of {len(f)} triples, of {prompts} prompts, have twenty keys with |a - v| <= {NEAR:g} |a|"
-        middle = f"the median distance of the twentieth is {f.distance.median():.2f} |a|"
-        raise NotTestable(f"{found} ({middle}): at least {MIN_ITEMS} prompts are needed")
-    return near
-
-
-def _own(claim: Mapping) -> list[str]:
-    """The reader's own policies that a general claim is tested on."""
-    return claim["over"]["policy"] if isinstance(claim["over"], Mapping) else []
-
-
-def _of_records(claim: Mapping, tables: Tables) -> list[Member]:
-    contrast, ours = claim["contrast"], selected(tables["records"])
-    finite = ours[np.isfinite(ours.bound)]
-    match contrast:
-        case "ratio_median":
-            return _cells(ours, _median, "ratio")
-        case "ratio_p95":
-            return _cells(ours, _p95, "ratio")
-        case "attention_minus_dropkv" | "random_minus_dropkv":
-            rule, strata = contrast.removesuffix("_minus_dropkv"), STRATA if claim["over"] == "cells" else claim["over"]
-            some = ours[ours.k.isin(claim.get("ks", ours.k)) & ours.stratum.isin(strata)]
-            return _cells(_with_other_rule(tables, rule, 1, some), _median_difference, "ratio_other", "ratio")
-        case "peer_minus_dropkv":
-            return _peers(claim, tables)
-        case "hardest_stratum":
-            return _hardest_stratum(ours)
-        case "ratio_worst":
-            return _facts(ours, ours.ratio)
-        case "violations":
-            return _facts(finite, finite.ratio / finite.bound)
-        case "pool_slack":
-            return _pool_slack(tables, ours)
-        case "slack_median":
-            return [Member("all", _statistic(finite.eval("slack = bound / ratio"), _median, "slack"))]
-        case "andpro_keeps":
-            f = _near(claim, tables)
-            return [Member("all", _mean(f.kept, f["item"]))]
-        case "aligned_andpro_minus_dropkv":
-            of_rule = tables["records"].query("rule == 'dropkv' and queries == 1 and k == @HARD_K")
-            near = of_rule.merge(_near(claim, tables)[["item", *WHERE, "stratum"]])
-            f = _with_other_rule(tables, "andpro", 1, near)
-            return [Member("all", _mean(f.log, f["item"], bounds=None))]
-        case "same_alone":
-            linear = tables["weights"][tables["weights"].way == "linear"]
-            return _facts(linear, linear.same_alone.astype(float))
-        case "way_gap":
-            return _way_gap(claim, tables)
-    raise InputError(f"claim {claim['id']}: unknown contrast {contrast!r}")
-
-
-# ---------------------------------------------------------------- answers and timings
-
-
-def _from_answers(claim: Mapping, answers: pd.DataFrame) -> list[Member | NotTestable]:
-    """Scores of each item in points: DropKV's paired with each method's that the claim names, or with each peer's."""
-    main = study.main(answers)
-    needs = claim.get("needs", {})
-    if "items" in needs and not set(main.task) <= set(ITEMS[needs["items"]]):
-        raise NotTestable(f"{claim['why']} Give -p items {needs['items']} with a model of the hub.")
-    if main.prompt_tokens.mean() < needs.get("prompt_tokens", 0):
-        lengths = f"{needs['prompt_tokens']} tokens wanted, {main.prompt_tokens.mean():.0f} run"
-        raise NotTestable(f"{claim['why']} Prompts of {lengths}: give such a file with -p items, and -p tokens.")
-    full = main[main.method == "full"]
-    judge.answers_enough(full["score"], full.get("error"))
-
-    def lead(name: str) -> Sample:
-        return Sample(100 * pair(main, name, claim["share"]), "difference", bounds=(0.0, 100.0))
-
-    if claim["contrast"] == "quality_lead":
-        others = _own(claim) or [name for name in study.PEERS if name in set(main.method)]
-        return [Member("all", {f"over {name}": lead(name) for name in others})]
-    pairs: list[Member | NotTestable] = []
-    for name in claim["against"]:
-        try:
-            pairs.append(Member(f"against {name}", lead(name)))
-        except NotTestable as reason:
-            pairs.append(reason)
-    return pairs
-
-
-def _lead_growth(claim: Mapping, answers: pd.DataFrame | None) -> list[Member]:
-    """DropKV's lead over another at the longest prompts minus that at the shortest; unpaired, since items differ."""
-    if answers is None or answers.length.nunique() < 2:
-        raise NotTestable("answers at two lengths are needed, -p lengths")
-    of_share = answers[(answers["share"] == claim["share"]) & answers.method.isin(["dropkv", claim["against"]])]
-    if set(of_share.method) != {"dropkv", claim["against"]}:
-        raise NotTestable(f"not run: dropkv and {claim['against']} at {claim['share']:.0%}")
-    wide = of_share.pivot_table(index=["length", "item"], columns="method", values="score")
-    lead = 100 * (wide["dropkv"] - wide[claim["against"]]).dropna()
-    ends = [lead[length] for length in (max(answers.length), min(answers.length))]
-    return [Member("all", Unpaired(*ends, bounds=(-100.0, 100.0)))]
-
-
-def pair(rows: pd.DataFrame, against: str, share: float) -> pd.DataFrame:
-    """Score of DropKV (a) and of another method, or "full" (b), at a share, by item that has both."""
-    sides, rows = {}, study.main(rows)
-    for name, method, side_share in (("a", "dropkv", share), ("b", against, 1.0 if against == "full" else share)):
-        of_side = rows[(rows.method == method) & (rows["share"] == side_share)]
-        if of_side.empty:
-            raise NotTestable(f"not run: {method} at {side_share:.0%}")
-        sides[name] = of_side.set_index("item")["score"]
-    return pd.DataFrame(sides).dropna()
-
-
-def members(claim: Mapping, tables: Tables) -> Sequence[Member | NotTestable]:
-    """What a claim is tested on. Raises NotTestable where triples, answers or timings are needed and missing."""
-    contrast, answers = claim["contrast"], tables.get("answers")
-    if contrast in timings.CONTRASTS:
-        given = {name: claim[name] for name in ("tokens", "kernel") if name in claim}
-        measured = timings.CONTRASTS[contrast][0](**given)
-        if claim.get("exact"):
-            return [Member(name, Facts(pd.Series({timings.KERNELS.name: m.value}))) for name, m in measured.items()]
-        return [Member(name, m) for name, m in measured.items()]
-    if contrast == "quality_growth":
-        return _lead_growth(claim, answers)
-    if contrast in ("quality_difference", "quality_lead"):
-        if answers is None:
-            raise NotTestable("no answers were generated: run study.answers")
-        return _from_answers(claim, answers)
-    if "records" not in tables:
-        raise NotTestable("no triples were computed: run study.triples_of")
-    return _of_pools(claim, tables) if contrast in OF_POOL else _of_records(claim, tables)
-
-
-def verdicts(book: Mapping, tables: Tables, loaded: Loaded, settings: Settings) -> pd.DataFrame:
-    """Verdict of every claim of a book on the tables of `study.triples_of` and `answers`, then of the general ones on
-    a reader's own policies."""
-    columns = {"records": "rule", "answers": "method"}
-    policies = [name for table, column in columns.items() if table in tables for name in tables[table][column]]
-    stated = book["claims"]
-    general = [c for c in stated if c["contrast"] in GENERAL and "prompt_tokens" not in c.get("needs", {})]
-    own = claims.claims_on_own([{**claim, "over": {"policy": "any"}} for claim in general], policies)
-    frame = history.verdicts(
-        stated, lambda claim, _: members(claim, tables), own=own, model=loaded.name, profile=settings.profile
-    )
-    timed = [claim for claim in stated if claim["contrast"] in timings.CONTRASTS]
-    return claims.timed(frame, {claim["id"]: timings.CONTRASTS[claim["contrast"]][1] for claim in timed})
+def tidied(tables: Mapping[str, pd.DataFrame], loaded: Loaded, settings: Settings) -> dict[str, pd.DataFrame]:
+    """The tables that claims read: those of the run's triples and answers, and of the stored timings."""
+    megabytes = kernels().eval("megabytes = scratch_mib * 2**20 / 1e6")
+    tidy = {"kernels": megabytes, "speedups": speedups(), "timings": of_models()}
+    tidy |= of_triples(tables) if "records" in tables else {}
+    return tidy | (of_answers(tables["answers"]) if "answers" in tables else {})

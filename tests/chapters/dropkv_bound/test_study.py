@@ -1,9 +1,6 @@
-"""The bound's frames on a tiny model, and estimates and verdicts on frames whose answer is known."""
-
-from types import SimpleNamespace
+"""The tables over triples of a tiny model's prompt, prompts of a given length, and conditions."""
 
 import checkpoint
-import few_claims
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +13,7 @@ from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
 from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, data, models, stats
+from kvrepro.experiment import data, models
 
 OF_LAYER = Sampling(pools=(0.9, 24), positions=2, window=4, steps=2)
 SMALL = Sampling(pools=(0.95, 24), positions=1, window=4, steps=3)
@@ -27,29 +24,9 @@ class Loaded:
         self.model = tiny.model(kind)
 
 
-@pytest.fixture(autouse=True)
-def _few_resamples(monkeypatch):
-    """Verdicts are of data made for them, far from their thresholds; how well intervals cover is asked elsewhere."""
-    monkeypatch.setattr(stats, "DRAWS", 120)
-
-
 @pytest.fixture(scope="module")
 def frames() -> dict[str, pd.DataFrame]:
     return runs.prompt(Loaded(), tiny.prompts(60)[0], SMALL, take=3)
-
-
-@pytest.fixture(scope="module")
-def study(frames) -> dict[str, pd.DataFrame]:
-    """Eight prompts, each the same triples with a little noise on what the claims read."""
-    rng = np.random.default_rng(0)
-    parts: dict[str, list] = {name: [] for name in frames}
-    for i in range(8):
-        for name, frame in frames.items():
-            parts[name].append(frame.assign(item=f"prompt-{i}", task="any"))
-    joined = {name: pd.concat(frames, ignore_index=True) for name, frames in parts.items()}
-    records = joined["records"]
-    joined["records"] = records.assign(ratio=1 + (records.ratio - 1) * rng.uniform(0.9, 1.1, len(records)))
-    return joined
 
 
 def test_one_prompt_gives_every_frame(frames):
@@ -152,55 +129,10 @@ def test_every_condition_can_be_met_and_carries_the_paper_s_settings():
     assert grid["streaming_llm"][0].switches == ()
 
 
-# ---- verdicts
-
-
-def judged(**tables) -> pd.DataFrame:
-    return members.verdicts(claims.load_claims("dropkv_bound"), tables, SimpleNamespace(name="tiny"), Settings())
-
-
-def test_every_claim_has_a_verdict_and_the_columns_of_the_book(study):
-    frame = judged(**study)
-    assert frame.columns.tolist() == claims.COLUMNS
-    wanted = {f"D{i}" for i in range(1, 8)}
-    assert wanted <= set(frame.claim)
-    assert set(frame.verdict) <= set(claims.VERDICTS)
-    verdicts = frame.set_index("claim").verdict
-    assert verdicts["D3h"] == "reproduced"  # a theorem
-    assert (verdicts[["D4", "D4b", "D4c", "D4d", "D5"]] == "not testable here").all()  # no answers were generated
-
-
-def answered(full: float, dropkv: float, peer: float, task: str = "needle", tokens: int = 1900) -> pd.DataFrame:
-    """Forty items with the same F1 for each method at 5% and 30%."""
-    means = {"full": full, "dropkv": dropkv, "snapkv": peer, "andpro": peer / 2}
-    return pd.DataFrame(
-        {"item": f"i{i}", "method": name, "share": share, "score": f1 + 0.0005 * i, "length": tokens, "task": task}
-        | {"prompt_tokens": tokens}
-        for i in range(40)
-        for name, f1 in means.items()
-        for share in ((1.0,) if name == "full" else (0.05, 0.3))
-    )
-
-
-def verdicts_of(study, answers) -> pd.DataFrame:
-    return judged(**study, answers=answers).set_index("claim")
-
-
-@few_claims.only("D4", "D4b", "D4c", "D4d", "D5")
-def test_claims_about_answers_are_in_points_and_follow_them(study):
-    verdicts = verdicts_of(study, answered(0.9, 0.8, 0.5))
-    assert verdicts.ours["D4b"] == pytest.approx(30)
-    assert verdicts.verdict[["D4b", "D4c", "D4d"]].to_list() == ["reproduced", "reproduced", "not reproduced"]
-    assert "-p items ruler" in verdicts.note["D4"]
-    ruler = verdicts_of(study, answered(0.9, 0.8, 0.5, task="vt"))
-    assert "100000 tokens wanted, 1900 run" in ruler.note["D4"]
-    assert "-p items longbench" in verdicts.note["D5"]
-
-
-def test_ways_to_weigh_a_key(study):
+def test_ways_to_weigh_a_key(frames):
     """Alone all orders of the length agree; sets of the projected way move the projected output least in the mean."""
-    f = study["weights"]
-    assert len(f) == 8 * 3 * len(STRATA) * 2 * 3
+    f = frames["weights"]
+    assert len(f) == 3 * len(STRATA) * 2 * 3
     assert f[f.way == "linear"].same_alone.all()
     assert not f[f.way == "projected"].same_alone.all()
     model, ids, lengths = tiny.model("llama"), tiny.prompts(60)[0], []
@@ -213,23 +145,3 @@ def test_ways_to_weigh_a_key(study):
     triples.triples(model, ids, [59], visit, window=4)
     for ours, expected in lengths:
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
-
-
-@few_claims.only("D1", "D1b", "D2", "D3", "D3h")
-def test_verdicts_follow_the_frames(study):
-    """The same study with every cone closed, and with every ratio above the bound."""
-    a = study["assumptions"].assign(c_low=-0.1)
-    r = study["records"].assign(ratio=1.5 * study["records"].bound.fillna(1e9))
-    verdicts = judged(**study | {"assumptions": a, "records": r}).set_index("claim").verdict
-    assert (verdicts[["D1", "D1b", "D2", "D3", "D3h"]] == "not reproduced").all()
-
-
-@few_claims.only("D3h")
-def test_a_record_above_the_bound_refutes_the_theorem_and_is_named(study):
-    r = study["records"].copy()
-    of_dropkv = members.selected(r)
-    at = of_dropkv[np.isfinite(of_dropkv.bound)].index[3]
-    r.loc[at, "ratio"] = 2 * r.bound[at]
-    row = judged(**study | {"records": r}).set_index("claim").loc["D3h"]
-    assert (row.verdict, row.ours) == ("not reproduced", pytest.approx(2))
-    assert f"{r['item'][at]}, layer {r.layer[at]}, head {r['head'][at]}" in row.decided_by

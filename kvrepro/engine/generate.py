@@ -86,11 +86,28 @@ def generate(
     answers: dict[tuple[int, Condition], Generation | Exception] = {}
     for call in calls(model, texts, by_prompt, new, repeat, backend, seed, isolate=errors == "return"):
         call.kept_sets = kept_sets
-        column = {c: j for j, c in enumerate(call.conditions)}
-        wanted = [[column[c] for c in listed if c in column] for listed in by_prompt]
-        for (i, j), answer in _answers(call, wanted, prompt_rows, batch_rows, stops):
-            answers[i, call.conditions[j]] = answer
+        room = room_of(call.device) if batch_rows is None else math.inf
+        most = batch_rows or (MOST_ROWS if call.device.type == "cuda" else USUAL_ROWS)
+        with installed(call.model):
+            for batch in batches(call, _rows(call, by_prompt, prompt_rows, room / 2), most, room):
+                left = {tag for rows in batch for tag in rows.tags}
+                with _short_of_memory(call, left):
+                    for (i, j), answer in decode(call, Rows.joined(batch), stops):
+                        left.discard((i, j))
+                        answers[i, call.conditions[j]] = answer
+        answers |= {(i, call.conditions[j]): error for (i, j), error in call.failed.items()}
     return [[answers[i, c] for c in listed] for i, listed in enumerate(by_prompt)]
+
+
+def _rows(call: Call, by_prompt: list[list[Condition]], prompt_rows: int | None, room: float) -> Iterator[Rows]:
+    """The rows of a call after their prompts' passes, each of which takes at most `room` bytes."""
+    column = {c: j for j, c in enumerate(call.conditions)}
+    wanted = [[column[c] for c in listed if c in column] for listed in by_prompt]
+    for members, columns in passes(call, wanted, prompt_rows, room):
+        blocks: list[Rows] = []
+        with _short_of_memory(call, itertools.product(members, columns)):
+            blocks = read(call, members, columns)
+        yield from blocks
 
 
 def calls(
@@ -127,30 +144,6 @@ def calls(
         Call(model, texts, some, new, views[view], request, backend=name, seed=seed, isolate=isolate)
         for (view, name), some in conditions_by_kind.items()
     ]
-
-
-def _answers(
-    call: Call, wanted: list[list[int]], prompt_rows: int | None, batch_rows: int | None, stop_ids: Collection[int]
-) -> Iterator[tuple[Tag, Generation | Exception]]:
-    """The generation, or the exception, of every prompt under each of the conditions that it is `wanted` under."""
-    room = room_of(call.device) if batch_rows is None else math.inf
-    most = batch_rows or (MOST_ROWS if call.device.type == "cuda" else USUAL_ROWS)
-
-    def rows_read() -> Iterator[Rows]:
-        for members, columns in passes(call, wanted, prompt_rows, room / 2):
-            blocks: list[Rows] = []
-            with _short_of_memory(call, itertools.product(members, columns)):
-                blocks = read(call, members, columns)
-            yield from blocks
-
-    with installed(call.model):
-        for batch in batches(call, rows_read(), most, room):
-            left = {tag for rows in batch for tag in rows.tags}
-            with _short_of_memory(call, left):
-                for tag, answer in decode(call, Rows.joined(batch), stop_ids):
-                    left.discard(tag)
-                    yield tag, answer
-    yield from call.failed.items()
 
 
 @contextmanager

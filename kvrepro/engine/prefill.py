@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def read(call: Call, members: list[int], columns: list[int]) -> list[Rows]:
     c = call.conditions[columns[0]]
     ends = [boundary(call.texts[i], c) for i in members]
     if not isinstance(c.regime, Offline):
-        return _read(call, members, ends, columns)
+        return _pass(call, members, ends, columns)
     prompts_by_prefix: dict[tuple[Any, ...], list[int]] = {}
     for i, end in zip(members, ends, strict=True):
         text = call.texts[i]
@@ -78,7 +79,7 @@ def read(call: Call, members: list[int], columns: list[int]) -> list[Rows]:
     for prefix, same in prompts_by_prefix.items():
         if call.prefix is None or call.prefix[0] != prefix:
             call.prefix = None  # frees its memory
-            call.prefix = prefix, same[0], _read(call, same[:1], [len(prefix[1])], columns)
+            call.prefix = prefix, same[0], _pass(call, same[:1], [len(prefix[1])], columns)
         _, reader, blocks = call.prefix
         for i in same:  # an error on a prefix is an error of every prompt with it
             call.failed |= {(i, j): call.failed[reader, j] for j in columns if (reader, j) in call.failed}
@@ -93,18 +94,9 @@ def _copied(call: Call, rows: Rows, reader: int, i: int) -> Rows:
     return copy
 
 
-def _read(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
-    """All prompts in one pass; a condition that fails is tried again with each prompt alone."""
-    rows = _timed(call, members, ends, columns)
-    failed = [j for j in columns if len(members) > 1 and (members[0], j) in call.failed]
-    for i, end in zip(members, ends, strict=True) if failed else ():
-        call.failed = {tag: error for tag, error in call.failed.items() if tag[0] != i or tag[1] not in failed}
-        rows += _timed(call, [i], [end], failed)
-    return rows
-
-
-def _timed(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
-    """One pass, and a note of what each row kept and how long it took."""
+def _pass(call: Call, members: list[int], ends: list[int], columns: list[int]) -> list[Rows]:
+    """One pass, and a note of what each row kept and how long it took. A condition that fails is tried again with each
+    prompt alone."""
     began = time.perf_counter()
     run = _chunked if isinstance(call.conditions[columns[0]].regime, Chunked) else _whole
     blocks = run(call, members, ends, columns)
@@ -118,6 +110,10 @@ def _timed(call: Call, members: list[int], ends: list[int], columns: list[int]) 
             kept = kept_sets(call.facts, rows.cache, [ends[members.index(i)] for i, _ in rows.tags], call.kept_sets)
         for row, note in zip(rows.rows, kept, strict=True):
             row.notes = note | {"prefill_seconds": seconds}
+    failed = [j for j in columns if len(members) > 1 and (members[0], j) in call.failed]
+    for i, end in zip(members, ends, strict=True) if failed else ():
+        call.failed = {tag: error for tag, error in call.failed.items() if tag[0] != i or tag[1] not in failed}
+        blocks += _pass(call, [i], [end], failed)
     return blocks
 
 
@@ -275,38 +271,29 @@ class PromptReader:
         key, value = key[:, :, held], value[:, :, held]
         where = self._where.setdefault((key.device, *key.shape), positions[:, None, held].expand(*key.shape[:3]))
         sums = {kind: s[:, :, held] for kind, s in sums.items()}
-        self._keep(layer, query, key, value, scaling, where, sums, out, log_sums)
+        shown = {"values": value, "positions": where, "scaling": scaling}
+        self._keep(layer, query, key, shown, sums, None if log_sums is None else (log_sums, out))
         return out
 
     def _keep(
-        self,
-        layer: int,
-        query: Query,
-        key: KeyValue,
-        value: KeyValue,
-        scaling: Any,
-        where: Positions,
-        sums: Sums,
-        out: Tensor,
-        log_sums: Tensor | None,
+        self, layer: int, query: Query, key: KeyValue, shown: dict[str, Any], sums: Sums, ends: Any | None
     ) -> None:
-        """Let each job select from a layer, at once or together with later layers."""
-        seen: dict[tuple[Any, ...], Observation] = {}
+        """Let each job select from a layer, at once or together with later layers. shown: fields of its observations.
+        ends: its log-sum-exp and outputs, if they are known."""
         waits: dict[int, Observation] = {}
 
+        @cache
         def observed(window: int, names: tuple[str, ...] | None) -> Observation:
-            if (window, names) not in seen:
-                more: dict[str, Any] = {"values": value, "positions": where, "scaling": scaling}
-                more["sums"] = {name: s for (name, spans), s in sums.items() if spans in (None, names)}
-                if log_sums is not None and window and names is None:
-                    more["log_sums"] = log_sums[:, :, -window:].clone()
-                    more["window_outputs"] = out[:, -window:].transpose(1, 2).contiguous()
-                seen[window, names] = self._observe(layer, query, key, window, names, more)
-            return seen[window, names]
+            more = shown | {"sums": {name: s for (name, spans), s in sums.items() if spans in (None, names)}}
+            if ends is not None and window and names is None:
+                more["log_sums"] = ends[0][:, :, -window:].clone()
+                more["window_outputs"] = ends[1][:, -window:].transpose(1, 2).contiguous()
+            return self._observe(layer, query, key, window, names, more)
 
         for job in self.jobs:
             if job.evictor is None or layer not in self.facts.evictable:
-                job.layers[layer] = RaggedLayer.of(key, value, where, where >= 0, {})
+                where = shown["positions"]
+                job.layers[layer] = RaggedLayer.of(key, shown["values"], where, where >= 0, {})
             elif job.error is None:
                 fair = job.condition.fair
                 o = observed(job.window, None if fair is None else job.condition.spans)
@@ -361,13 +348,7 @@ class PromptReader:
         return watch
 
     def _observe(
-        self,
-        layer: int,
-        query: Query,
-        key: KeyValue,
-        window: int,
-        names: tuple[str, ...] | None,
-        more: dict[str, Any],
+        self, layer: int, query: Query, key: KeyValue, window: int, names: tuple[str, ...] | None, more: dict[str, Any]
     ) -> Observation:
         """The observation of a layer with a window of `window` queries. names: the window holds the last queries of
         each of these spans, which no kernel scores. more: fields of the observation."""
@@ -376,21 +357,17 @@ class PromptReader:
             queries = query[:, :, max(0, n - window) :].clone()  # a view would keep all queries in memory
             at = self.prompt.positions.to(device)[:, max(0, n - window) :]
         else:
-            facts, at = self.facts.by("torch"), self._last_of_spans(window, names).to(device)
+            if (window, names) not in self._queries:  # positions of the last queries of each span, padded in front
+                tables = [spans[:n] for spans, n in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
+                last = [allocate.span_windows(table, max(window, 1)) for table in tables]
+                self._queries[window, names] = pad_sequence(last, True, -1, "left")
+            facts, at = self.facts.by("torch"), self._queries[window, names].to(device)
             place = (at + n - self.prompt.lengths[:, None].to(device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
             more |= {"span_of": self._span_of[names].to(device), "span_count": self._span_counts[names]}
             more |= {"unextended": self._within.get(("marked_mass", names)), "span_local": True}
         more |= {"queries": queries, "query_positions": at, "seen": self.prompt.lengths.to(device)}
         return facts.observe(layer, key, self.seeds, **more)
-
-    def _last_of_spans(self, window: int, names: tuple[str, ...]) -> Tensor:
-        """Positions of the last queries of each span, padded in front."""
-        if (window, names) not in self._queries:
-            tables = [spans[:n] for spans, n in zip(self._span_of[names].cpu(), self.lengths, strict=True)]
-            last_of_spans = [allocate.span_windows(table, max(window, 1)) for table in tables]
-            self._queries[window, names] = pad_sequence(last_of_spans, True, -1, "left")
-        return self._queries[window, names]
 
     def _decide(
         self, job: EvictionJob, seen: dict[int, Observation], o: Observation, plain: Observation | None = None

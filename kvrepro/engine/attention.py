@@ -64,15 +64,14 @@ def softmax(logits: Tensor, rule: float | Softmax | None = None) -> Tensor:
 
 
 def _attention(
-    module: Any, query: Query, key: KeyValue, value: KeyValue, attention_mask: Any, *, scaling: float,
-    kvrepro: Any = None, sliding_window: int | None = None, **extra: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    attending = kvrepro or _attending.get()
+    module: Any, query: Query, key: KeyValue, value: KeyValue, attention_mask: Any, *, scaling: float, **given: Any
+) -> tuple[Tensor, None]:
+    attending = given.get("kvrepro") or _attending.get()
     if attending is None:
         raise RuntimeError('attention "kvrepro" needs model(..., kvrepro=<who attends>); see kvrepro.engine.attention')
-    softcap, sinks = extra.get("softcap"), extra.get("s_aux")
+    softcap, sinks, sliding = given.get("softcap"), given.get("s_aux"), given.get("sliding_window")
     rule = scaling if softcap is None and sinks is None else Softmax(scaling, softcap, sinks)
-    window = {} if sliding_window is None else {"sliding": sliding_window}
+    window = {} if sliding is None else {"sliding": sliding}
     return attending.attend(module.layer_idx, query, key, value, rule, **window), None
 
 
@@ -155,10 +154,16 @@ Watch = Callable[[Tensor, slice], None]  # sees p [batch, kv_heads, group, queri
 
 
 def attend(
-    query: Query, query_positions: WindowPositions, parts: Sequence[Part], scaling: float | Softmax,
-    sliding: int | None = None, watch: Watch | None = None, hide: Tensor | None = None, block: int = 256,
+    query: Query,
+    query_positions: WindowPositions,
+    parts: Sequence[Part],
+    scaling: float | Softmax,
+    sliding: int | None = None,
+    watch: Watch | None = None,
+    hide: Tensor | None = None,
+    block: int = 256,
     prompt: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention over tokens that lie in several tensors: `[batch, queries, heads, dim]`.
 
     A query sees the tokens at or before its position, in a sliding layer the last `sliding` of them; `hide` [batch,

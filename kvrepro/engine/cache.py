@@ -239,8 +239,8 @@ class RaggedLayer:
 
     def shown(self) -> Shown:
         """All tokens, if the tail holds no padding."""
-        places, positions = self.places()
         index, (new_keys, new_values, _) = self._index(), self.newest()
+        places, positions = self._places(index)
         keys, values = (self._padded(x, index) for x in (self.keys, self.values))
         sums = {name: self._padded(s, index) for name, s in self.sums.items()}
         if self.tail:
@@ -252,7 +252,9 @@ class RaggedLayer:
     def places(self) -> tuple[Tensor, Tensor]:
         """(place of each token, counted through the flat part and then the tail; its position), both int64 [batch,
         kv_heads, tokens], flush right, -1 where there is no token."""
-        places = self._index()
+        return self._places(self._index())
+
+    def _places(self, places: Tensor) -> tuple[Tensor, Tensor]:
         positions = self._positions(places)
         if self.tail:
             tail = torch.arange(self.shape[0] * self.shape[1] * self.tail, device=places.device)
@@ -281,7 +283,7 @@ class RaggedLayer:
         """Keep the tokens that `stays` marks among `places`, all in the flat part. A fixed layer keeps its tensors if
         they suffice and are not twice as large as needed; otherwise it is fixed no more."""
         kept, offsets = self._taken(places[stays]), _offsets(stays.sum(-1))
-        if self.slot is not None and self._fits(offsets):
+        if self.slot is not None and self._fits(len(kept["positions"]), offsets):
             self._store(kept, offsets)
             return
         vars(self).update(kept, offsets=offsets, slot=None, width=0)
@@ -371,18 +373,20 @@ class RaggedLayer:
             self.slot = None
             self.keep(places, places >= 0)
 
-    def _fits(self, offsets: Tensor) -> bool:
+    def _fits(self, tokens: int, offsets: Tensor) -> bool:
         """Is there room in place for segments with these `offsets`, and not much more than they need?"""
         segments, places = self.shape[0] * self.shape[1], len(self.positions)
-        tokens = segments * int(offsets.diff().max()) if self.width else int(offsets[-1])
+        if self.width:
+            tokens = segments * int(offsets.diff().max())
         return tokens <= places and (places // 2 <= tokens or places <= segments * self.most)
 
     def _store(self, kept: dict[str, Any], offsets: Tensor) -> None:
         """Write tokens, which have these `offsets`, into the tensors in place."""
-        where: Any = slice(0, len(kept["positions"]))
+        tokens = len(kept["positions"])
+        where: Any = slice(0, tokens)
         if self.width:
-            shift = (self.offsets - offsets)[1:]
-            where = torch.arange(len(kept["positions"]), device=shift.device) + shift.repeat_interleave(offsets.diff())
+            shift = (self.offsets - offsets)[1:].repeat_interleave(offsets.diff(), output_size=tokens)
+            where = torch.arange(tokens, device=shift.device) + shift
             self.positions.fill_(-1)
         else:
             self.offsets.copy_(offsets)

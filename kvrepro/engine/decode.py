@@ -166,8 +166,7 @@ class Steps:
             at = rows.seen[:, None]
             if rows.signals is not None:
                 seen = StepSignals(rows.signals, len(call.facts.attention), newest_held)
-            slides = bool(call.facts.sliding)
-            attention = Extend(rows.cache, at, self.window, rows.first.pages, call.backend, seen, slides)
+            attention = Extend(call, rows.cache, at, self.window, rows.first.pages, seen, decodes=True)
             rows.logits = call.forward(self.picked[-1][:, None], at, rows.cache, attention)
         rows.seen = rows.seen + 1
         if seen is not None:
@@ -184,8 +183,7 @@ def _read_rest(call: Call, rows: Rows, window: int) -> None:
         return
     began = time.perf_counter()
     ids, positions = call.padded(rest, seen)
-    attention = Extend(rows.cache, positions, window, slides=bool(call.facts.sliding))
-    logits = call.forward(ids, positions, rows.cache, attention)
+    logits = call.forward(ids, positions, rows.cache, Extend(call, rows.cache, positions, window))
     more = torch.tensor([len(r) for r in rest], device=call.device)
     rows.logits = torch.where(more[:, None] > 0, logits, rows.logits)
     rows.seen = rows.seen + more
@@ -308,7 +306,7 @@ class CapturedStep:
     def _step(self) -> None:
         if self.signals is not None:
             self.seen = StepSignals(self.signals, len(self.call.facts.attention), newest_held=False)
-        attention = Extend(self.cache, self.positions, self.window, None, self.call.backend, self.seen, slides=False)
+        attention = Extend(self.call, self.cache, self.positions, self.window, step=self.seen, decodes=True)
         self.logits = self.call.run(self.token, self.positions, self.cache, attention)
         self.positions.add_(1)
         self.slot.add_(1)

@@ -63,12 +63,11 @@ class Observation:
         same_in_heads = all(o.positions.stride(1) == 0 for o in layers)  # all heads hold the same tokens
         where = torch.cat([o.positions[:, :1] if same_in_heads else o.positions for o in layers])
         names = "keys", "values", "queries", "query_positions", "log_sums", "window_outputs"
-        return replace(
-            first, layer=-1, output=None, inverse_frequencies=None, of=tuple(layers), seen=first.seen.repeat(n),
-            positions=where.expand(-1, first.positions.shape[1], -1), **{name: joined(name) for name in names},
-            sums={x: torch.cat([o.sums[x] for o in layers]) for x in first.sums},
-            seed=first.seed if isinstance(first.seed, int) else first.seed.repeat(n),
-        )  # fmt: skip
+        fields = {name: joined(name) for name in names} | {"of": tuple(layers), "seen": first.seen.repeat(n)}
+        fields["positions"] = where.expand(-1, first.positions.shape[1], -1)
+        fields["sums"] = {x: torch.cat([o.sums[x] for o in layers]) for x in first.sums}
+        fields["seed"] = first.seed if isinstance(first.seed, int) else first.seed.repeat(n)
+        return replace(first, layer=-1, output=None, inverse_frequencies=None, **fields)
 
     @property
     def count(self) -> int:
@@ -94,14 +93,11 @@ class Observation:
     def last(self, window: int) -> "Observation":
         """This observation with the last `window` queries only."""
         first = max(0, self.queries.shape[2] - window)  # not [-window:], which is everything for 0
-        window_results = {}
-        if self.log_sums is not None and self.window_outputs is not None:
-            window_results = {
-                "log_sums": self.log_sums[:, :, first:],
-                "window_outputs": self.window_outputs[:, :, first:],
-            }
-        return replace(self, queries=self.queries[:, :, first:], query_positions=self.query_positions[:, first:],
-                       **window_results)  # fmt: skip
+        last: dict[str, Any] = {"query_positions": self.query_positions[:, first:]}
+        for name in ("queries", "log_sums", "window_outputs"):
+            whole = getattr(self, name)
+            last[name] = None if whole is None else whole[:, :, first:]
+        return replace(self, **last)
 
     def span(self, positions: Tensor) -> Tensor:
         """Number of the span that each of `positions` [batch, ...] lies in; after the prompt that of its last token."""
@@ -223,9 +219,8 @@ class Observation:
         the window's own; 0 for other tokens, for absent queries and, under `span_local`, for tokens of other spans,
         without renormalising the rest (leakage paper, appendix E)."""
         if self.queries.shape[2] == 0:
-            raise InputError(
-                "attention without queries: name how many in the policy's parameters, {'window': 16} for instance"
-            )
+            way_out = "name how many in the policy's parameters, {'window': 16} for instance"
+            raise InputError(f"attention without queries: {way_out}")
         batch, kv_heads, _, dim = self.keys.shape
         q = self.queries.view(batch, kv_heads, self.group, -1, dim).float()
         logits = scaled(torch.einsum("bgrwd,bgnd->bgrwn", q, self.keys.float()), self.softmax or self.scaling)
@@ -245,10 +240,8 @@ class Observation:
             return self.log_sums, self.window_outputs
         from kvrepro_kernels import window_attention
 
-        outputs, log_sums = window_attention(
-            self.queries, self.keys, self.values, scale=self.scaling, last=self.last_seen,
-            starts=self.starts,
-        )  # fmt: skip
+        given, places = (self.queries, self.keys, self.values), {"last": self.last_seen, "starts": self.starts}
+        outputs, log_sums = window_attention(*given, scale=self.scaling, **places)
         return log_sums, outputs
 
     @cached_property

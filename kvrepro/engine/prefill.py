@@ -181,7 +181,7 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
     for a in range(0, end, regime.chunk):
         seen = min(end, a + regime.chunk)
         ids, positions = call.padded([text.ids[a:seen] for text in texts], [a] * len(texts))
-        rows.logits = call.forward(ids, positions, cache, Extend(cache, positions, rows.window))
+        rows.logits = call.forward(ids, positions, cache, Extend(call, cache, positions, rows.window))
         rows.seen = none + seen
         budgets = [_chunk_budget(row.job, call.facts, seen, last=seen == end) for row in own]
         rows.calls = rows.calls + evict_rows(call.facts, rows, budgets)

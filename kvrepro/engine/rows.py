@@ -160,20 +160,20 @@ class Extend:
 
     def __init__(
         self,
+        call: Call,
         cache: EngineCache,
         positions: TokenInts,
         window: int = 0,
         pages: tuple[int, int, int] | None = None,
-        backend: str = "torch",
         step: StepSignals | None = None,
-        slides: bool = True,
+        decodes: bool = False,
     ):
-        """window: queries that a later eviction needs. pages: (page, dense layers, budget) of Quest. backend: "triton"
-        computes single tokens by a kernel where no layer slides. step: of `SharedCap`, sums up a decode step's
-        attention over layers and hides tokens. slides: sliding layers drop tokens that no later query sees; otherwise,
-        as in a captured step where no tensor may move, they only hide them."""
-        self.step, self.slides = step, slides
-        self.cache, self.positions, self.window, self.pages, self.backend = cache, positions, window, pages, backend
+        """window: queries that a later eviction needs. pages: (page, dense layers, budget) of Quest. step: of
+        `SharedCap`, sums up a decode step's attention over layers and hides tokens. decodes: the tokens are one of
+        every row, and with backend triton a kernel reads them where no layer slides."""
+        self.call, self.cache, self.positions = call, cache, positions
+        self.by_kernel = decodes and call.backend == "triton" and step is None
+        self.window, self.pages, self.step = window, pages, step
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: Any, sliding: int | None = None
@@ -184,15 +184,15 @@ class Extend:
         stored.append(key, value, at)
         if self.window:
             stored.remember(query, at, self.window)
-        if self.backend == "triton" and query.shape[2] == 1 and step is None and sliding is None:
-            return self._decode(stored, query, scaling)
+        if self.by_kernel and sliding is None:
+            return _by_kernel(stored, query, scaling)
         parts, sums = stored.parts(), list(stored.sums)
         if "low" in sums and query.shape[2] >= LOW_QUERIES:  # older queries have left the window
             stored.sums["low"].zero_(), stored.tail_sums["low"].zero_()
         where = newest = None
         if sums or step is not None or self.pages is not None:
             where = torch.cat([tokens.expand(*key.shape[:2], -1) for _, _, tokens in parts], 2)
-            newest = at.amax(1)
+            newest = at.amax(1) if sums else None
 
         def watch(p: Tensor, queries: slice) -> None:
             if step is not None:
@@ -203,24 +203,9 @@ class Extend:
         watches = watch if sums or step is not None else None
         hide = self._unchosen(layer, query, parts, where) if step is None else step.hidden(where)
         out = attend(query, at, parts, scaling, sliding, watches, hide)
-        if sliding is not None and self.slides and stored.tail >= SLIDE:
+        if layer in self.call.facts.sliding and stored.tail >= SLIDE and stored.slot is None:
             stored.slide(at.amax(1) - sliding + 2)  # the first position that the next query sees
         return out
-
-    def _decode(self, stored: Any, query: Query, scaling: float) -> Tensor:
-        """One token per row by the ragged decode kernel, which also returns each token's attention if it is summed."""
-        from kvrepro_kernels import ragged_decode
-
-        fixed = stored.slot is not None
-        tail = stored.tail_keys, stored.tail_values, stored.tail_keys.shape[2] if fixed else stored.tail
-        flat, used = (stored.keys, stored.values, stored.offsets), stored.slot[1:] if fixed else None
-        emit: Any = ("mean",) if stored.sums else ()
-        done = ragged_decode(query, *flat, *tail, used=used, scale=scaling, emit=emit)
-        for name in stored.sums:  # only "mass": the backend refuses conditions with other sums
-            of_flat, of_tail = done.attention["mean"]
-            stored.sums[name] += of_flat
-            stored.tail_sums[name] += of_tail
-        return done.output.transpose(1, 2)
 
     def _unchosen(self, layer: int, query: Query, parts: Any, where: Any) -> Tensor | None:
         """Quest: tokens of pages that this step's query does not select, bool [batch, kv_heads, group, 1, tokens]."""
@@ -232,6 +217,22 @@ class Extend:
         keys = torch.cat([k for k, _, _ in parts], 2)
         chosen = page_mask(query[:, :, -1], keys, where >= 0, page, budget)
         return ~chosen.unflatten(1, (keys.shape[1], -1))[:, :, :, None]
+
+
+def _by_kernel(stored: Any, query: Query, scaling: float) -> Tensor:
+    """One token per row by the ragged decode kernel, which also returns each token's attention if it is summed."""
+    from kvrepro_kernels import ragged_decode
+
+    fixed = stored.slot is not None
+    tail = stored.tail_keys, stored.tail_values, stored.tail_keys.shape[2] if fixed else stored.tail
+    flat, used = (stored.keys, stored.values, stored.offsets), stored.slot[1:] if fixed else None
+    emit: Any = ("mean",) if stored.sums else ()
+    done = ragged_decode(query, *flat, *tail, used=used, scale=scaling, emit=emit)
+    for name in stored.sums:  # only "mass": the backend refuses conditions with other sums
+        of_flat, of_tail = done.attention["mean"]
+        stored.sums[name] += of_flat
+        stored.tail_sums[name] += of_tail
+    return done.output.transpose(1, 2)
 
 
 # ---- what was kept

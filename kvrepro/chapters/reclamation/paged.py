@@ -187,7 +187,7 @@ def extend(call: Call, rows: PagedRows, ids: Tensor | Sequence[int], misplaced: 
     held = [int((e.positions >= 0).sum()) for e in rows.entries]
     shifts = [wrong * (living - rows.seen) for living, wrong in zip(held, misplaced, strict=True)]
     told = positions + positions.new_tensor(shifts)[:, None]
-    return call.forward(tokens, told, rows, Extend(rows, positions))
+    return call.forward(tokens, told, rows, Extend(call, rows, positions))
 
 
 def read(

@@ -69,11 +69,11 @@ def column_mass(
         return out
     tuned = column_mass_tuning(dim, keys.dtype) | (tuning or {})
     by_query_head = torch.empty(batch, heads, tokens, dtype=torch.float32, device=keys.device)
-    sum_columns[(batch * heads, cdiv(tokens, tuned["block_t"]))](
-        query, keys, lse.contiguous(), starts, spans_or_starts, by_query_head, *query.stride()[:3], *keys.stride()[:3],
-        kv_heads, heads // kv_heads, queries, tokens, base_2(scale, dim), BLOCK_Q=tuned["block_q"],
-        BLOCK_T=tuned["block_t"], SPANS=spans is not None, **constants(dim, keys.dtype, tuned),
-    )  # fmt: skip
+    tensors = query, keys, lse.contiguous(), starts, spans_or_starts, by_query_head
+    sizes = *query.stride()[:3], *keys.stride()[:3], kv_heads, heads // kv_heads, queries, tokens, base_2(scale, dim)
+    blocks = {"BLOCK_Q": tuned["block_q"], "BLOCK_T": tuned["block_t"], "SPANS": spans is not None}
+    grid = batch * heads, cdiv(tokens, tuned["block_t"])
+    sum_columns[grid](*tensors, *sizes, **blocks, **constants(dim, keys.dtype, tuned))
     return torch.mean(by_query_head.unflatten(1, (kv_heads, -1)), 2, out=out)
 
 

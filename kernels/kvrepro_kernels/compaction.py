@@ -49,9 +49,14 @@ def _compact(
 
 
 def compact(
-    keys: Tensor, values: Tensor, rows: Tensor, out: tuple[Tensor, Tensor] | None = None, *, check_rows: bool = True,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
+    *,
+    check_rows: bool = True,
     tuning: dict[str, int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Gather kept rows on the GPU.
 
     keys, values: [batch, kv_heads, tokens, dim], one dtype, any strides with dim innermost.
@@ -84,8 +89,7 @@ def compact(
     block_d = next_power_of_2(dim)
     tuned = {"elements": 2048, "warps": 8} | (tuning or {})
     block_t = max(8, tuned["elements"] // block_d)
-    _compact[(cdiv(kept, block_t), batch * kv_heads)](
-        keys, values, rows.contiguous(), *out, *keys.stride()[:3], *values.stride()[:3], kv_heads, kept,
-        DIM=dim, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=tuned["warps"],
-    )  # fmt: skip
+    sizes = *keys.stride()[:3], *values.stride()[:3], kv_heads, kept
+    blocks = {"DIM": dim, "BLOCK_T": block_t, "BLOCK_D": block_d, "num_warps": tuned["warps"]}
+    _compact[(cdiv(kept, block_t), batch * kv_heads)](keys, values, rows.contiguous(), *out, *sizes, **blocks)
     return out

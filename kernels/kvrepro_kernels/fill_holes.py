@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrepro_kernels.launch import cdiv
+from kvrepro_kernels.launch import Tuning, cdiv
 from kvrepro_kernels.paging import check_paged, row_of
 
 
@@ -78,9 +78,8 @@ def _fill(
 
 
 def fill_holes(
-    keys: Tensor, values: Tensor, table: Tensor, kept: Tensor, *,
-    check_slots: bool = True, tuning: dict[str, int] | None = None,
-) -> Tensor:  # fmt: skip
+    keys: Tensor, values: Tensor, table: Tensor, kept: Tensor, *, check_slots: bool = True, tuning: Tuning = None
+) -> Tensor:
     """Move only the survivors behind the new end, into the holes before it, in place; arguments as in `repack`.
 
     Returns the source slots [requests, n], -1 behind: slot i now holds the token of position positions[source[i]].
@@ -102,15 +101,13 @@ def find_holes(kept: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     return source, hole, mover
 
 
-def fill_pairs(
-    keys: Tensor, values: Tensor, table: Tensor, pairs: Sequence[Tensor], tuning: dict[str, int] | None = None
-) -> None:
+def fill_pairs(keys: Tensor, values: Tensor, table: Tensor, pairs: Sequence[Tensor], tuning: Tuning = None) -> None:
     """Move each pair's row, without checks: the second half of `fill_holes`."""
     requests, n = pairs[0].shape
     width = keys.shape[2] * keys.shape[3]
     tuned = {"block_i": 8, "block_c": 1024, "chunks": 2, "warps": 4} | (tuning or {})  # measured on an H200
     per_program = tuned["block_i"] * tuned["chunks"]
-    _fill[(cdiv(width, tuned["block_c"]) * cdiv(n, per_program), requests, 2)](
-        keys, values, table.contiguous(), *(x.contiguous() for x in pairs), table.shape[1], n, keys.shape[1], width,
-        per_program, BLOCK_I=tuned["block_i"], BLOCK_C=tuned["block_c"], num_warps=tuned["warps"],
-    )  # fmt: skip
+    tensors = keys, values, table.contiguous(), *(x.contiguous() for x in pairs)
+    sizes = table.shape[1], n, keys.shape[1], width, per_program
+    blocks = {"BLOCK_I": tuned["block_i"], "BLOCK_C": tuned["block_c"], "num_warps": tuned["warps"]}
+    _fill[(cdiv(width, tuned["block_c"]) * cdiv(n, per_program), requests, 2)](*tensors, *sizes, **blocks)

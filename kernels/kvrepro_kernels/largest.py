@@ -38,8 +38,8 @@ def largest(scores: Tensor, counts: Tensor, firm: Tensor | None = None, *, probl
     """
     rows, tokens = scores.shape
     if scores.dtype != torch.float32 or not scores.is_contiguous() or counts.shape != (rows,) or tokens > LONGEST:
-        raise ValueError(f"scores {scores.dtype} {tuple(scores.shape)} and counts {tuple(counts.shape)}: give float32 "
-                         f"[rows, tokens], contiguous, at most {LONGEST} tokens, and [rows]")  # fmt: skip
+        given = f"scores {scores.dtype} {tuple(scores.shape)} and counts {tuple(counts.shape)}"
+        raise ValueError(f"{given}: give float32 [rows, tokens], contiguous, at most {LONGEST} tokens, and [rows]")
     if firm is not None and (firm.shape != scores.shape or firm.dtype != torch.bool or not firm.is_contiguous()):
         raise ValueError(f"firm {firm.dtype} {tuple(firm.shape)}: give bool {tuple(scores.shape)}, contiguous")
     if problems is not None and (firm is None or problems.shape != (rows, 3) or problems.dtype != torch.int32):
@@ -50,8 +50,7 @@ def largest(scores: Tensor, counts: Tensor, firm: Tensor | None = None, *, probl
     used = firm_bytes, keys, keys if problems is None else problems
     check_device(keep_largest, "largest", (scores, counts, *used, kept))
     if kept.numel():
-        keep_largest[(rows,)](
-            scores, counts.contiguous(), *used, kept, tokens, FIRM=firm is not None, PROBLEMS=problems is not None,
-            BLOCK=min(8192, next_power_of_2(tokens)), PARTS=PARTS, num_warps=8,
-        )  # fmt: skip
+        asked = {"FIRM": firm is not None, "PROBLEMS": problems is not None}
+        blocks = {"BLOCK": min(8192, next_power_of_2(tokens)), "PARTS": PARTS, "num_warps": 8}
+        keep_largest[(rows,)](scores, counts.contiguous(), *used, kept, tokens, **asked, **blocks)
     return kept

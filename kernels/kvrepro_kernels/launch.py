@@ -2,12 +2,13 @@
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
 from torch import Tensor
 
+Tuning: TypeAlias = dict[str, int] | None  # a wrapper's block sizes, where they differ from the usual ones
 LOG2_E = math.log2(math.e)
 
 
@@ -76,8 +77,8 @@ def base_2(scale: float | None, dim: int) -> float:
 def constants(dim: int, dtype: torch.dtype, tuned: dict[str, int]) -> dict[str, Any]:
     """The constants of a kernel with matrix products over `dim`. float32 products are exact, never tf32."""
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    return {"DIM": dim, "BLOCK_D": next_power_of_2(dim), "PRECISION": precision, "STAGES": tuned["stages"],
-            "num_warps": tuned["warps"]}  # fmt: skip
+    sizes = {"DIM": dim, "BLOCK_D": next_power_of_2(dim), "PRECISION": precision}
+    return sizes | {"STAGES": tuned["stages"], "num_warps": tuned["warps"]}
 
 
 def scores_into(out: Tensor | None, keys: Tensor, heads: int | None = None) -> Tensor:

@@ -76,11 +76,9 @@ def projected_norm(
     programs, processors = grid[0] * grid[1], multiprocessors(values.device)
     parts = 1 if programs > processors else min(heads // kv_heads, 4 * processors // programs)
     norms = out if parts == 1 else out.new_empty(parts, *out.shape)
-    _projected_norm[(*grid, parts)](
-        values, output, norms, *values.stride()[:3], *output.stride(),
-        kv_heads, tokens, heads // kv_heads, hidden, BLOCK_T=tuned["block_t"], BLOCK_C=tuned["block_c"],
-        **constants(dim, values.dtype, tuned),
-    )  # fmt: skip
+    sizes = *values.stride()[:3], *output.stride(), kv_heads, tokens, heads // kv_heads, hidden
+    blocks = {"BLOCK_T": tuned["block_t"], "BLOCK_C": tuned["block_c"], **constants(dim, values.dtype, tuned)}
+    _projected_norm[(*grid, parts)](values, output, norms, *sizes, **blocks)
     return out if parts == 1 else torch.sum(norms, 0, out=out)
 
 

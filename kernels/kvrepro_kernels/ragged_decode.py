@@ -72,23 +72,20 @@ def ragged_decode(
     part_outputs = empty.new_empty(programs + segments, group, dim)
     part_lse = empty.new_empty(programs + segments, group)
     logits = empty.new_empty(tokens * group) if emit else empty
+    parts = part_outputs, part_lse, logits
     if tokens:
-        attend_share[(programs,)](
-            query, keys, values, offsets, tail_keys, tail_values, counts, part_outputs, part_lse, logits,
-            segments, room, tail, share, base_2(scale, dim),
-            BLOCK_T=tuned["block_t"], BLOCK_R=max(16, next_power_of_2(group)), EMIT=bool(emit), **both,
-            **constants(dim, keys.dtype, tuned),
-        )  # fmt: skip
+        tensors = query, keys, values, offsets, tail_keys, tail_values, counts
+        shares = segments, room, tail, share, base_2(scale, dim)
+        blocks = {"BLOCK_T": tuned["block_t"], "BLOCK_R": max(16, next_power_of_2(group)), "EMIT": bool(emit)}
+        attend_share[(programs,)](*tensors, *parts, *shares, **blocks, **both, **constants(dim, keys.dtype, tuned))
     pieces = programs // segments + 2  # of an average segment
-    blocks = cdiv(tokens, tuned["emit_block"]) if emit else 0
-    finish[(segments * group + blocks,)](
-        part_outputs, part_lse, logits, offsets, counts, out.output, out.lse,
-        *out.attention.get("mean", (empty, empty)), *out.attention.get("max", (empty, empty)),
-        segments, tail, tail, share,
-        DIM=dim, BLOCK_D=next_power_of_2(dim), BLOCK_P=min(64, max(16, next_power_of_2(pieces))),
-        BLOCK_T=tuned["emit_block"], BLOCK_R=next_power_of_2(group), MEAN="mean" in emit, MAX="max" in emit, **both,
-        num_warps=4,
-    )  # fmt: skip
+    emitting = cdiv(tokens, tuned["emit_block"]) if emit else 0
+    emitted = *out.attention.get("mean", (empty, empty)), *out.attention.get("max", (empty, empty))
+    blocks = {"DIM": dim, "BLOCK_D": next_power_of_2(dim), "BLOCK_P": min(64, max(16, next_power_of_2(pieces)))}
+    blocks |= {"BLOCK_T": tuned["emit_block"], "BLOCK_R": next_power_of_2(group), "num_warps": 4}
+    asked = {"MEAN": "mean" in emit, "MAX": "max" in emit, **both}
+    written = offsets, counts, out.output, out.lse, *emitted
+    finish[(segments * group + emitting,)](*parts, *written, segments, tail, tail, share, **blocks, **asked)
     return out
 
 
@@ -96,5 +93,5 @@ def ragged_decode_tuning(dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Block sizes by shape; measured on an H200 for bfloat16 and 128 dims."""
     wide = dim > 128 or dtype == torch.float32
     block_t = 32 if wide else 64
-    return {"block_t": block_t, "warps": 4, "stages": 2 if wide else 3, "per_multiprocessor": 2,
-            "smallest_share": 2 * block_t, "emit_block": 1024}  # fmt: skip
+    blocks = {"block_t": block_t, "smallest_share": 2 * block_t, "emit_block": 1024}
+    return blocks | {"warps": 4, "stages": 2 if wide else 3, "per_multiprocessor": 2}

@@ -44,9 +44,15 @@ def ragged_decode_reference(
 
 
 def check_ragged(
-    query: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, tail_keys: Tensor, tail_values: Tensor, tail: int,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    offsets: Tensor,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    tail: int,
     emit: tuple[str, ...],
-) -> None:  # fmt: skip
+) -> None:
     """Raises ValueError for tensors that do not fit each other and for unknown names."""
     batch, heads, _, dim = query.shape
     kv_heads, room = tail_keys.shape[1:3]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrepro_kernels.launch import cdiv, next_power_of_2
+from kvrepro_kernels.launch import Tuning, cdiv, next_power_of_2
 from kvrepro_kernels.paging import check_paged, row_of
 
 
@@ -64,9 +64,8 @@ def _shift(
 
 
 def repack(
-    keys: Tensor, values: Tensor, table: Tensor, kept: Tensor, *,
-    check_slots: bool = True, tuning: dict[str, int] | None = None,
-) -> Tensor:  # fmt: skip
+    keys: Tensor, values: Tensor, table: Tensor, kept: Tensor, *, check_slots: bool = True, tuning: Tuning = None
+) -> Tensor:
     """Move survivors to the front, order preserved, in place; returns the source slots, which are `kept`.
 
     keys, values: contiguous [blocks, block, kv_heads, dim]. table: int32 [requests, max_blocks], no block in two rows.
@@ -82,9 +81,8 @@ def repack(
     programs = requests * chunks * 2 * cdiv(width, tuned["block_c"])
     if programs:
         read_yet = torch.zeros(1 + programs, dtype=torch.int32, device=keys.device)
-        _shift[(programs,)](
-            keys, values, table.contiguous(), kept.contiguous(), read_yet, table.shape[1], n, keys.shape[1], width,
-            chunks, BLOCK_I=tuned["block_i"], BLOCK_C=tuned["block_c"], ROUNDS=cdiv(n.bit_length(), 5),
-            num_warps=tuned["warps"],
-        )  # fmt: skip
+        tensors = keys, values, table.contiguous(), kept.contiguous(), read_yet
+        sizes = table.shape[1], n, keys.shape[1], width, chunks
+        blocks = {"BLOCK_I": tuned["block_i"], "BLOCK_C": tuned["block_c"], "ROUNDS": cdiv(n.bit_length(), 5)}
+        _shift[(programs,)](*tensors, *sizes, **blocks, num_warps=tuned["warps"])
     return kept

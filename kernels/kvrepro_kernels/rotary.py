@@ -78,9 +78,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     check_device(_rotary, "rotary", (query, key, cos, sin))
     cos_batch, sin_batch = (x.stride(0) if len(x) > 1 else 0 for x in (cos, sin))
     if query.numel():
-        _rotary[(batch * tokens, heads + key.shape[1])](
-            query, key, cos, sin, *out, tokens, heads, key.shape[1], *query.stride()[:3], *key.stride()[:3],
-            cos_batch, cos.stride(1), sin_batch, sin.stride(1), HALF=dim // 2, BLOCK=next_power_of_2(dim // 2),
-            num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+        sizes = tokens, heads, key.shape[1], *query.stride()[:3], *key.stride()[:3]
+        rows = cos_batch, cos.stride(1), sin_batch, sin.stride(1)
+        blocks = {"HALF": dim // 2, "BLOCK": next_power_of_2(dim // 2), "num_warps": 1, "enable_fp_fusion": False}
+        _rotary[(batch * tokens, heads + key.shape[1])](query, key, cos, sin, *out, *sizes, *rows, **blocks)
     return out

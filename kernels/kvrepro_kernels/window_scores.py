@@ -78,15 +78,16 @@ def window_scores(
     tuned = window_scores_tuning(heads_2 * rows, dim, keys.dtype, indicator) | (tuning or {})
     groups = max(1, min(heads_2, tuned["rows"] // rows), 16 // rows)  # a dot needs 16 rows
     share = launch.even_share(tokens, batch * kv_heads, keys.device, tuned)
-    score_tokens[(launch.cdiv(tokens, share), batch * kv_heads)](
-        query, keys, values, lse, outputs, *used, out,
-        *query.stride()[:3], *outputs.stride()[:3], *lse.stride(), *keys.stride()[:3], *values.stride()[:3],
-        kv_heads, tokens, group, window, tokens - window, share,
-        launch.base_2(scale, dim), eps, 1 / group if reduction == "mean" else 1.0,
-        **{name: x is not None for name, x in given.items()}, BLOCK_T=tuned["block_t"], GROUPS=groups, WINDOW=rows,
-        CHUNKS=launch.cdiv(group, groups), INDICATOR=indicator, AGGREGATE=aggregate, REDUCTION=reduction, POOL=pool,
-        BY_MAX=pool_by == "max", ROUND=round_p, **launch.constants(dim, keys.dtype, tuned),
-    )  # fmt: skip
+    tensors = query, keys, values, lse, outputs, *used, out
+    strides = *query.stride()[:3], *outputs.stride()[:3], *lse.stride(), *keys.stride()[:3], *values.stride()[:3]
+    sizes = kv_heads, tokens, group, window, tokens - window, share
+    factors = launch.base_2(scale, dim), eps, 1 / group if reduction == "mean" else 1.0
+    rule = {"INDICATOR": indicator, "AGGREGATE": aggregate, "REDUCTION": reduction, "ROUND": round_p}
+    rule |= {"POOL": pool, "BY_MAX": pool_by == "max", **{name: x is not None for name, x in given.items()}}
+    blocks = {"BLOCK_T": tuned["block_t"], "GROUPS": groups, "WINDOW": rows, "CHUNKS": launch.cdiv(group, groups)}
+    blocks |= launch.constants(dim, keys.dtype, tuned)
+    grid = launch.cdiv(tokens, share), batch * kv_heads
+    score_tokens[grid](*tensors, *strides, *sizes, *factors, **rule, **blocks)
     return out
 
 

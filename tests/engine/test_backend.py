@@ -40,8 +40,10 @@ def both(conditions, *lengths, new=1, kind="llama", spans=None):
     settings, network = dict(max_new_tokens=new, stop_ids=(), kept_sets=True, repeat=(7, 3, 9)), model(kind)
     texts = [Prompt(ids, spans or {}) for ids in tiny_prompts(*lengths or (61,))]
     together = {"triton": len(texts), "torch": 1}
-    answers_by_backend = [engine.generate(network, texts, conditions, backend=name, prompt_rows=rows, **settings)
-             for name, rows in together.items()]  # fmt: skip
+    answers_by_backend = [
+        engine.generate(network, texts, conditions, backend=name, prompt_rows=rows, **settings)
+        for name, rows in together.items()
+    ]
     return [list(itertools.chain.from_iterable(answers)) for answers in answers_by_backend]
 
 
@@ -57,89 +59,91 @@ def agree(conditions, *lengths, **given):
         assert kernels.tokens == plain.tokens
 
 
-@pytest.mark.slow  # scores are compared in score/test_window_kernels.py
-def test_every_reading_keeps_what_plain_pytorch_keeps():
-    agree([condition(name, Prefill(), reading) for name, reading in READINGS])
-
-
-@pytest.mark.parametrize("when", [pytest.param("every_chunk", marks=pytest.mark.slow), "last_chunk"])
-def test_chunks(when):
-    names = ["defensive_kv", "h2o"] if when == "every_chunk" else ["andpro"]
-    agree([condition(name, Chunked(chunk=20, when=when)) for name in names], 41)
-
-
-@pytest.mark.parametrize("regime", [DecodeCap(interval=2), PerStep()])
-def test_evictions_while_tokens_are_generated(regime):
-    names = ["defensive_kv", "cake"] if isinstance(regime, DecodeCap) else ["tova", "h2o_online"]
-    agree([condition(name, regime) for name in names], 40, new=3)
-
-
-def test_layers_that_slide_beside_layers_that_evict():
-    regimes = Prefill(), Chunked(chunk=16, when="last_chunk"), DecodeCap(interval=2)
-    agree([Condition(), *(condition("snapkv", r, budget=12) for r in regimes)], 45, new=3, kind="gemma3")
-
-
-def test_a_prompt_shorter_than_the_window():
-    agree([condition("cake", DecodeCap(interval=3), budget=8)], 5, new=7)
-
-
 PARTS = "kvrepro/chapters/synthesis/policies.py"  # not from the catalogue, like a reader's own
+SPANS = {"a": list(range(3, 10)), "b": list(range(10, 18))}
+FAIRLY = Prefill(fair=1.0, spans=("a", "b"))
+
+
+def without_kernel(policy, regime, *more):
+    return Condition(f"{PARTS}:{policy}", 24, regime, reading="as_described", switches=(*SMALL, *more))
+
+
+def of(regime, *names, **given):
+    return [condition(name, regime, **given) for name in names]
+
+
+MAX = ("aggregate", "max"), ("pool", "max")
+AGREE = {  # conditions; lengths of the prompts; more
+    "chunks": (of(Chunked(chunk=20, when="last_chunk"), "andpro"), (41,), {}),
+    "a cap": (of(DecodeCap(interval=2), "defensive_kv", "cake"), (40,), {"new": 3}),
+    "per step": (of(PerStep(), "tova", "h2o_online"), (40,), {"new": 3}),
+    "layers that slide beside layers that evict": (
+        [Condition(), *(condition("snapkv", r, budget=12) for r in (Prefill(), Chunked(16), DecodeCap(2)))],
+        (45,),
+        {"new": 3, "kind": "gemma3"},
+    ),
+    "a prompt shorter than the window": (of(DecodeCap(interval=3), "cake", budget=8), (5,), {"new": 7}),
+    "a scorer without a kernel": (
+        [without_kernel("ATTENTION_X_VALUE_JOINT", Prefill(), *MAX), *of(Prefill(), "r_kv")],
+        (40,),
+        {"new": 2},
+    ),
+    "another while decoding": (
+        [without_kernel("ATTENTION_OF_ALL_ONE_SET", DecodeCap(2)), *of(DecodeCap(2), "r_kv")],
+        (40,),
+        {"new": 3},
+    ),
+    "prompts of several lengths": ([Condition(), *of(Prefill(), "cake", "dropkv", "h2o", budget=12)], (33, 20), {}),
+    "quotas": (
+        [
+            *of(FAIRLY, "snapkv", "h2o", budget=12),
+            *of(Prefill(), "snapkv", "h2o", budget=12),
+            condition("h2o", FAIRLY, "as_run", budget=12),
+        ],
+        (33, 20),
+        {"spans": SPANS},
+    ),
+    "a context that is repeated": (of(Prefill(), "kv_zip", "kv_zip_plus", "snapkv"), (41, 50), {"new": 3}),
+}
+SLOW = {  # scores are compared in score/test_window_kernels.py
+    "every reading": ([condition(name, Prefill(), reading) for name, reading in READINGS], (), {}),
+    "every chunk": (of(Chunked(chunk=20, when="every_chunk"), "defensive_kv", "h2o"), (41,), {}),
+}
 
 
 @pytest.mark.parametrize(
-    ("policy", "regime"), [("ATTENTION_X_VALUE_JOINT", Prefill()), ("ATTENTION_OF_ALL_ONE_SET", DecodeCap(interval=2))]
+    ("conditions", "lengths", "given"),
+    [*AGREE.values(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.values())],
+    ids=[*AGREE, *SLOW],
 )
-def test_scorers_without_a_kernel_score_beside_kernels(policy, regime):
-    switches = (("window", 6), *((("aggregate", "max"), ("pool", "max")) if "OF_ALL" not in policy else ()))
-    without_kernel = Condition(f"{PARTS}:{policy}", 24, regime, reading="as_described", switches=switches)
-    agree([without_kernel, condition("r_kv", regime)], 40, new=3 if isinstance(regime, DecodeCap) else 2)
-
-
-def test_prompts_of_several_lengths_in_one_pass():
-    agree([Condition(), *(condition(name, Prefill(), budget=12) for name in ("cake", "dropkv", "h2o"))], 33, 20)
-
-
-def test_quotas_are_scored_by_plain_pytorch_beside_kernels():
-    spans = {"a": list(range(3, 10)), "b": list(range(10, 18))}
-    fairly = Prefill(fair=1.0, spans=("a", "b"))
-    conditions = [condition(name, regime, budget=12) for name in ("snapkv", "h2o") for regime in (fairly, Prefill())]
-    agree([*conditions, condition("h2o", fairly, "as_run", budget=12)], 33, 20, spans=spans)
+def test_kernels_keep_and_say_what_plain_pytorch_does(conditions, lengths, given):
+    agree(conditions, *lengths, **given)
 
 
 # ---- what kernels refuse
 
-REFUSED = {
-    "do not pack or page": replace(condition("snapkv", Prefill()), bits=4),
-    "do not sum 'low', which scissorhands needs": condition("scissorhands", Prefill()),
-}
+PACKED = "kernels do not pack or page tokens"
+NO_LOW, NO_SLIDING = "kernels do not sum 'low', which scissorhands needs", "kernels score no layer that slides"
+OBSTACLES = [
+    ("llama", replace(condition("snapkv", Prefill()), bits=4), PACKED),
+    ("llama", condition("scissorhands", Prefill()), NO_LOW),
+    *(
+        (kind, c, None)
+        for kind in ("gemma3", "mistral")
+        for c in (Condition(), condition("streaming_llm", Prefill()), Condition("h2o_simple", 16, SharedCap()))
+    ),
+    ("gemma3", condition("snapkv", Prefill()), None),
+    ("mistral", condition("snapkv", Prefill()), NO_SLIDING),
+    ("mistral", condition("h2o", Prefill()), NO_SLIDING),
+]
 
 
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_kernels_cannot_do_is_refused_and_by_auto_left_to_plain_pytorch(why, monkeypatch):
-    c = REFUSED[why]
-    assert why in backend.obstacle(model(), c)
-    [ids] = tiny_prompts(40)
-    text = Prompt(ids, {"a": [3, 4, 5]})
-    with pytest.raises(InputError, match=f"backend triton: kernels .*{why}.*: use backend torch, or auto"):
-        engine.generate(model(), [text], [c], max_new_tokens=1, stop_ids=(), backend="triton")
-
-
-def test_layers_that_slide_are_taken_along_but_not_scored():
-    mixed, slides = architecture("gemma3").to(DEVICE), architecture("mistral").to(DEVICE)
-    snapkv, streaming, shared = condition("snapkv", Prefill()), condition("streaming_llm", Prefill()), SharedCap()
-    for c in (Condition(), streaming, Condition("h2o_simple", 16, shared)):
-        assert backend.obstacle(mixed, c) is None
-        assert backend.obstacle(slides, c) is None
-    assert backend.obstacle(mixed, snapkv) is None
-    for c in (snapkv, condition("h2o", Prefill())):
-        assert backend.obstacle(slides, c) == "kernels score no layer that slides"
-
-
-# ---- auto
-
-
-def test_a_context_that_is_repeated():
-    agree([condition(name, Prefill()) for name in ("kv_zip", "kv_zip_plus", "snapkv")], 41, 50, new=3)
+@pytest.mark.parametrize(("kind", "c", "why"), OBSTACLES)
+def test_what_kernels_cannot_do_is_refused(kind, c, why):
+    assert backend.obstacle(architecture(kind).to(DEVICE), c) == why
+    if why in (PACKED, NO_LOW):
+        with pytest.raises(InputError, match=f"backend triton: {why}.*: use backend torch, or auto"):
+            engine.generate(model(), tiny_prompts(40), [c], max_new_tokens=1, stop_ids=(), backend="triton")
 
 
 @pytest.mark.parametrize("broken", ["", "rms_norm"])
@@ -158,5 +162,4 @@ def test_a_kernel_that_does_not_run_leaves_every_condition_to_plain_pytorch(brok
         monkeypatch.setattr(kvrepro_kernels, broken, fails)
     conditions = [Condition(), condition("snapkv", Prefill()), replace(condition("snapkv", Prefill()), bits=4)]
     reasons = backend.obstacles(OnGpu(), conditions)
-    packed = "kernels do not pack or page tokens"
-    assert reasons == (["RuntimeError: out of registers"] * 3 if broken else [None, None, packed])
+    assert reasons == (["RuntimeError: out of registers"] * 3 if broken else [None, None, PACKED])

@@ -19,8 +19,13 @@ def answered(network, condition=H2O):
     [ids] = prompts(60)
     [[answer]] = kv.generate(network, [ids], [condition], max_new_tokens=6, stop_ids=())
     with kv.evicting(network, condition):
-        own = network.generate(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, 60, dtype=torch.long),
-                               max_new_tokens=6, do_sample=False, eos_token_id=None)  # fmt: skip
+        own = network.generate(
+            input_ids=torch.tensor([ids]),
+            attention_mask=torch.ones(1, 60, dtype=torch.long),
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=None,
+        )
     return answer.tokens, own[0, 60:].tolist()
 
 
@@ -44,23 +49,6 @@ def test_dropout_of_a_model_in_training_changes_nothing_and_the_mode_comes_back(
     assert expected == (expected[0],) * 2 == answered(training) == answered(training)
     assert [part.training for part in training.modules()] == modes
     assert len(set(modes)) == 2
-
-
-def test_a_family_that_computes_something_else_is_refused_each_time():
-    torch.manual_seed(0)
-    network = transformers.AutoModelForCausalLM.from_config(transformers.DiffLlamaConfig(**SHAPE)).eval()
-    for _ in range(2):
-        refused(network, r"^cannot evict from a diffllama model: it gives other logits in an engine.* \(.*% differ\)")
-
-
-@pytest.mark.parametrize("kind", ["Bart", "T5"])
-def test_a_model_with_an_encoder_is_refused(kind):
-    shape = {"d_model": 32, "vocab_size": 120, "decoder_start_token_id": 0}
-    more = {"Bart": {"encoder_layers": 1, "decoder_layers": 1}, "T5": {"num_layers": 1, "d_ff": 32}}[kind]
-    network = getattr(transformers, f"{kind}ForConditionalGeneration")(
-        getattr(transformers, f"{kind}Config")(**shape, **more)
-    )
-    refused(network, f"^cannot evict from a {kind.lower()} model: it has an encoder; take a family of")
 
 
 def test_offloaded_weights_are_refused_also_where_they_were_not_before():
@@ -89,22 +77,43 @@ def test_quantised_weights_are_taken_where_they_can_be_read_and_else_refused():
     refused(packed, "^cannot evict from a llama model: its weights are quantised; take a family of")
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (lambda: "small-gqa", "str"),
-        (lambda: None, "NoneType"),
-        (lambda: kv.load("tiny-gqa"), "Loaded"),
-        (lambda: model("llama").model, "LlamaModel"),
-        (lambda: transformers.LlamaForSequenceClassification(model("llama").config), "LlamaForSequenceClassification"),
-    ],
-)
-def test_what_is_no_causal_language_model_is_refused(make, kind):
-    refused(make(), f"^model of type {kind}: give a causal language model")
-
-
-@pytest.mark.parametrize("kind", ["PrefixTuning", "PromptTuning"])
-def test_virtual_tokens_are_refused(kind):
+def with_virtual_tokens(kind):
     peft = pytest.importorskip("peft")
     config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    refused(peft.get_peft_model(model("llama"), config), "its adapter 'default' puts virtual tokens before a prompt")
+    return peft.get_peft_model(model("llama"), config)
+
+
+def with_encoder(kind, **more):
+    config = getattr(transformers, f"{kind}Config")(d_model=32, vocab_size=120, decoder_start_token_id=0, **more)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+def other_logits():
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(transformers.DiffLlamaConfig(**SHAPE)).eval()
+
+
+NOT_CAUSAL, OTHER = "give a causal language model", r"it gives other logits in an engine.* \(.*% differ\)"
+VIRTUAL = "its adapter 'default' puts virtual tokens before a prompt"
+REFUSED = {
+    "a name": (lambda: "small-gqa", f"^model of type str: {NOT_CAUSAL}"),
+    "nothing": (lambda: None, f"^model of type NoneType: {NOT_CAUSAL}"),
+    "what load gave": (lambda: kv.load("tiny-gqa"), f"^model of type Loaded: {NOT_CAUSAL}"),
+    "no head": (lambda: model("llama").model, f"^model of type LlamaModel: {NOT_CAUSAL}"),
+    "a classifier": (
+        lambda: transformers.LlamaForSequenceClassification(model("llama").config),
+        f"^model of type LlamaForSequenceClassification: {NOT_CAUSAL}",
+    ),
+    "prefix tuning": (lambda: with_virtual_tokens("PrefixTuning"), VIRTUAL),
+    "prompt tuning": (lambda: with_virtual_tokens("PromptTuning"), VIRTUAL),
+    "Bart": (lambda: with_encoder("Bart", encoder_layers=1, decoder_layers=1), "^cannot evict from a bart .*encoder"),
+    "T5": (lambda: with_encoder("T5", num_layers=1, d_ff=32), "^cannot evict from a t5 model: it has an encoder; take"),
+    "another attention": (other_logits, f"^cannot evict from a diffllama model: {OTHER}"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_models_that_the_engine_cannot_drive_are_refused_each_time(make, message):
+    network = make()
+    for _ in range(2):
+        refused(network, message)

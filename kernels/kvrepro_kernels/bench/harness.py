@@ -44,25 +44,31 @@ class Bench:
     def __init__(self, date: str) -> None:
         self.bandwidth, self.rate = copy_bandwidth(), matmul_rate()
         self.rows: list[Row] = []
-        self.common = dict(
-            dtype="bfloat16", device=torch.cuda.get_device_name(), torch=torch.__version__, triton=version("triton"),
-            date=date,
-        )  # fmt: skip
+        self.common = dict(dtype="bfloat16", device=torch.cuda.get_device_name(), date=date)
+        self.common |= dict(torch=torch.__version__, triton=version("triton"))
 
     def add(
-        self, kernel: str, variant: str, shape: str, tokens: int, batch: int, calls: Sequence[Callable[[], object]], *,
-        moved: float = 0.0, operations: float = 0.0, reference: float | None = None, graph: bool = True,
+        self,
+        kernel: str,
+        variant: str,
+        shape: str,
+        tokens: int,
+        batch: int,
+        calls: Sequence[Callable[[], object]],
+        *,
+        moved: float = 0.0,
+        operations: float = 0.0,
+        reference: float | None = None,
+        graph: bool = True,
         replays: int = 40,
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Time `calls` (one per input set), keep a row, return the median."""
         low, middle, high = quantiles(calls, replays, graph)
         floor = max(moved / self.bandwidth, operations / self.rate) * 1e6
         speedup = reference / middle if reference else None
-        row = dict(
-            kernel=kernel, variant=variant, shape=shape, tokens=tokens, batch=batch,
-            p20_us=low, p50_us=middle, p80_us=high, floor_us=floor, fraction_of_floor=floor / middle,
-            reference_p50_us=reference, speedup=speedup, scratch_mib=scratch_mib(calls[0]), **self.common,
-        )  # fmt: skip
+        row: Row = dict(kernel=kernel, variant=variant, shape=shape, tokens=tokens, batch=batch, **self.common)
+        row |= dict(p20_us=low, p50_us=middle, p80_us=high, floor_us=floor, fraction_of_floor=floor / middle)
+        row |= dict(reference_p50_us=reference, speedup=speedup, scratch_mib=scratch_mib(calls[0]))
         self.rows.append(row)
         line = f"{kernel:18}{variant:40}{shape:10}{tokens:>7} x{batch:<3}{middle:>10.1f} us"
         print(f"{line} {floor / middle:5.2f} of floor" + (f" {speedup:6.2f}x" if speedup else ""), flush=True)

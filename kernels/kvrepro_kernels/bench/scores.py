@@ -1,6 +1,7 @@
 """Times of scoring: window scores, window attention, a prompt's attention, column mass."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,10 +72,8 @@ def bench_window_scores(b: Bench) -> None:
             calls = each(plain_perturbation, bare[:2])
             plain = b.add("window_scores", "plain torch, repeated heads", *where, calls, moved=2 * pages, replays=8)
             calls = each(grouped_perturbation, inputs[:2])
-            b.add(
-                "window_scores", "plain torch, grouped, lse given", *where, calls, moved=2 * pages, reference=plain,
-                replays=8,
-            )  # fmt: skip
+            given: dict[str, Any] = {"moved": 2 * pages, "reference": plain, "replays": 8}
+            b.add("window_scores", "plain torch, grouped, lse given", *where, calls, **given)
         calls = each(window_scores, inputs)
         b.add("window_scores", "perturbation sum mean", *where, calls, moved=2 * pages, reference=plain)
         calls = each(window_scores, bare)
@@ -101,15 +100,16 @@ def bench_prefill(b: Bench) -> None:
             if backend == "efficient" and tokens > 32768:
                 continue
             calls = each(prefill_attention, [inputs], backend=backend)
-            times[backend] = b.add(
-                "prefill_attention", backend, *where, calls, operations=2 * work, reference=times.get("flash"),
-                graph=False, replays=10,
-            )  # fmt: skip
+            given: dict[str, Any] = {
+                "operations": 2 * work,
+                "reference": times.get("flash"),
+                "graph": False,
+                "replays": 10,
+            }
+            times[backend] = b.add("prefill_attention", backend, *where, calls, **given)
         lse = prefill_attention(*inputs).lse
         spans = (torch.arange(tokens, device="cuda") // 1000)[None]
         for variant, span in (("causal", None), ("causal, same span", spans)):
             calls = each(column_mass, [(*inputs[:2], lse)], spans=span)
-            b.add(
-                "column_mass", variant, *where, calls, operations=work, reference=min(times.values()), graph=False,
-                replays=10,
-            )  # fmt: skip
+            given = {"operations": work, "reference": min(times.values()), "graph": False, "replays": 10}
+            b.add("column_mass", variant, *where, calls, **given)

@@ -196,7 +196,7 @@ class Prompt:
         ensure(dict, spans=self.spans, turns=self.turns)
         spans = {name: whole_numbers(f"span {name}", where) for name, where in self.spans.items()}
         turns = [(name, whole_numbers(f"turn {name}", at)) for name, at in self.turns.items()]
-        object.__setattr__(self, "ids", whole_numbers("prompt's token ids", self.ids))
+        object.__setattr__(self, "ids", whole_numbers("prompt", self.ids))
         object.__setattr__(self, "spans", spans)
         for name, where in [*spans.items(), *turns]:
             if where and not 0 <= min(where) <= max(where) < len(self.ids):

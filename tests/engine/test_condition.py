@@ -108,12 +108,12 @@ def test_different_conditions_have_different_labels():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("some text", {}), "prompt's token ids 'some text': give a list of whole numbers"),
+        (("some text", {}), "prompt 'some text': give a list of whole numbers"),
         (([1, 2, 3], {"a": [1, 3]}), "a at position 3 of a prompt of 3 tokens"),
         (([1, 2, 3], {"a": [-1, 0]}), "a at position -1 of a prompt of 3 tokens"),
         (([1, 2, 3], {}, {"user": 3}), "user at position 3 of a prompt of 3 tokens"),
-        (([True, False], {}), "token ids .True, False.: give a list of whole numbers"),
-        ((b"hello", {}), "token ids b'hello': give a list of whole numbers"),
+        (([True, False], {}), "prompt .True, False.: give a list of whole numbers"),
+        ((b"hello", {}), "prompt b'hello': give a list of whole numbers"),
         *(
             (([1, 2, 3], {"a": where}), "span a .*: give a list of whole numbers")
             for where in ([1.5], slice(1, 2), None, [True, False, True], MASK, list(MASK))

@@ -288,7 +288,7 @@ ARGUMENTS = [
     ({"conditions": None}, "condition None: give a kvrepro.Condition"),
     ({"prompts": None}, "prompts None: give a list of prompts"),
     ({"prompts": [3, 4, 5]}, ".*give a list of prompts"),
-    ({"prompts": ["some text"]}, ".*token ids .*: give a list of whole numbers"),
+    ({"prompts": ["some text"]}, ".*prompt .some text.: give a list of whole numbers"),
     ({"prompts": [[5]]}, "prompt of 1 tokens < 2"),
     ({"prompts": [[5, 500]]}, "token id 500 outside the model's vocabulary of 120: other tokenizer"),
     ({"prompts": [[5, -1]]}, "token id -1 outside the model's vocabulary of 120: other tokenizer"),

@@ -14,7 +14,7 @@ from kvrepro.chapters.leakage import members as leakage
 from kvrepro.chapters.leakage.members import Study
 from kvrepro.chapters.protection import members as protection
 from kvrepro.chapters.protection.settings import Settings
-from kvrepro.experiment import claims, history, models
+from kvrepro.experiment import claims, judge, models
 from kvrepro.experiment.judge import Member, NotTestable, Sample
 from kvrepro.experiment.members import Language, Table
 from kvrepro.paths import DATA
@@ -147,4 +147,4 @@ def verdicts(protection_rows: Mapping[str, pd.DataFrame], leakage_rows: Mapping[
 
     every: Callable[[Mapping], Sequence[str]] = lambda claim: claims.READINGS  # noqa: E731
     book = claims.load_claims("family")["claims"]
-    return history.verdicts(book, members, every, model="the family", profile="quick")
+    return judge.verdicts(book, members, every, model="the family", profile="quick")

@@ -36,8 +36,8 @@ def compared(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
     models the first counts. Verdicts that rest on stored timings cannot change and are left out."""
     parts = []
     for number, table in enumerate(tables):
-        first_run = claims.verdicts_of_run(table)
-        first_run = first_run[first_run.model != claims.STORED]
+        first_run = table[table.model != claims.STORED]
+        first_run = first_run[(first_run[["model", "profile"]] == first_run[["model", "profile"]].iloc[0]).all(axis=1)]
         parts.append(first_run.set_index(["claim", "reading"]).verdict.rename(number))
     return pd.concat(parts, axis=1, join="inner")
 

@@ -137,45 +137,66 @@ def paper_text(spec: Mapping[str, Any] | Sequence[Mapping[str, Any]], unit: str 
     return low if low == high else f"{low} to {high}"
 
 
+# ---------------------------------------------------------------- claims that were changed
+
+# A claim that was written or changed when results were known has an entry `exploratory:` or `changed:` with the reason.
+# `first:` holds the first form's entries, by which rows are judged too; null takes an entry away. What a claim
+# `presumes` is no part of its first form.
+
+
+def with_first(book: Sequence[Mapping[str, Any]], whose: str = "") -> list[dict[str, Any]]:
+    """The claims, each with its first form behind it. whose: the source, whose words claims marked `ours` are not."""
+    claims: list[dict[str, Any]] = []
+    for claim in book:
+        note = f" (Not in the {whose}'s words.)" if whose and "ours" in claim else ""
+        claims.append({**claim, "statement": claim["statement"] + note})
+        if "first" in claim:
+            first = {**claims[-1], "presumes": None, **claim["first"], "id": claim["id"] + FIRST}
+            claims.append({name: value for name, value in first.items() if value is not None})
+    return claims
+
+
+def marked(frame: pd.DataFrame, book: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """The table of verdicts without the rows of first forms. Statements give these verdicts instead, and say that a
+    claim was written or changed late."""
+    is_first = frame.claim.str.endswith(FIRST)
+    notes = {claim["id"]: _note(claim, frame[frame.claim == claim["id"] + FIRST]) for claim in book}
+    rest = frame[~is_first].reset_index(drop=True)
+    return rest.assign(statement=(rest.statement + " " + rest.claim.map(notes).fillna("")).str.rstrip())
+
+
+def _note(claim: Mapping[str, Any], first: pd.DataFrame) -> str:
+    kind = {
+        "exploratory": "Exploratory: written when results were known",
+        "changed": "Changed when results were known",
+        "presumes": "Its premise was added when results were known",
+    }
+    notes = [text for name, text in kind.items() if name in claim][:1]
+    if len(first):
+        texts = [f"{label(row.verdict)} with the {LABELS.get(row.reading, '')}" for row in first.itertuples()]
+        verdicts = label(first.verdict.iloc[0]) if len(set(first.verdict)) == 1 else ", ".join(texts)
+        notes.append(f"as first written ({first.rule.iloc[0]}): *{verdicts}*")
+    return f"({'; '.join(notes)}.)" if notes else ""
+
+
 # ---------------------------------------------------------------- the table of verdicts
 
 
-def write(frame: pd.DataFrame, path: Path | str) -> Path:
-    """Write the table as CSV, at `<results>/<chapter>/claims.csv`. It replaces what the same model and profile gave
-    before; verdicts of other models stay in their places. The first model's verdicts come first, and with them those
-    on stored timings, which belong to no model and are always the newest."""
-    path = Path(path)
+def write(frame: pd.DataFrame, path: Path) -> None:
+    """Write the table as CSV, at `<results>/<chapter>/claims.csv`, before the verdicts of other models and profiles
+    that stand there; those on stored timings, which belong to no model, are the newest."""
+    if path.is_file():
+        old, run = read(path), ["model", "profile"]
+        stays = old[(old.model != STORED) & ~old[run].apply(tuple, axis=1).isin(frame[run].apply(tuple, axis=1))]
+        frame = pd.concat([frame, stays]) if len(stays) else frame
     path.parent.mkdir(parents=True, exist_ok=True)
-    stored = read(path) if path.is_file() else frame
-    # New verdicts replace old ones.
-    parts = {run: verdicts_of_run(table, run) for table in (stored, frame) for run in runs(table)}
-    first, *others = [*parts.values()] or [frame]
-    if len(timed := frame[frame.model == STORED]):  # the newest ones, whichever model ran
-        order = list(dict.fromkeys([*first.claim, *timed.claim]))
-        first = pd.concat([part for part in (first[first.model != STORED], timed) if len(part)])
-        first = first.sort_values("claim", key=lambda names: names.map(order.index), kind="stable")
-    kept = [first, *(part[part.model != STORED] for part in others)]
-    write_table(path, pd.concat([part for part in kept if len(part)] or [frame]), "%.6g")
-    return path
+    write_table(path, frame, "%.6g")
 
 
-def read(path: Path | str) -> pd.DataFrame:
+def read(path: Path) -> pd.DataFrame:
     """The table from its file: of one model, or of several below each other."""
     frame = pd.read_csv(path)
     return frame.fillna(dict.fromkeys(frame.columns.difference(["ours", "low", "high", "p", "n", "needed"]), ""))
-
-
-def runs(frame: pd.DataFrame) -> list[tuple[str, str]]:
-    """(model, profile) of each run whose verdicts a table holds, the first one first."""
-    from_runs = frame[frame.model != STORED]
-    from_runs = from_runs if len(from_runs) else frame
-    return list(dict.fromkeys(zip(from_runs.model, from_runs.profile, strict=True)))
-
-
-def verdicts_of_run(frame: pd.DataFrame, run: tuple[str, str] | None = None) -> pd.DataFrame:
-    """The verdicts of one run, of the first if none is named, and those that rest on stored timings."""
-    model, profile = run or runs(frame)[0]
-    return frame[((frame.model == model) & (frame.profile == profile)) | (frame.model == STORED)]
 
 
 def label(verdict: str) -> str:

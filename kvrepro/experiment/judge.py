@@ -39,14 +39,14 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from kvrepro.errors import InputError, counted
 from kvrepro.experiment import stats
-from kvrepro.experiment.claims import COLUMNS, NOT_TESTABLE, label, paper_text
+from kvrepro.experiment.claims import COLUMNS, NOT_TESTABLE, label, marked, paper_text, with_first
 from kvrepro.experiment.stats import ANY, MIN_ITEMS, UNIT, Estimate
 
 MIN_CEILING = 0.10  # lower bound of the full cache's score below which a claim about quality says nothing
@@ -242,18 +242,16 @@ def _outside(rule: Mapping[str, Any], value: float) -> float:
     return min(max(a - value, value - b) for a, b, _ in region(rule))
 
 
-def _gap(rule: Mapping[str, Any], value: float) -> float:
-    """The distance from a value to the nearest border of a rule's region."""
-    return min(abs(value - end) for a, b, _ in region(rule) for end in (a, b) if math.isfinite(end))
-
-
 def _single(rule: Mapping[str, Any], label: str, what: Any, members: int, level: float = 0.95) -> Judged:
     """Judge one thing at a level. members: how many the claim has."""
     e = what.estimate(level)
     state = state_of(rule, e.low, e.high)
     sampled = not isinstance(what, Measured) and math.isfinite(e.value)
     needed = _needed(rule, what, e) if state != "holds" and sampled else math.nan
-    refuted = state == "fails" and (members == 1 or _fails(rule, what, 1 - (1 - level) / members))
+    refuted = state == "fails"
+    if refuted and members > 1:
+        strict = what.estimate(1 - (1 - level) / members)
+        refuted = state_of(rule, strict.low, strict.high) == "fails"
     return Judged(label, state, e, decided_by=label, needed=needed, against=_against(rule, e), refuted=refuted)
 
 
@@ -261,12 +259,7 @@ def _needed(rule: Mapping[str, Any], what: Any, e: Estimate) -> float:
     """Items that would decide a rule: more than did not, and as many as an interval at this level needs."""
     too_few = math.isnan(e.low) and MIN_ITEMS <= e.n < stats.fewest(e.level)
     interval, least = (what.estimate(), stats.fewest(e.level)) if too_few else (e, 0)
-    return max(interval.needed(_gap(rule, e.value)), float(least), e.n + 1.0)
-
-
-def _fails(rule: Mapping[str, Any], what: Any, level: float) -> bool:
-    e = what.estimate(level)
-    return state_of(rule, e.low, e.high) == "fails"
+    return max(interval.needed(_outside(rule, e.value)), float(least), e.n + 1.0)
 
 
 def _several(rule: Mapping[str, Any], member: Member, members: int) -> Judged:
@@ -406,6 +399,7 @@ def _without_value(judged: Judged) -> NotTestable:
     return NotTestable(f"{what}{judged.ours.n} items give no value, as a ratio to nothing has none")
 
 
+NUMBERS = ("ours", "low", "high", "p", "n", "needed")
 UNTESTED = {"verdict": NOT_TESTABLE, "test": "none", "members": "", "decided_by": ""}  # of a row without a verdict
 
 
@@ -472,10 +466,17 @@ def _row(
 
 
 def verdicts(
-    claims: Sequence[Mapping[str, Any]], members: Callable[[Mapping[str, Any], str], Members],
-    readings: Callable[[Mapping[str, Any]], Sequence[str]] = lambda claim: ("any",), *, model: str, profile: str,
-) -> pd.DataFrame:  # fmt: skip
-    """The claims table, `claims.COLUMNS`: a row per claim and reading.
+    claims: Sequence[Mapping[str, Any]],
+    members: Callable[[Mapping[str, Any], str], Members],
+    readings: Callable[[Mapping[str, Any]], Sequence[str]] = lambda claim: ("any",),
+    *,
+    own: Sequence[Mapping[str, Any]] = (),
+    whose: str = "",
+    model: str,
+    profile: str,
+) -> pd.DataFrame:
+    """The claims table, `claims.COLUMNS`: a row per claim and reading, first those of a book, then `own`, which are
+    about a reader's own policies. The verdicts on first forms stand in statements. whose: as in `claims.with_first`.
 
     members(claim, reading) lists what is tested, with NotTestable in place of members that cannot be tested; it may
     raise NotTestable for the whole claim. ours, low, high, p and n are those of the member that `decided_by` names, in
@@ -483,7 +484,8 @@ def verdicts(
     decide its open members.
     """
     table: list[dict[str, Any]] = []
-    for claim in claims:
+    asked = [*with_first(claims, whose), *own]
+    for claim in asked:
         for reading in readings(claim):
             try:
                 supplied: Members | NotTestable = members(claim, reading)
@@ -491,47 +493,46 @@ def verdicts(
                 supplied = reason
             row, states_of_members = _row(claim, supplied, reading)
             table.append(row | {"reading": reading, "states": states_of_members})
-    table = _where_premises_hold(table, {claim["id"]: claim.get("presumes") for claim in claims})
+    presumed = {claim["id"]: claim.get("presumes") for claim in asked}
+    table = [_where_its_premise_holds(row, table, presumed) for row in table]
     states: dict[str, list[dict[str, str]]] = {}
     for row in table:
         states.setdefault(row["claim"], []).append(row["states"])
     frame = pd.DataFrame(table).reindex(columns=COLUMNS).assign(model=model, profile=profile)
-    return frame.assign(depends_on_reading=frame.claim.map({name: depends(s) for name, s in states.items()}))
+    frame = frame.assign(depends_on_reading=frame.claim.map({name: depends(s) for name, s in states.items()}))
+    return marked(frame, claims)
 
 
-def _where_premises_hold(table: Sequence[dict[str, Any]], presumed: Mapping[str, str | None]) -> list[dict[str, Any]]:
-    """The rows of a table of verdicts; those whose premise is not reproduced in their reading are not testable.
+Row: TypeAlias = Mapping[str, Any]
+
+
+def _refusal(row: Row, table: Sequence[Row], presumed: Mapping[str, str | None]) -> Row | None:
+    """The row of a premise that is not reproduced in this row's reading, or whose own premise is not.
 
     presumed: the premise of each claim. A premise that is not among the rows is not asked; of a claim for both
-    readings it must hold in one. The note says what the premise found, and what the verdict would be without it.
+    readings it must hold in one.
     """
+    of_premise = [r for r in table if r["claim"] == presumed[row["claim"]]]
+    rows = [r for r in of_premise if row["reading"] == "any" or r["reading"] in ("any", row["reading"])]
+    refusing = [r for r in rows if r["verdict"] != "reproduced" or _refusal(r, table, presumed)]
+    return refusing[0] if refusing and len(refusing) == len(rows) else None
 
-    def refusal(row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The row of a premise that is not reproduced, or whose own premise is not."""
-        of_premise = [r for r in table if r["claim"] == presumed[row["claim"]]]
-        rows = [r for r in of_premise if row["reading"] == "any" or r["reading"] in ("any", row["reading"])]
-        refusing = [r for r in rows if r["verdict"] != "reproduced" or refusal(r)]
-        return refusing[0] if refusing and len(refusing) == len(rows) else None
 
-    def judged(row: dict[str, Any]) -> dict[str, Any]:
-        premise = refusal(row)
-        if row["verdict"] == NOT_TESTABLE or premise is None:
-            return row
-        unit, value = "%" if premise["unit"] == "%" else f" {premise['unit']}", ""
-        if "ours" in premise:
-            value = f" ({premise['ours']:.3g}{unit} [{premise['low']:.3g}, {premise['high']:.3g}])"
-        note = (
-            f"it presumes {premise['claim']}, which is {label(premise['verdict'])}{value}: {premise['statement']} "
-            f"Without this premise it would be {label(row['verdict'])}"
-        )
-        numbers = ("ours", "low", "high", "p", "n", "needed")
-        return (
-            {name: value for name, value in row.items() if name not in numbers}
-            | UNTESTED
-            | {"note": note, "states": {}}
-        )
-
-    return [judged(row) for row in table]
+def _where_its_premise_holds(
+    row: dict[str, Any], table: Sequence[Row], presumed: Mapping[str, str | None]
+) -> dict[str, Any]:
+    """The row, or one that is not testable, whose note says what the premise found and what would be without it."""
+    premise = _refusal(row, table, presumed)
+    if row["verdict"] == NOT_TESTABLE or premise is None:
+        return row
+    unit, value = "%" if premise["unit"] == "%" else f" {premise['unit']}", ""
+    if "ours" in premise:
+        value = f" ({premise['ours']:.3g}{unit} [{premise['low']:.3g}, {premise['high']:.3g}])"
+    note = (
+        f"it presumes {premise['claim']}, which is {label(premise['verdict'])}{value}: {premise['statement']} "
+        f"Without this premise it would be {label(row['verdict'])}"
+    )
+    return row | UNTESTED | dict.fromkeys(NUMBERS, math.nan) | {"note": note, "states": {}}
 
 
 def depends(states: Sequence[Mapping[str, str]]) -> str:

@@ -18,7 +18,8 @@ use, with a column for whatever they choose by. A claim says which rows it takes
 - `mean_over`: a column over whose values each unit is averaged, with equal weights: over those that all sides have
   (`whole`: for every unit), and a unit that lacks one is missing. A side that chooses its own value stands apart.
 - Without `sides` each row counts, and those of a unit are a cluster. `exact`: each row is a case, named by `cases`.
-- `contrast`: of `stats.CONTRASTS`, of `CONTRASTS` below, or of the chapter's, which are functions of a `Case`.
+- `contrast`: of `stats.CONTRASTS`, of `CONTRASTS` below, or of the chapter's, functions of a `Case` that give evidence,
+  or several parts by their names.
 - `requires`: names of the chapter's `REQUIRES`, functions of a `Case` that raise NotTestable. `needs`: what runs lack.
 - `bounds`, `limits`, `each`: of `judge.Sample`, numbers, or columns of which the mean is taken.
 - `stored`: what the interval is of timings that are stored with the project, on which the verdict then rests.
@@ -29,29 +30,19 @@ Claims about policies in general, those that choose policies by one of `sets`, a
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from kvrepro.engine.policy import READINGS, find, is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, history, judge, stats
-from kvrepro.experiment.judge import Drawn, Facts, Measured, Member, NotTestable, Sample, Unpaired
+from kvrepro.experiment import claims, judge, stats
+from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
 
 Claim: TypeAlias = Mapping[str, Any]
-Evidence: TypeAlias = Sample | Unpaired | Drawn | Measured | Facts
 OF_CEILING = ("share_of_ceiling", "loss", "loss_ratio", "difference_of_ceiling")  # contrasts with the side `full`
 OF_TWO_PAIRS = ("lift_minus_difference", "difference_of_ceiling")  # contrasts with the sides x and y
-
-
-class Chapter(Protocol):
-    """What a chapter's module `members` gives. A contrast may also give several parts by their names."""
-
-    CONTRASTS: Mapping[str, Callable[["Case"], Evidence | dict[str, Evidence]]]
-    REQUIRES: Mapping[str, Callable[["Case"], None]]
-
-    def tidied(self, tables: Mapping[str, Any], loaded: Any, settings: Any) -> Mapping[str, pd.DataFrame]: ...
 
 
 def merged(claim: Claim, entries: Claim) -> dict[str, Any]:
@@ -82,26 +73,28 @@ def satisfies(values: pd.Series, rule: Claim) -> pd.Series:
 
 
 class Table:
-    """Rows of a study; which of them fit a value is looked up once."""
+    """Rows of a study; which of them fit is looked up once."""
 
     def __init__(self, rows: pd.DataFrame) -> None:
         self.rows = rows.reset_index(drop=True)
-        self._fits: dict[tuple[str, str], np.ndarray] = {}
+        self._fits: dict[str, np.ndarray] = {}  # by column and value
+        self._fitting: dict[str, pd.DataFrame] = {}  # by cell
 
     def fitting(self, cell: Claim) -> pd.DataFrame:
         """The rows that fit a value, a list of values or a rule in each column; None fits all."""
-        fits = np.ones(len(self.rows), bool)
-        for column, wanted in cell.items():
-            if wanted is None:
-                continue
-            if (key := (column, repr(wanted))) not in self._fits:
-                if column not in self.rows:
-                    raise InputError(f"claims choose by {column!r}: the rows have {', '.join(self.rows)}")
-                values = self.rows[column]
-                found = satisfies(values, wanted) if isinstance(wanted, Mapping) else values.isin(_listed(wanted))
-                self._fits[key] = (found | values.isna()).to_numpy()
-            fits &= self._fits[key]
-        return self.rows[fits]
+        if repr(cell) not in self._fitting:
+            fits = [self._fit(column, wanted) for column, wanted in cell.items() if wanted is not None]
+            self._fitting[repr(cell)] = self.rows[np.logical_and.reduce(fits)] if fits else self.rows
+        return self._fitting[repr(cell)]
+
+    def _fit(self, column: str, wanted: Any) -> np.ndarray:
+        if (key := f"{column} {wanted!r}") not in self._fits:
+            if column not in self.rows:
+                raise InputError(f"claims choose by {column!r}: the rows have {', '.join(self.rows)}")
+            values = self.rows[column]
+            found = satisfies(values, wanted) if isinstance(wanted, Mapping) else values.isin(_listed(wanted))
+            self._fits[key] = (found | values.isna()).to_numpy()
+        return self._fits[key]
 
 
 @dataclass(frozen=True)
@@ -137,51 +130,50 @@ class Case:
 
     def values(self, side: str, column: str | None = None) -> pd.Series:
         """One column on one side, by unit. Raises InputError where a unit has several rows."""
-        per, rows = self.claim.get("per", "item"), self.rows(**self.sides[side])
-        if rows[per].duplicated().any():
+        rows = self.rows(**self.sides[side])
+        if (twice := rows[self._per].duplicated()).any():
             cell = {**self.claim["filter"], **self.sides[side]}
-            raise InputError(f"{len(rows)} rows of {cell} for {rows[per].nunique()} of {per}: one each is needed")
-        return pd.Series(rows[column or self._column].to_numpy(), rows[per])
+            raise InputError(f"{twice.sum()} of {len(rows)} rows of {cell} have the {self._per} of another")
+        return pd.Series(rows[column or self._column].to_numpy(), rows[self._per])
 
     @property
     def _column(self) -> str:
         return str(self.claim.get("column", "score"))
 
+    @property
+    def _per(self) -> str:
+        return str(self.claim.get("per", "item"))
+
     def frame(self) -> pd.DataFrame:
         """A row per unit, a column per side."""
-        claim = self.claim
-        columns = self._means() if "mean_over" in claim else {side: self.values(side) for side in self.sides}
-        frame = pd.DataFrame(columns)
-        for name, rule in claim.get("where", {}).items():
+        if mean := self.claim.get("mean_over"):
+            wide, shared = {side: self._wide(side) for side in self.sides}, self.shared()
+            entering = {side: list(wide[side]) if mean in cell else shared for side, cell in self.sides.items()}
+            frame = pd.DataFrame({side: wide[side][entering[side]].mean(axis=1, skipna=False) for side in wide})
+        else:
+            frame = pd.DataFrame({side: self.values(side) for side in self.sides})
+        for name, rule in self.claim.get("where", {}).items():
             side, _, column = name.partition(".")
             frame = frame[satisfies(self.values(side, column).reindex(frame.index), rule)]
         return frame
 
     def _wide(self, side: str) -> pd.DataFrame:
         """One side's values by unit and by value of `mean_over`."""
-        per = self.claim.get("per", "item")
-        wide = self.rows(**self.sides[side]).pivot_table(
-            index=per, columns=self.claim["mean_over"], values=self._column
-        )
+        rows, mean = self.rows(**self.sides[side]), self.claim["mean_over"]
+        wide = rows.pivot_table(index=self._per, columns=mean, values=self._column)
         if self.claim.get("whole"):
-            units = self.table.rows.dropna(subset=self._column)[per].unique()
+            units = self.table.rows.dropna(subset=self._column)[self._per].unique()
             wide = wide.reindex(units).dropna(axis=1)
         return wide
 
     def shared(self) -> list[Any]:
         """The values of `mean_over` that all sides have which do not choose their own. Raises NotTestable without."""
-        sides = [self._wide(side) for side, cell in self.sides.items() if self.claim["mean_over"] not in cell]
-        values = sorted(set.intersection(*map(set, sides))) if sides else []
+        mean = self.claim["mean_over"]
+        sides = [set(self._wide(side)) for side, cell in self.sides.items() if mean not in cell]
+        values = sorted(set.intersection(*sides)) if sides else []
         if sides and not values:
-            raise NotTestable(f"no {self.claim['mean_over']} was run on all sides")
+            raise NotTestable(f"no {mean} was run on all sides")
         return values
-
-    def _means(self) -> dict[str, pd.Series]:
-        shared, means = self.shared(), {}
-        for side, cell in self.sides.items():
-            wide = self._wide(side)
-            means[side] = wide[list(wide) if self.claim["mean_over"] in cell else shared].mean(axis=1, skipna=False)
-        return means
 
     def sample(self, contrast: str | Callable[[np.ndarray], float] = "", frame: pd.DataFrame | None = None) -> Sample:
         """The case as a sample: of its sides or rows, or of a frame [units, columns]; by its contrast, or another."""
@@ -189,25 +181,18 @@ class Case:
         if frame is None and self.sides:
             frame = self.frame()
         elif frame is None:
-            rows, names = (
-                self.rows(),
-                _listed(self._column if isinstance(claim.get("column"), str) else claim["column"]),
-            )
+            rows, names = self.rows(), _listed(claim.get("column", "score"))
             frame = rows[names].astype(float).set_axis(["a"] if len(names) == 1 else names, axis=1)
-            per = claim.get("per", "item")
-            clusters = rows[per] if per in rows and rows[per].duplicated().any() else None
+            clusters = rows[self._per] if self._per in rows and rows[self._per].duplicated().any() else None
         if "counts" in claim:
             frame = frame.dropna().apply(satisfies, rule=claim["counts"]).astype(float)
-        options: dict[str, Any] = {name: self.ends(name) for name in ("bounds", "limits") if name in claim}
+        options = {name: self.ends(name) for name in ("bounds", "limits") if name in claim}
         each = self.number(claim.get("each", 1)) * (len(self.shared()) or 1 if "mean_over" in claim else 1)
         return Sample(frame, contrast or claim["contrast"], clusters, each=each, **options)
 
-    def ends(self, name: str) -> tuple[float, float] | None:
-        """The bounds or the limits that the claim gives."""
-        if self.claim[name] is None:
-            return None
-        low, high = map(self.number, self.claim[name])
-        return low, high
+    def ends(self, name: str) -> Any:
+        """The `bounds` or `limits` that the claim gives; None for none."""
+        return self.claim[name] and tuple(map(self.number, self.claim[name]))
 
     def number(self, given: float | str) -> float:
         """A number, or the mean of a column over the rows of the case."""
@@ -229,12 +214,9 @@ def measured(case: Case) -> Measured:
 
 def unpaired(case: Case) -> Unpaired:
     """a, or a - b, minus x, or x - y, of other units."""
-    one, other = (
-        (case.values(top) - case.values(bottom) if bottom in case.sides else case.values(top)).dropna()
-        for top, bottom in ("ab", "xy")
-    )
-    bounds = case.ends("bounds") if "bounds" in case.claim else None
-    return Unpaired(one, other, bounds=bounds or (-1.0, 1.0), each=case.number(case.claim.get("each", 1)))
+    means = [case.values(top) - (case.values(bottom) if bottom in case.sides else 0) for top, bottom in ("ab", "xy")]
+    bounds = case.ends("bounds") if "bounds" in case.claim else (-1.0, 1.0)
+    return Unpaired(means[0].dropna(), means[1].dropna(), bounds, case.number(case.claim.get("each", 1)))
 
 
 CONTRASTS: dict[str, Callable[[Case], Any]] = {"measured": measured, "unpaired": unpaired}
@@ -270,7 +252,7 @@ class Language:
 
     book: Claim
     tables: Mapping[str, Table]
-    chapter: Chapter
+    chapter: Any
 
     def entries(self, claim: Claim, reading: str) -> dict[str, Any]:
         """A claim with what its table's claims share, in one reading."""
@@ -318,13 +300,11 @@ class Language:
                 pair = {side: {name: value} for side, value in zip(sides, two, strict=True)}
                 yield " against ".join(map(_text, two)), Case(merged(claim, {"sides": pair}), self.tables)
 
-    def evidence(self, case: Case) -> Evidence | dict[str, Evidence]:
-        """What the contrast of a case gives."""
-        contrast = case.claim["contrast"]
-        own = {**CONTRASTS, **self.chapter.CONTRASTS}
+    def evidence(self, case: Case) -> Any:
+        """What the contrast of a case gives: evidence, or several parts by their names."""
+        contrast, own = case.claim["contrast"], {**CONTRASTS, **self.chapter.CONTRASTS}
         if contrast in own:
-            given: Evidence | dict[str, Evidence] = own[contrast](case)
-            return given
+            return own[contrast](case)
         if contrast not in stats.CONTRASTS:
             raise InputError(f"claim {case.claim['id']}: unknown contrast {contrast!r}")
         return case.facts() if case.claim.get("exact") else case.sample()
@@ -334,16 +314,16 @@ class Language:
         for name in case.claim.get("requires", ()):
             self.chapter.REQUIRES[name](case)
         some = bool(case.claim.get("some"))
-        if "parts" not in case.claim and "pairs" not in case.claim:
+        if not {"parts", "pairs"} & set(case.claim):
             return Member(label, self.evidence(case), some)
-        parts, reasons = {}, []
+        parts, reason = {}, NotTestable("its parts were not run")
         for name, part in self.parts(case):
             try:
                 parts[name] = self.evidence(part)
-            except NotTestable as reason:
-                reasons.append(reason)
+            except NotTestable as why:
+                reason = why
         if not parts:
-            raise reasons[0] if reasons else NotTestable("its parts were not run")
+            raise reason
         return Member(label, parts, some)
 
     def members(self, claim: Claim, reading: str = "any") -> list[Member | NotTestable]:
@@ -368,34 +348,29 @@ class Language:
         rows = rows[rows.policy == claim["own"]] if claim.get("own") else rows
         return [reading for reading in READINGS if (rows.reading == reading).any()] or ["any"]
 
-    def general(self) -> list[dict[str, Any]]:
+    def general(self) -> Iterator[dict[str, Any]]:
         """The claims about policies in general, put to each of a reader's own: `P4 Mine`."""
         policies = [p for table in self.tables.values() if "policy" in table.rows for p in table.rows.policy.unique()]
-        return [
-            new for name in filter(is_own, dict.fromkeys(policies)) for claim in self.book["claims"]
-            if (new := asked_of(claim, name))
-        ]  # fmt: skip
+        for policy, claim in itertools.product(filter(is_own, dict.fromkeys(policies)), self.book["claims"]):
+            named = [name for name in ("over", "parts", "filter") if isinstance(_policy(claim, name), str)]
+            if named and claim.get("own") is not False:
+                title = find(policy).title
+                statement = f"Asked of {title}: {claim['statement']}"
+                new = {"id": f"{claim['id']} {title}", "statement": statement, "tried": {}, "own": policy}
+                yield claim | new | {name: {**claim[name], "policy": [policy]} for name in named}
 
 
-def asked_of(claim: Claim, policy: str) -> dict[str, Any]:
-    """A claim put to one policy, in place of the set that it names; empty where it names none."""
-    named = [axis for axis in ("over", "parts", "filter") if isinstance((claim.get(axis) or {}).get("policy"), str)]
-    if not named or claim.get("own") is False:
-        return {}
-    title = find(policy).title
-    return {
-        **claim, **{axis: {**claim[axis], "policy": [policy]} for axis in named}, "id": f"{claim['id']} {title}",
-        "statement": f"Asked of {title}: {claim['statement']}", "tried": {}, "own": policy,
-    }  # fmt: skip
+def _policy(claim: Claim, name: str) -> Any:
+    return (claim.get(name) or {}).get("policy")
 
 
 def verdicts(
-    book: Claim, tables: Mapping[str, pd.DataFrame], chapter: Chapter, *, model: str, profile: str
+    book: Claim, tables: Mapping[str, pd.DataFrame], chapter: Any, *, model: str, profile: str
 ) -> pd.DataFrame:
     """Verdict of every claim of a book on tidied tables (`judge.verdicts`), then those on a reader's own policies."""
     language = Language(book, {name: Table(rows) for name, rows in tables.items()}, chapter)
-    frame = history.verdicts(
-        book["claims"], language.members, language.readings, own=language.general(), whose=book.get("whose", ""),
+    frame = judge.verdicts(
+        book["claims"], language.members, language.readings, own=list(language.general()), whose=book.get("whose", ""),
         model=model, profile=profile,
     )  # fmt: skip
     stored = {claim["id"]: language.entries(claim, "any").get("stored") for claim in book["claims"]}

@@ -10,7 +10,6 @@ presume. Where a run comes out differently, its own verdicts stand in their plac
 """
 
 import importlib
-import itertools
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias, cast
@@ -34,12 +33,11 @@ def verdicts(
     """The table of verdicts, `claims.COLUMNS`: of the claims in `only` and those that they presume, or of all; and of
     those about a reader's own policies."""
     book = claims.load_claims(chapter)
-    if only:
-        premise = {claim["id"]: claim.get("presumes") for claim in book["claims"]}
-        wanted = list(only)
-        for name in wanted:  # which grows: a premise has its own
-            wanted += [premise[name]] if premise[name] and premise[name] not in wanted else []
-        book = {**book, "claims": [claim for claim in book["claims"] if claim["id"] in wanted]}
+    premise = {claim["id"]: claim.get("presumes") for claim in book["claims"]}
+    wanted = list(only or premise)
+    for name in wanted:  # which grows: a premise has its own
+        wanted += [premise[name]] if premise[name] and premise[name] not in wanted else []
+    book = {**book, "claims": [claim for claim in book["claims"] if claim["id"] in wanted]}
     module = importlib.import_module(f"kvrepro.chapters.{chapter}.members")
     if hasattr(module, "verdicts"):
         return cast(pd.DataFrame, module.verdicts(book, tables, loaded, settings))
@@ -53,32 +51,21 @@ class Verdicts:
 
     def __init__(self, chapter: str, loaded: Loaded | None, settings: Settings) -> None:
         self.chapter, self.loaded, self.settings = chapter, loaded, settings
-        self.known: dict[str, tuple[Mapping[str, Any], pd.DataFrame]] = {}  # by claim: tables, and its rows of them
-        self.own = False  # whether claims about a reader's own policies were among them
+        self.tables: Mapping[str, Any] = {}
+        self.known: dict[str, pd.DataFrame] = {}  # verdicts by claim, on these tables
 
     def of(self, tables: Tables, *ids: str) -> pd.DataFrame:
-        """The verdicts of these claims, `claims.COLUMNS`; of all claims where none is named.
-
-        A claim that some tables could test in all its members is not judged again where they are given once more, alone
-        or with others. With a reader's own policies, about which there are more claims, all are judged again.
-        """
+        """The verdicts of these claims, `claims.COLUMNS`; of all claims, those about a reader's own policies too, where
+        none is named. Each is judged once as long as the same tables are given."""
         tables = {"main": tables} if isinstance(tables, pd.DataFrame) else dict(tables)
+        if set(tables) != set(self.tables) or any(table is not self.tables[name] for name, table in tables.items()):
+            self.tables, self.known = tables, {}
         book = [claim["id"] for claim in claims.load_claims(self.chapter)["claims"]]
-        names = ids or tuple(book)
-        known = {
-            name: rows for name, (given, rows) in self.known.items()
-            if name in names and not self.own and all(tables.get(study) is table for study, table in given.items())
-        }  # fmt: skip
-        parts, rest = list(known.values()), [name for name in names if name not in known]
-        if rest:
-            new = verdicts(self.chapter, tables, self.loaded, self.settings, rest if known else ids)
-            self.own = self.own or not set(new.claim) <= set(book)
-            parts.append(new[new.claim.isin(rest) | (not ids and ~new.claim.isin(book))])
-            for name, rows in new.groupby("claim"):
-                if "not testable" not in rows.to_csv():
-                    self.known[name] = tables, rows
-        order = [*names, *itertools.chain.from_iterable(part.claim for part in parts)]
-        return pd.concat(parts).sort_values("claim", key=lambda c: c.map(order.index), kind="stable", ignore_index=True)
+        if rest := [name for name in ids or book if name not in self.known]:
+            new = verdicts(self.chapter, tables, self.loaded, self.settings, rest)
+            self.known |= {str(name): rows for name, rows in new.groupby("claim", sort=False)}
+        names = ids or [*book, *(name for name in self.known if name not in book)]
+        return pd.concat([self.known[name] for name in names], ignore_index=True)
 
     def __call__(self, tables: Tables, *ids: str) -> Styler:
         """The verdicts as a small table: what the paper says and printed, what we measure, and the verdict."""

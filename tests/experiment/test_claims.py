@@ -5,7 +5,8 @@ import pytest
 import synthetic
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, judge
+from kvrepro.experiment.judge import Member, Sample
 
 BOOK = claims.load_claims("protection")
 BY_ID = {claim["id"]: claim for claim in BOOK["claims"]}
@@ -56,21 +57,63 @@ def test_what_a_claim_presumes_is_another_of_its_file(tmp_path):
             written(*circle)
 
 
-def test_another_model_leaves_the_verdicts_of_the_first(tmp_path):
+def test_new_verdicts_come_first_and_those_of_other_models_stay(tmp_path):
     few = BOOK | {"claims": [BY_ID[name] for name in ("P1", "P9")]}
     first = synthetic.verdicts(few, main=synthetic.results(synthetic.paper_like)).assign(model="first")
     other = first.assign(model="other", verdict="partly")
     timed = first.assign(model=claims.STORED, claim="T1").head(1)
     path = tmp_path / "protection" / "claims.csv"
-    claims.write(pd.concat([timed, first]), path)
-    claims.write(pd.concat([timed, other]), path)
+    for written in (first, other, first.assign(verdict="inconclusive")):
+        claims.write(pd.concat([timed, written]), path)
     both = claims.read(path)
-    assert claims.runs(both) == [("first", "quick"), ("other", "quick")]
-    assert claims.verdicts_of_run(both).verdict.tolist() == [*timed.verdict, *first.verdict]
-    assert claims.verdicts_of_run(both, ("other", "quick")).claim.tolist().count("T1") == 1
-    claims.write(pd.concat([timed.assign(verdict="partly"), other]), path)  # with newer timings
-    assert claims.read(path).claim.tolist() == both.claim.tolist()
-    assert claims.verdicts_of_run(claims.read(path)).verdict.tolist() == ["partly", *first.verdict]
-    claims.write(pd.concat([timed, first.assign(verdict="inconclusive")]), path)  # the first again: at its place
-    both = claims.read(path)
-    assert claims.runs(both) == [("first", "quick"), ("other", "quick")]
+    assert both.model.tolist() == [claims.STORED, *["first"] * len(first), *["other"] * len(first)]
+    assert both.verdict.tolist() == [*timed.verdict, *["inconclusive"] * len(first), *["partly"] * len(first)]
+
+
+# ------------------------------------------------------------------ claims written or changed when results were known
+
+
+OLD = {
+    "id": "X1", "topic": "t", "statement": "It helps.", "source": "here", "paper": {"text": "-"}, "contrast": "mean",
+    "shift": 0.0,
+    "rule": {"above": 0.0},
+}  # fmt: skip
+CHANGED = [
+    OLD,
+    {**OLD, "id": "X2", "changed": "why", "shift": -0.5, "first": {"rule": {"below": 0.0}}},
+    {**OLD, "id": "X3", "exploratory": "why", "first": {"shift": -0.5}},
+    {**OLD, "id": "X4", "exploratory": "why", "changed": "too"},
+]
+PREMISED = [
+    {**OLD, "id": "X5", "presumes": "X6", "changed": "why", "only": "some", "first": {"only": None}},
+    {**OLD, "id": "X6", "shift": -0.5},
+    {**OLD, "id": "X7", "presumes": "X6"},
+]
+
+
+def table(readings=("any",), book=CHANGED) -> pd.DataFrame:
+    def members(claim, reading):
+        assert ("only" in claim) == (claim["id"] == "X5")
+        gain = 0.4 + claim["shift"] - 0.8 * (reading == "as_run")
+        return [Member("all", Sample(pd.DataFrame({"a": [gain, gain + 0.01] * 20}), bounds=None))]
+
+    return judge.verdicts(book, members, lambda _: readings, model="m", profile="quick")
+
+
+def test_both_forms_are_judged_by_the_same_rows_and_the_first_is_told_in_the_statement():
+    verdicts = table().set_index("claim")
+    assert list(verdicts.index) == ["X1", "X2", "X3", "X4"]
+    assert verdicts.verdict.tolist() == ["reproduced", "not reproduced", "reproduced", "reproduced"]
+    assert verdicts.statement["X1"] == "It helps."
+    late = "It helps. (Changed when results were known; as first written (below 0): *reproduced*.)"
+    assert verdicts.statement["X2"] == late
+    assert verdicts.statement["X3"].endswith("known; as first written (above 0): *not reproduced*.)")
+    assert verdicts.statement["X4"] == "It helps. (Exploratory: written when results were known.)"
+
+
+def test_a_premise_is_no_part_of_a_first_form_and_null_takes_an_entry_away():
+    verdicts = table(book=PREMISED).set_index("claim")
+    assert verdicts.verdict.tolist() == ["not testable here", "not reproduced", "not testable here"]
+    assert verdicts.statement["X5"].endswith(" as first written (above 0): *reproduced*.)")
+    assert verdicts.statement["X7"] == "It helps. (Its premise was added when results were known.)"
+    assert verdicts.note["X7"].endswith("Without this premise it would be reproduced")

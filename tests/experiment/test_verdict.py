@@ -78,24 +78,20 @@ def test_a_box_shows_findings_only_where_they_hold(monkeypatch, text, presumes, 
 
 
 def test_a_claim_is_judged_once_on_the_same_tables(monkeypatch):
-    asked = []
+    asked, own = [], TABLE.assign(claim="P1 Mine")
 
     def judge(chapter, tables, loaded, settings, only):
         asked.append(tuple(only))
-        return TABLE[TABLE.claim.isin(only)] if only else TABLE
+        return pd.concat([TABLE[TABLE.claim.isin(only)], own])
 
     monkeypatch.setattr(verdict, "verdicts", judge)
+    monkeypatch.setattr(verdict.claims, "load_claims", lambda chapter: {"claims": [{"id": "P1"}, {"id": "P2"}]})
     judged, rows = Verdicts("protection", None, Settings()), pd.DataFrame()
-    first = judged.of(rows, "P1", "P2")
-    pd.testing.assert_frame_equal(judged.of({"main": rows, "real": pd.DataFrame()}, "P1", "P2"), first)
-    judged.of(pd.DataFrame(), "P1")
-    assert asked == [("P1", "P2"), ("P2",), ("P1",)]  # P2 could not be tested, and other rows are other rows
-    own = TABLE.assign(claim="P1 Mine")
-    monkeypatch.setattr(verdict, "verdicts", lambda *given: pd.concat([TABLE, own]))
-    assert set(judged.of(pd.DataFrame()).claim) == {"P1", "P2", "P1 Mine"}
-    monkeypatch.setattr(verdict, "verdicts", judge)
-    judged.of(rows, "P1")
-    assert asked[-1] == ("P1",)  # with claims about a reader's own policies all are judged again
+    assert judged.of(rows, "P1").claim.tolist() == ["P1", "P1"]
+    assert judged.of(rows, "P2", "P1").claim.tolist() == ["P2", "P1", "P1"]
+    assert set(judged.of(rows).claim) == {"P1", "P2", "P1 Mine"}
+    judged.of({"main": rows, "real": pd.DataFrame()}, "P1")
+    assert asked == [("P1",), ("P2",), ("P1",)]  # other tables are judged anew
 
 
 def test_findings_without_claims_leave_out_lines_that_lack_a_number():

@@ -19,7 +19,7 @@ import transformers
 from kvrepro.chat import answer_of, thinks
 from kvrepro.engine import batches, policy
 from kvrepro.engine import generate as engine
-from kvrepro.engine.backend import obstacle, obstacles
+from kvrepro.engine.backend import obstacle
 from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import Conditions, let_go
@@ -162,27 +162,18 @@ class Plan:
         self.conditions = list(dict.fromkeys(itertools.chain.from_iterable(by_item)))
         number = {condition: j for j, condition in enumerate(self.conditions)}
         self.columns = [[number[condition] for condition in dict.fromkeys(conditions)] for conditions in by_item]
-        self.pairs = [(i, j) for i, columns in enumerate(self.columns) for j in columns]
-        self.total = len(self.pairs)
-        self.backends = self._backends()
+        if settings.backend == "triton" and (why := obstacle(loaded.model, Condition())):
+            raise InputError(f"backend 'triton': {why}; take auto or torch")
         self.heads = self._heads()
+        self.total = len(self.heads)
         self.folder = settings.folder / study.chapter / study.name / store.folder_name(loaded.name)
         stored = store.latest(self.folder, columns=["key", "error"])
         done = set(stored.key[stored.error.isna()])
-        self.missing = {pair for pair in self.pairs if self.heads[pair]["key"] not in done}
+        self.missing = {pair for pair, head in self.heads.items() if head["key"] not in done}
         self.gaps = {(i, number[c]): error for i, of_item in enumerate(errors) for c, error in of_item.items()}
         gaps = [self._failed(pair, error) for pair, error in self.gaps.items() if pair in self.missing]
         store.add(self.folder, gaps)
         self.missing -= self.gaps.keys()
-
-    def _backends(self) -> list[str]:
-        """Who computes each condition. Raises InputError for "triton" where no kernel can run."""
-        backend, model = self.settings.backend, self.loaded.model
-        if backend == "auto":
-            return ["torch" if why else "triton" for why in obstacles(model, self.conditions)]
-        if backend == "triton" and (why := obstacle(model, Condition())):
-            raise InputError(f"backend 'triton': {why}; take auto or torch")
-        return [backend] * len(self.conditions)
 
     def _heads(self) -> dict[Pair, dict[str, Any]]:
         """The columns of each row that are known before it is computed; `key` hashes all that decides the others."""
@@ -193,10 +184,7 @@ class Plan:
             decisive["enable_thinking"] = enabled
         noted = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
         note = store.digest(study.note)
-        by_condition = [
-            condition.columns() | {"engine_hash": code_of(study.chapter, condition), "backend": backend}
-            for condition, backend in zip(self.conditions, self.backends, strict=True)
-        ]
+        by_condition = [c.columns() | {"engine_hash": code_of(study.chapter, c)} for c in self.conditions]
         heads: dict[Pair, dict[str, Any]] = {}
         for i, (item, prompt, limit) in enumerate(zip(study.items, self.prompts, self.limits, strict=True)):
             of_item = decisive | {"item": item.id, "limit": limit}
@@ -209,7 +197,7 @@ class Plan:
             notes["cut"] = data.tokens_cut(item, loaded.tokenizer, limit)
             notes["evidence_at"] = measure.evidence_at(prompt.spans.get("evidence", ()), len(prompt.ids))
             for j in self.columns[i]:
-                key = store.digest(by_condition[j], of_item, note)
+                key = store.digest(by_condition[j], of_item, note, settings.backend)
                 heads[i, j] = by_condition[j] | of_item | notes | {"key": key}
         return heads
 
@@ -240,7 +228,7 @@ class Plan:
         given = {
             "stop_ids": models.stop_ids(self.loaded),
             "batch_rows": self.settings.batch_rows,
-            "backend": dict(zip(self.conditions, self.backends, strict=True)),
+            "backend": self.settings.backend,
             "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),
             "kept_sets": self.study.note is not None,
         }
@@ -269,10 +257,10 @@ class Plan:
         """Rows by item, then condition; and a text for each that failed, other than for what an item cannot meet, of
         which a line is printed."""
         stored = store.latest(self.folder).set_index("key", drop=False)
-        rows = stored.loc[[self.heads[pair]["key"] for pair in self.pairs]].reset_index(drop=True)
+        rows = stored.loc[[head["key"] for head in self.heads.values()]].reset_index(drop=True)
         texts = {
             (i, j): f"{self.conditions[j].label} on {self.study.items[i].id}: {error}"
-            for (i, j), error in zip(self.pairs, rows.error, strict=True)
+            for (i, j), error in zip(self.heads, rows.error, strict=True)
             if isinstance(error, str)
         }
         if gaps := [texts[pair] for pair in self.gaps if pair in texts]:

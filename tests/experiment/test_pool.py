@@ -80,10 +80,14 @@ def test_rows_of_workers_are_those_of_this_process(loaded, mine, tmp_path, capfd
 
 def test_a_short_study_is_computed_here_and_a_long_one_by_workers(tmp_path, monkeypatch):
     asked = []
+
+    def results(loaded, jobs, count, *_):
+        asked.append((len(jobs), count))
+        return ((job, job.work(loaded)) for job in jobs)
+
+    monkeypatch.setattr(pool, "results", results)
     monkeypatch.setenv("KVREPRO_WORKERS", "")
     monkeypatch.setattr(pool, "usual_workers", lambda *_: 2)
-    monkeypatch.setattr(pool, "results", lambda loaded, jobs, count, *_: (
-        asked.append((len(jobs), count)) or ((job, job.work(loaded)) for job in jobs)))  # fmt: skip
     for name, pause in (("short", 0.0), ("long", 5.0)):
         monkeypatch.setattr("kvrepro.experiment.run.time.perf_counter", iter([0.0, 0.0, pause, 0.0]).__next__)
         settings = Settings(tmp_path, progress=False)
@@ -109,14 +113,13 @@ def test_rows_of_a_ray_are_those_of_this_process(loaded, mine, tmp_path, capfd):
     package.shutdown()
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"code": "other"}, "has another kvrepro than this machine"),
-    ({"recipe": ("/nowhere", "cpu", "float32", "m", None)}, "has no folder /nowhere"),
-    ({"model_hash": "other"}, "has other files in"),
-])  # fmt: skip
-def test_a_node_that_cannot_do_the_same_says_so(loaded, change, words):
-    given = {"recipe": pool.recipe_of(loaded), "model_hash": loaded.hash, "code": store.code_of()}
-    assert words in pool._Worker(**(given | change), where=[os.getcwd()]).why_not()
+def test_a_node_that_cannot_do_the_same_says_so(loaded):
+    recipe, code, here = pool.recipe_of(loaded), store.code_of(), [os.getcwd()]
+    nowhere = ("/nowhere", "cpu", "float32", "m", None)
+    assert "has another kvrepro than this machine" in pool._Worker(recipe, loaded.hash, "other", here).why_not()
+    assert "has no folder /nowhere" in pool._Worker(nowhere, loaded.hash, code, here).why_not()
+    assert "has other files in" in pool._Worker(recipe, "other", code, here).why_not()
+    assert pool._Worker(recipe, loaded.hash, code, here).why_not() == ""
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "ray://head:1", "127.0.0.1:9"])

@@ -21,7 +21,7 @@ from kvrepro.engine.policy import OWN, Policy
 from kvrepro.errors import InputError
 from kvrepro.experiment import answers, data, measure, models, run, store
 from kvrepro.experiment.answers import Group, TimeLimit, time_limit
-from kvrepro.experiment.data import Item, Span
+from kvrepro.experiment.data import Item
 from kvrepro.experiment.prompt import passage_messages
 from kvrepro.experiment.run import Answers, PerItem, Settings, StudyFailed
 from kvrepro.experiment.store import COLUMNS
@@ -55,8 +55,7 @@ class FakeEngine:
         self.answer = [*loaded.tokenizer(" the red door")["input_ids"], loaded.tokenizer.eos_token_id]
         self.tokenizer, self.fail_on, self.calls = loaded.tokenizer, fail_on, []
 
-    def generate(self, model, prompts, conditions, *, max_new_tokens, stop_ids, batch_rows, repeat,
-                 backend, kept_sets, errors, prompt_rows=None):  # fmt: skip
+    def generate(self, model, prompts, conditions, **given):
         for prompt, conditions_of_item in zip(prompts, conditions, strict=True):
             text = self.tokenizer.decode(prompt.ids)
             seen = {*(i for i in range(9) if f"open, {i}?" in text), *(c.policy for c in conditions_of_item)}
@@ -64,10 +63,9 @@ class FakeEngine:
                 raise RuntimeError("out of memory\nand a long story")
         assert all(conditions_of_item == conditions[0] for conditions_of_item in conditions)
         self.calls.append((len(prompts), conditions[0]))
-        generation = Generation(
-            tokens=self.answer, kept=[16, 17], kept_positions=[0, 1], kept_positions_hash="abc", evicted=3,
-            policy_calls=1, bytes_held=10, bytes_full=20, prefill_seconds=0.1, decode_seconds=0.2, backend="fake",
-        )  # fmt: skip
+        kept = {"kept": [16, 17], "kept_positions": [0, 1], "kept_positions_hash": "abc", "evicted": 3}
+        cost = {"policy_calls": 1, "bytes_held": 10, "bytes_full": 20, "prefill_seconds": 0.1, "decode_seconds": 0.2}
+        generation = Generation(tokens=self.answer, backend="fake", **kept, **cost)
         return [[generation for _ in conditions_of_item] for conditions_of_item in conditions]
 
 
@@ -86,9 +84,8 @@ def go(loaded, tmp_path, items=ITEMS, conditions=CONDITIONS, limit=None, **optio
 def test_rows_say_where_the_evidence_stood_and_how_much_of_it_is_held(loaded):
     items = data.load_items("tinyworld:needle", 1, seed=3, tokens=300)
     tiny = models.load("small-gqa")
-    conditions = [
-        Condition(), Condition("streaming_llm", 64, DecodeCap()), Condition("random", 0.5, Prefill(until="question")),
-    ]  # fmt: skip
+    conditions = [Condition(), Condition("streaming_llm", 64, DecodeCap())]
+    conditions += [Condition("random", 0.5, Prefill(until="question"))]
     with tempfile.TemporaryDirectory() as folder:
         rows = run.run(Answers("mine", "main", items, conditions, 4), tiny, Settings(folder, progress=False))
         plain = run.run(Answers("mine", "other", ITEMS[:1], [Condition()], 4), loaded, Settings(folder, progress=False))
@@ -113,25 +110,19 @@ def test_one_row_per_item_and_condition_in_order(loaded, fake, tmp_path, capsys)
     assert (list(first.kept), first.kept_mean) == ([16, 17], 16.5)
     assert (first.chapter, first["name"], first.profile, first.seed) == ("doors", "main", "full", 7)
     assert (first["model_hash"], first["dtype"], first["device"]) == (loaded.hash, "float32", "cpu")
-    assert pd.isna(first.capacity)
-    assert frame.iloc[1].capacity == 16
+    assert frame.capacity.fillna(0).tolist()[:3] == [0, 16, 16]
     assert json.loads(frame.iloc[2].switches) == {"tie_break": "integer"}
     assert frame["error"].isna().all()
     assert "15 rows, 15 computed now, 0 failed" in capsys.readouterr().out
 
 
-def test_a_second_run_computes_nothing(loaded, fake, tmp_path):
-    first = go(loaded, tmp_path)
-    fake.calls.clear()
-    pd.testing.assert_frame_equal(go(loaded, tmp_path), first)
-    assert not fake.calls
-
-
 def test_only_missing_conditions_are_asked_for(loaded, fake, tmp_path):
     go(loaded, tmp_path, items=ITEMS[:2], conditions=CONDITIONS[:2])
     fake.calls.clear()
-    go(loaded, tmp_path, batch_rows=3)  # a job for each item
+    first = go(loaded, tmp_path, batch_rows=3)  # a job for each item
     assert fake.calls == [(1, CONDITIONS[2:])] * 2 + [(1, CONDITIONS)] * 3
+    pd.testing.assert_frame_equal(go(loaded, tmp_path), first)
+    assert len(fake.calls) == 5  # nothing was computed again
 
 
 @pytest.mark.parametrize("what", ["model_hash", "data_hash", "engine_hash", "max_new_tokens", "switches"])
@@ -152,19 +143,18 @@ def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
     assert len(store.read(tmp_path / "doors" / "main")) == rows
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"answer": " "}, r"item item-0: answer is ' ': give texts that are not empty"),
-    ({"answer": "['tea']"}, "item item-0: answer .*is the text of a list"),
-    ({"answer": None}, "item item-0: answer is None: give a text"),
-    ({"answer": ["a", "b"]}, r"item item-0: answer is \['a', 'b'\]: give a text"),
-    ({"meta": {"answers": "['x']"}}, "item item-0: answer is .*: give a text, or a list"),
-    ({"meta": {"answers": None}}, "item item-0: answer is None"),
-    ({"meta": {"answers": ["tea", ""]}}, "item item-0: answer is '': give texts"),
-    ({"messages": ({"role": "user", "content": None},)}, "item item-0: messages are .*None.*: give {role, content}"),
-])  # fmt: skip
-def test_items_made_in_python_are_refused_as_those_of_a_file(loaded, fake, tmp_path, change, words):
-    with pytest.raises(InputError, match=words):
-        go(loaded, tmp_path, items=[replace(ITEMS[0], **change)])
+IMPOSSIBLE = {
+    "answer is ' ': give texts that are not empty": {"answer": " "},
+    "answer is None: give a text": {"answer": None},
+    "answer is '': give texts": {"meta": {"answers": ["tea", ""]}},
+    "messages are .*None.*: give {role, content}": {"messages": ({"role": "user", "content": None},)},
+}
+
+
+@pytest.mark.parametrize("words", IMPOSSIBLE)
+def test_items_made_in_python_are_refused_as_those_of_a_file(loaded, fake, tmp_path, words):
+    with pytest.raises(InputError, match=f"item item-0: {words}"):
+        go(loaded, tmp_path, items=[replace(ITEMS[0], **IMPOSSIBLE[words])])
     assert not fake.calls
 
 
@@ -243,11 +233,8 @@ def test_what_never_returns_costs_its_row_or_item(loaded, tmp_path, capsys):
 
     settings = Settings(tmp_path, progress=False, time_limit=1.0)
     OWN["looping"] = Policy("Looping", "here", looping)
-    try:
-        conditions = [Condition(), *(Condition(name, 0.5, Prefill()) for name in ("looping", "k_norm"))]
-        frame = run.run(Answers("doors", "main", MANY, conditions, 4), loaded, settings)
-    finally:
-        del OWN["looping"]
+    conditions = [Condition(), *(Condition(name, 0.5, Prefill()) for name in ("looping", "k_norm"))]
+    frame = run.run(Answers("doors", "main", MANY, conditions, 4), loaded, settings)
     [row] = frame[frame.error.notna()].to_dict("records")
     assert (row["policy"], row["error"]) == ("looping", "TimeLimit: more than 1 s")
     assert "more than 1 s with 18 rows of 6 items: half of them at a time" in capsys.readouterr().out
@@ -276,8 +263,6 @@ def test_items_that_cannot_meet_a_condition_are_left_out_and_a_condition_that_no
     assert answers.able(study, loaded) == long
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("doors: 1 of 3 items left out, the first because: item item-0: budget 80 >= ")
-    assert answers.able(replace(study, items=long), loaded) == long
-    assert not capsys.readouterr().out
     with pytest.raises(InputError, match="^item item-0: budget 80 >= "):
         answers.able(replace(study, items=ITEMS[:2]), loaded)
     with pytest.raises(InputError, match="^unknown policy 'snap'"):
@@ -399,18 +384,15 @@ def test_several_tables_keep_their_names_and_need_no_model(tmp_path):
 
 def test_an_item_that_fails_costs_itself(loaded, tmp_path, capsys, monkeypatch):
     many = [Item(f"item-{i}", "doors", ITEMS[0].messages, "x") for i in range(11)]
+    monkeypatch.setenv("BROKEN", "item-4 item-5")
+    with pytest.raises(StudyFailed, match="2 of 11 items failed, the first item-4: RuntimeError: boom"):
+        per_item(loaded, tmp_path, items=many)
     monkeypatch.setenv("BROKEN", "item-4")
     frame = per_item(loaded, tmp_path, items=many)
+    assert SEEN == ["item-5"]
     assert len(frame) == 10
     assert frame.attrs["failed"] == ["item-4: RuntimeError: boom"]
     assert "item-4: RuntimeError: boom" in capsys.readouterr().out
-    monkeypatch.setenv("BROKEN", "item-4 item-5")
-    (tmp_path / "doors").rename(tmp_path / "before")
-    with pytest.raises(StudyFailed, match="2 of 11 items failed, the first item-4: RuntimeError: boom"):
-        per_item(loaded, tmp_path, items=many)
-    monkeypatch.delenv("BROKEN")
-    assert len(per_item(loaded, tmp_path, items=many)) == 11
-    assert SEEN == ["item-4", "item-5"]
 
 
 # ---- a time limit
@@ -445,15 +427,14 @@ def test_an_alarm_at_any_moment_is_a_time_limit_and_leaves_nothing_behind():
 # ---- answers that no policy gives
 
 
-@pytest.mark.parametrize(("text", "answer", "copied"), [
-    ("Red doors open. Big red doors are. Question: which?", "red doors now", "red doors are."),
-    ("The red door is open here. Question: which?", "red door", "red door"),
-    ("No such word. Question: which?", "red door", "red"), ("Nothing. Question: which?", "", ""),
-])  # fmt: skip
-def test_a_copy_begins_at_the_first_word_and_is_as_long_as_the_answer(text, answer, copied):
-    at = text.index("Question")
-    spans = (Span("question", 0, at, len(text)),)
-    assert run.copied(Item("i", "t", ({"role": "user", "content": text},), answer, spans)) == copied
+def test_a_copy_begins_at_the_first_word_and_is_as_long_as_the_answer():
+    def copied(text, answer):
+        return run.copied(Item("i", "t", ({"role": "user", "content": text},), answer))
+
+    assert copied("Red doors open. Big red doors are. Question: which?", "red doors now") == "red doors are."
+    assert copied("The red door is open here. Question: which?", "red door") == "red door"
+    assert copied("No such word. Question: which?", "red door") == "red"
+    assert copied("Nothing. Question: which?", "") == ""
 
 
 def test_without_its_passage_an_item_asks_its_question_alone():

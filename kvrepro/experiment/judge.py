@@ -165,25 +165,21 @@ def pairs(
     return Member(label, parts, some)
 
 
-def answers_enough(full: pd.Series, errors: pd.Series | None = None) -> None:
-    """Raise NotTestable where the full cache's scores (0 to 1, per item) are too few or too low to compare with."""
+def unanswered(full: pd.Series, errors: pd.Series | None = None) -> str:
+    """Why the full cache's scores (0 to 1, per item) cannot show what is forgotten; empty where they can."""
     if len(full) and full.isna().all():
         why = "" if errors is None or errors.dropna().empty else f": {errors.dropna().iloc[0]}"
-        raise NotTestable(f"all {len(full)} items of the full cache failed{why}")
+        return f"all {len(full)} items of the full cache failed{why}"
     e = stats.interval(full, bounds=UNIT)
     if e.n < MIN_ITEMS:
-        raise NotTestable(f"{counted(e.n, 'item')}: an interval needs at least {MIN_ITEMS}")
-    if not e.low >= MIN_CEILING:
-        raise NotTestable(f"the full cache itself answers too few items ({e})")
+        return f"{counted(e.n, 'item')}: an interval needs at least {MIN_ITEMS}"
+    return "" if e.low >= MIN_CEILING else f"the full cache itself answers too few items ({e})"
 
 
-def unanswered(full: pd.Series) -> str:
-    """Why the full cache's scores (0 to 1, per item) cannot show what is forgotten; empty where they can."""
-    try:
-        answers_enough(full)
-    except NotTestable as reason:
-        return str(reason)
-    return ""
+def answers_enough(full: pd.Series, errors: pd.Series | None = None) -> None:
+    """Raise NotTestable where the full cache's scores cannot show what is forgotten."""
+    if why := unanswered(full, errors):
+        raise NotTestable(why)
 
 
 # ---- one member
@@ -203,20 +199,31 @@ class Judged:
     refuted: bool = False  # fails even at 5% divided by the number of the claim's members
 
 
+RULES = {  # in words
+    "at_least": "at least {}",
+    "at_most": "at most {}",
+    "above": "above {}",
+    "below": "below {}",
+    "between": "{} to {}",
+    "size_at_least": "at least {} either way",
+    "size_at_most": "at most {} either way",
+    "no_difference": "within {} of 0 and no significant difference",
+    "equivalent": "equivalent within {}",
+}
+
+
 def region(rule: Mapping[str, Any]) -> list[tuple[float, float, bool]]:
     """The values that satisfy a rule: intervals (from, to, do the ends belong?)."""
     [(kind, bound)] = rule.items()
-    inf = math.inf
+    if kind not in RULES:
+        raise InputError(f"unknown rule {kind!r}: known are {', '.join(RULES)}")
     low, high = bound if kind == "between" else (-bound, bound)
-    regions = {
-        "at_least": [(high, inf, True)], "at_most": [(-inf, high, True)],
-        "above": [(high, inf, False)], "below": [(-inf, high, False)], "between": [(low, high, True)],
-        "size_at_least": [(-inf, low, True), (high, inf, True)], "size_at_most": [(low, high, True)],
-        "no_difference": [(low, high, False)], "equivalent": [(low, high, False)],
-    }  # fmt: skip
-    if kind not in regions:
-        raise InputError(f"unknown rule {kind!r}: known are {', '.join(regions)}")
-    return regions[kind]
+    ends = kind not in ("above", "below", "no_difference", "equivalent")
+    if kind == "size_at_least":
+        return [(-math.inf, low, ends), (high, math.inf, ends)]
+    if kind in ("at_least", "above"):
+        return [(high, math.inf, ends)]
+    return [(-math.inf if kind in ("at_most", "below") else low, high, ends)]
 
 
 def state_of(rule: Mapping[str, Any], low: float, high: float) -> str:
@@ -293,10 +300,10 @@ def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
         raise NotTestable(f"no case of {label} has a value")
     distance = values.map(lambda value: _outside(rule, value))
     wrong = sum(state_of(rule, v, v) != "holds" for v in values)
-    worst, name = values.iloc[distance.argmax()], distance.index[distance.argmax()]
-    shown = ", ".join(map(str, name)) if isinstance(name, tuple) else str(name)
-    text = f"{label}: {wrong} of {len(values)} cases, worst at {shown}" if wrong else label
-    ours = Estimate(float(worst), float(worst), float(worst), len(values))
+    at = distance.argmax()
+    text = f"{label}: {wrong} of {len(values)} cases, worst at {values.index[at]}" if wrong else label
+    worst = float(values.iloc[at])
+    ours = Estimate(worst, worst, worst, len(values))
     against = (float(distance.max()),) * 2
     return Judged(label, "fails" if wrong else "holds", ours, decided_by=text, against=against, refuted=wrong > 0)
 
@@ -304,39 +311,38 @@ def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
 def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
     """The members' states after the test that the claim names."""
     test, (kind, margin) = claim.get("test"), next(iter(claim["rule"].items()))
+    alike = [True] * len(judged)
     if not test:
         return list(judged)
-    frames = [m.what.data.dropna() if isinstance(m.what, Sample) else None for m in members]
-    alike = [True] * len(judged)
+    if test not in AFTER:
+        raise InputError(f"claim {claim['id']}: unknown test {test!r}: known are {', '.join(AFTER)}")
     if test == "sign":
         ps = [stats.sign_test([j.ours.value for j in judged], [0.0] * len(judged))] * len(judged)
-    elif any(f is None for f in frames):
-        raise InputError(f"claim {claim['id']}: test {test} needs paired columns a and b in every member")
-    elif test == "wilcoxon_holm":
-        ps = stats.holm([stats.wilcoxon(f.a, f.b) for f in frames if f is not None])
-        up = [stats.wilcoxon(f.a, f.b, greater=True) < 0.5 for f in frames if f is not None]
-        alike = [side == (j.ours.value > 0) for side, j in zip(up, judged, strict=True)]
-    elif test == "tost":
-        ps = [stats.tost(f.a, f.b, margin, bounds=UNIT) for f in frames if f is not None]
     else:
-        raise InputError(f"claim {claim['id']}: unknown test {test!r}: known are {', '.join(filter(None, TESTS))}")
+        frames = [m.what.data.dropna() for m in members if isinstance(m.what, Sample)]
+        if len(frames) < len(members):
+            raise InputError(f"claim {claim['id']}: test {test} needs paired columns a and b in every member")
+        if test == "tost":
+            ps = [stats.tost(f.a, f.b, margin, bounds=UNIT) for f in frames]
+        else:
+            ps = stats.holm([stats.wilcoxon(f.a, f.b) for f in frames])
+            up = [stats.wilcoxon(f.a, f.b, greater=True) < 0.5 for f in frames]
+            alike = [side == (j.ours.value > 0) for side, j in zip(up, judged, strict=True)]
     heard = [replace(j, p=p, state=_heard(kind, j, p, side)) for j, p, side in zip(judged, ps, alike, strict=True)]
     return [replace(j, refuted=j.refuted or (kind == "no_difference" and j.state == "fails")) for j in heard]
 
 
 def _heard(kind: str, j: Judged, p: float, alike: bool = True) -> str:
     """A member's state after its test. kind: of the claim's rule; alike: mean and ranks lie on the same side of 0."""
-    significant = p < 0.05
+    significant, apart = p < 0.05, j.ours.low > 0 or j.ours.high < 0
     if math.isnan(j.ours.low):
         return j.state
-    if kind == "no_difference":
-        apart = j.ours.low > 0 or j.ours.high < 0
-        if significant or apart:
-            return "fails" if significant and apart else "open" if j.state == "holds" else j.state
-        return j.state
-    if kind == "equivalent":
-        return "holds" if significant else "open" if j.state == "holds" else j.state
-    return "open" if j.state == "holds" and not (significant and alike) else j.state
+    if kind == "no_difference" and significant and apart:
+        return "fails"
+    if kind == "equivalent" and significant:
+        return "holds"
+    agrees = {"no_difference": not (significant or apart), "equivalent": False}.get(kind, significant and alike)
+    return j.state if agrees or j.state != "holds" else "open"
 
 
 def judge(claim: Mapping[str, Any], members: Sequence[Member]) -> list[Judged]:
@@ -376,12 +382,6 @@ def verdict_of(claim: Mapping[str, Any], judged: Sequence[Judged]) -> str:
 
 TESTS = {None: "interval", "wilcoxon_holm": "Wilcoxon, Holm", "tost": "paired TOST", "sign": "sign test over members"}
 AFTER = {"wilcoxon_holm": "; Wilcoxon p < 0.05 (Holm)", "tost": "; TOST p < 0.05", "sign": "; sign test p < 0.05"}
-RULES = {
-    "at_least": "at least {}", "at_most": "at most {}", "above": "above {}", "below": "below {}",
-    "size_at_least": "at least {} either way", "size_at_most": "at most {} either way",
-    "no_difference": "within {} of 0 and no significant difference", "equivalent": "equivalent within {}",
-    "between": "{} to {}",
-}  # fmt: skip
 
 
 def rule_text(claim: Mapping[str, Any]) -> str:
@@ -393,14 +393,8 @@ def rule_text(claim: Mapping[str, Any]) -> str:
     return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test", ""), ""))
 
 
-def _without_value(judged: Judged) -> NotTestable:
-    """Why a member has no verdict whose estimate is no number, however many items there are."""
-    what = f"{judged.label}: " * (judged.label != "all")
-    return NotTestable(f"{what}{judged.ours.n} items give no value, as a ratio to nothing has none")
-
-
 NUMBERS = ("ours", "low", "high", "p", "n", "needed")
-UNTESTED = {"verdict": NOT_TESTABLE, "test": "none", "members": "", "decided_by": ""}  # of a row without a verdict
+UNTESTED = {"verdict": NOT_TESTABLE, "test": "none", "members": "", "decided_by": "", "states": {}}  # without a verdict
 
 
 def _one_sided(claim: Mapping[str, Any], reading: str, n: int) -> tuple[str, float] | None:
@@ -417,18 +411,20 @@ def _one_sided(claim: Mapping[str, Any], reading: str, n: int) -> tuple[str, flo
     return "fail" if tried["can_hold"] else "hold", tried["enough"]
 
 
-def _row(
-    claim: Mapping[str, Any], members: Members | NotTestable, reading: str
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """One row of the table, and the state of every member."""
+def _row(claim: Mapping[str, Any], members: Members, reading: str) -> dict[str, Any]:
+    """One row of the table, with the `states` of every member."""
     unit, exact = claim.get("unit", "F1"), claim.get("exact")
-    row = {
-        "claim": claim["id"], "statement": claim["statement"], "unit": unit, "paper": paper_text(claim["paper"], unit),
-        "rule": rule_text(claim), "topic": claim["topic"], "source": claim["source"], "note": claim.get("why", ""),
+    row = {name: claim[name] for name in ("statement", "topic", "source")} | {
+        "claim": claim["id"],
+        "reading": reading,
+        "unit": unit,
+        "paper": paper_text(claim["paper"], unit),
+        "rule": rule_text(claim),
+        "note": claim.get("why", ""),
         "test": "every case" if exact else TESTS.get(claim.get("test")),
-    }  # fmt: skip
-    untestable = [members] if isinstance(members, NotTestable) else [m for m in members if isinstance(m, NotTestable)]
-    judgeable = [] if isinstance(members, NotTestable) else [m for m in members if isinstance(m, Member)]
+    }
+    untestable = [m for m in members if isinstance(m, NotTestable)]
+    judgeable = [m for m in members if isinstance(m, Member)]
     try:
         if not judgeable:
             raise untestable[0] if untestable else NotTestable("no member of this claim was run")
@@ -436,12 +432,15 @@ def _row(
         if all(j.ours.n < MIN_ITEMS and math.isnan(j.ours.low) for j in judged):
             most, kind = max(j.ours.n for j in judged), "run" if isinstance(judgeable[0].what, Measured) else "item"
             raise NotTestable(f"{counted(most, kind)}: an interval needs at least {MIN_ITEMS}")
-        untestable += [_without_value(j) for j in judged if math.isnan(j.ours.value)]
+        for j in judged:
+            if math.isnan(j.ours.value):
+                what = f"{j.label}: " * (j.label != "all")
+                untestable.append(NotTestable(f"{what}{j.ours.n} items give no value, as a ratio to nothing has none"))
         judged = [j for j in judged if not math.isnan(j.ours.value)]
         if not judged:
             raise untestable[-1]
     except NotTestable as reason:
-        return row | UNTESTED | {"note": str(reason)}, {}
+        return row | UNTESTED | {"note": str(reason)}
     scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]
     counts = [f"{states.count(state)} {state}" for state in STATES if state in states]
     decision = verdict_of(claim, judged)
@@ -459,10 +458,17 @@ def _row(
             counts += [f"though with {counted(worst.ours.n, 'item')} this rule can never {never}"]
         needed += [enough] if decision == "inconclusive" and not math.isnan(enough) else []
     return row | {
-        "ours": worst.ours.value * scale, "low": worst.ours.low * scale, "high": worst.ours.high * scale,
-        "p": worst.p, "n": worst.ours.n, "verdict": decision, "members": ", ".join(counts),
-        "decided_by": "" if worst.decided_by == "all" else worst.decided_by, "needed": max(needed, default=math.nan),
-    }, {j.label: j.state for j in judged}  # fmt: skip
+        "ours": worst.ours.value * scale,
+        "low": worst.ours.low * scale,
+        "high": worst.ours.high * scale,
+        "p": worst.p,
+        "n": worst.ours.n,
+        "needed": max(needed, default=math.nan),
+        "verdict": decision,
+        "members": ", ".join(counts),
+        "decided_by": "" if worst.decided_by == "all" else worst.decided_by,
+        "states": {j.label: j.state for j in judged},
+    }
 
 
 def verdicts(
@@ -488,11 +494,10 @@ def verdicts(
     for claim in asked:
         for reading in readings(claim):
             try:
-                supplied: Members | NotTestable = members(claim, reading)
+                supplied = members(claim, reading)
             except NotTestable as reason:
-                supplied = reason
-            row, states_of_members = _row(claim, supplied, reading)
-            table.append(row | {"reading": reading, "states": states_of_members})
+                supplied = [reason]
+            table.append(_row(claim, supplied, reading))
     presumed = {claim["id"]: claim.get("presumes") for claim in asked}
     table = [_where_its_premise_holds(row, table, presumed) for row in table]
     states: dict[str, list[dict[str, str]]] = {}
@@ -532,7 +537,7 @@ def _where_its_premise_holds(
         f"it presumes {premise['claim']}, which is {label(premise['verdict'])}{value}: {premise['statement']} "
         f"Without this premise it would be {label(row['verdict'])}"
     )
-    return row | UNTESTED | dict.fromkeys(NUMBERS, math.nan) | {"note": note, "states": {}}
+    return row | UNTESTED | dict.fromkeys(NUMBERS, math.nan) | {"note": note}
 
 
 def depends(states: Sequence[Mapping[str, str]]) -> str:

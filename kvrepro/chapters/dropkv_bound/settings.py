@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kvrepro.engine.condition import Count, Odd, ProperShare, Size, ensure_once_each
+from kvrepro.engine.condition import Count, Odd, ProperShare, Size
 from kvrepro.engine.facts import ModelFacts, attention_modules
 from kvrepro.engine.generate import check_attention_only
 from kvrepro.errors import InputError

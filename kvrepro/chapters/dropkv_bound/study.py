@@ -160,13 +160,16 @@ def _evenly(count: int, take: int) -> list[int]:
 
 def _assumptions(layer: Layer, t: int, heads: Iterable[int], s: Sampling) -> list[dict]:
     """A row per query head and pool at a position: the pool's largest weight, and its cone constant from below."""
-    attention, outputs, rows = layer.attention(t)[:, -1], layer.outputs(t)[:, -1], []
-    for head, size in product(heads, s.pools):
-        p = attention[head]
-        keys = bound.pool(p, size, s.window)
-        low, _ = bound.cone(outputs[head] - layer.value[head // layer.group, keys].double(), s.steps)
-        where = {"layer": layer.number, "position": t, "head": head, "pool": pool_name(size), "pool_size": len(keys)}
-        rows.append(where | {"eps": p[keys].max().item(), "c_low": low.item()})
+    heads, rows = list(heads), []
+    attention, outputs = layer.attention(t)[heads, -1], layer.outputs(t)[heads, -1]
+    values = layer.value[[head // layer.group for head in heads]].double()
+    for size in s.pools:
+        keys = bound.pool(attention, size, s.window)  # [heads, keys]
+        residuals = outputs[:, None] - values.gather(1, keys[..., None].expand(*keys.shape, values.shape[-1]))
+        low, _ = bound.cone(residuals, s.steps)
+        for head, p, c_low in zip(heads, attention.gather(1, keys), low.tolist(), strict=True):
+            where = {"layer": layer.number, "position": t, "head": head, "pool": pool_name(size)}
+            rows.append(where | {"pool_size": keys.shape[1], "eps": p.max().item(), "c_low": c_low})
     return rows
 
 

@@ -44,10 +44,6 @@ class Settings(run.Settings, Sampling):
     kernel: Odd = 11  #: tokens that are pooled, for the answers
     max_new_tokens: Size = 48  #: of an answer
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ensure_once_each(pools=[pool_name(size) for size in self.pools])
-
     def within(self, model: Any) -> "Settings":
         """These settings, with `tokens` and `lengths` lowered (which is printed) so that sliding layers of the model
         see each prompt and answer whole, as the theory assumes.

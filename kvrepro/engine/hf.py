@@ -34,7 +34,7 @@ from kvrepro.engine.attention import installed, with_methods
 from kvrepro.engine.backend import BACKENDS
 from kvrepro.engine.batches import planned
 from kvrepro.engine.cache import EngineCache, RaggedLayer
-from kvrepro.engine.condition import Condition, Offline, Prompt, ensure, whole_numbers
+from kvrepro.engine.condition import Condition, Offline, Prompt, ensure
 from kvrepro.engine.decode import Steps
 from kvrepro.engine.evict import EvictionJob, Prompts
 from kvrepro.engine.facts import ModelFacts, ensure_one_rotation
@@ -242,7 +242,9 @@ def evicting(
         raise InputError("model inside evicting(...) of another thread: one block around all threads, or a model each")
 
     def begin(texts: list[list[int]], max_new_tokens: int) -> tuple[Call, Rows]:
-        marked = [Prompt(ids, {} if spans is None else _places(spans(ids))) for ids in texts]
+        marked = [
+            Prompt(ids, {} if spans is None else {name: list(at) for name, at in spans(ids).items()}) for ids in texts
+        ]
         if c.bits is not None and len(texts) > 1:
             raise InputError(f"{len(texts)} prompts in {c.bits} bits: give one at a time")
         conditions = [[c if prefix is None else Condition()]] * len(marked)  # a prefix is compressed already
@@ -284,14 +286,6 @@ class _Generate:
         return getattr, (self.model, "generate")  # of a copy that has only its class's attributes yet
 
 
-def _places(named: Any) -> dict[str, list[int]]:
-    """The result of `spans` as lists of positions. Raises InputError unless it is a dict of whole numbers."""
-    try:
-        return {name: whole_numbers(name, where) for name, where in named.items()}
-    except (AttributeError, InputError):
-        raise InputError(f"spans gave {named!r}: give a dict of positions, {{'question': range(90, 99)}}") from None
-
-
 class EvictedCache(Cache):
     """The object that Hugging Face's loop takes for its cache and returns. The tokens lie in `rows.cache`."""
 
@@ -317,9 +311,8 @@ class EvictedCache(Cache):
 
     def update(self, *_: Any, **__: Any) -> Any:
         """Raise InputError: outside the block the model would compute attention itself."""
-        raise InputError(
-            "an evicted cache outside evicting(...): leave past_key_values out, and the prompts are read anew"
-        )
+        way_out = "leave past_key_values out, and the prompts are read anew"
+        raise InputError(f"an evicted cache outside evicting(...): {way_out}")
 
     @property
     def bytes(self) -> int:
@@ -387,9 +380,8 @@ def _served(model: PreTrainedModel, begin: Callable[[list[list[int]], int], tupl
         logits = cache.read(given["input_ids"], given.get("attention_mask"), given.get("position_ids"))
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    with with_methods(
-        model, forward=forward, _prepare_cache_for_generation=prepare, _compiled_call_impl=model._call_impl
-    ):
+    served = {"_prepare_cache_for_generation": prepare, "_compiled_call_impl": model._call_impl}
+    with with_methods(model, forward=forward, **served):
         yield
 
 
@@ -410,7 +402,5 @@ def _ensure_served(config: Any, given: dict[str, Any], mode: Any, usual: str | N
         "output_hidden_states": config.output_hidden_states,
     }
     for name in (name for name, is_set in refused.items() if is_set):
-        setting = (
-            f"{name}={getattr(config, name)!r} inside evicting(...), of the call or the checkpoint's configuration"
-        )
-        raise InputError(f"{setting}: give the usual value")
+        whose = "inside evicting(...), of the call or the checkpoint's configuration"
+        raise InputError(f"{name}={getattr(config, name)!r} {whose}: give the usual value")

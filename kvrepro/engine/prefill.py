@@ -3,7 +3,7 @@ layer as soon as it is computed."""
 
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -261,11 +261,13 @@ class PromptReader:
             part = (key, value, positions[:, None])
             out = attend(query, positions, [part], scaling, sliding, watch, prompt=not self.padded)
         else:
-            whole = attend_by_kernels if self.kernels else lambda *given: (attend_prompt(*given), None)
             padding = (n - self.prompt.lengths).to(query.device) if self.padded else None
-            out, log_sums = without_padding(whole, padding, query, key, value, scaling)
+            out, log_sums = self._whole(query, key, value, scaling, padding)
             for kind in wanted:
-                sums[kind] = mass_by_kernels(query, key, log_sums, scaling, padding, self._span_at(kind, positions))
+                from kvrepro_kernels import column_mass
+
+                spans = self._span_at(kind, positions)
+                sums[kind] = column_mass(query, key, log_sums, scale=scaling, starts=padding, spans=spans)
         forgets = beyond and layer in self.facts.sliding  # drops tokens that no later query sees
         held = slice(n - sliding + 1 if forgets else 0, n)
         key, value = key[:, :, held], value[:, :, held]
@@ -274,6 +276,33 @@ class PromptReader:
         shown = {"values": value, "positions": where, "scaling": scaling}
         self._keep(layer, query, key, shown, sums, None if log_sums is None else (log_sums, out))
         return out
+
+    def _whole(
+        self, query: Query, key: KeyValue, value: KeyValue, scaling: Any, padding: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """(output, log-sum-exp if by kernels) by a causal attention that knows no padding. The prompts are moved to the
+        front, where no query sees the padding behind them, and back.
+
+        padding: number of places before each prompt's first token, int64 [batch], whose results are 0 and -inf.
+        """
+        if padding is not None:
+            at = torch.arange(query.shape[2], device=query.device)
+            front, back = ((at + shift) % len(at) for shift in (padding[:, None], -padding[:, None]))  # [batch, tokens]
+            query, key, value = (x.take_along_dim(front[:, None, :, None], 2) for x in (query, key, value))
+        log_sums = None
+        if self.kernels:
+            from kvrepro_kernels import prefill_attention
+
+            done = prefill_attention(query, key, value, scale=scaling)  # torch's fastest that keeps the log-sum-exp
+            out, log_sums = done.output.transpose(1, 2), done.lse
+        else:
+            out = attend_prompt(query, key, value, scaling)
+        if padding is not None:
+            empty = at < padding[:, None]
+            out = out.take_along_dim(back[:, :, None, None], 1).masked_fill(empty[:, :, None, None], 0.0)
+            if log_sums is not None:
+                log_sums = log_sums.take_along_dim(back[:, None], 2).masked_fill(empty[:, None], -torch.inf)
+        return out, log_sums
 
     def _keep(
         self, layer: int, query: Query, key: KeyValue, shown: dict[str, Any], sums: Sums, ends: Any | None
@@ -422,51 +451,6 @@ def _alike_seen(first: Observation, second: Observation) -> bool:
     """Do two layers hold the same tokens, with equal shapes and softmax?"""
     same = first.positions is second.positions and first.sliding == second.sliding
     return same and first.scaling == second.scaling and first.softmax is second.softmax
-
-
-def attend_by_kernels(query: Query, key: KeyValue, value: KeyValue, scaling: float) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp) of whole prompts: torch's fastest attention that keeps the log-sum-exp."""
-    from kvrepro_kernels import prefill_attention
-
-    done = prefill_attention(query, key, value, scale=scaling)
-    return done.output.transpose(1, 2), done.lse
-
-
-def mass_by_kernels(
-    query: Query, key: KeyValue, log_sums: Any, scaling: float, starts: Tensor | None, spans: Tensor | None
-) -> Tensor:
-    """Attention that each key got from the queries, which are the last of the tokens. starts: the first living key of
-    each head. spans: the span of each token; attention between spans does not count, but a negative span sees all and
-    is seen by all."""
-    from kvrepro_kernels import column_mass
-
-    return column_mass(query, key, log_sums, scale=scaling, starts=starts, spans=spans)
-
-
-def without_padding(
-    attention: Callable[..., tuple[Tensor, Any]],
-    padding: Tensor | None,
-    query: Query,
-    key: KeyValue,
-    value: KeyValue,
-    scaling: float,
-) -> tuple[Tensor, Any]:
-    """(output, log-sum-exp) by a causal `attention` that knows no padding. The prompts are moved to the front, where no
-    query sees the padding behind them, and back.
-
-    padding: number of places before each prompt's first token, int64 [batch], whose results are 0 and -inf; None: none.
-    """
-    if padding is None:
-        return attention(query, key, value, scaling)
-    n = query.shape[2]
-    at = torch.arange(n, device=query.device)
-    front, back = (at + padding[:, None]) % n, (at - padding[:, None]) % n  # [batch, tokens]
-    out, log_sums = attention(*(x.take_along_dim(front[:, None, :, None], 2) for x in (query, key, value)), scaling)
-    empty = at < padding[:, None]
-    out = out.take_along_dim(back[:, :, None, None], 1).masked_fill(empty[:, :, None, None], 0.0)
-    if log_sums is not None:
-        log_sums = log_sums.take_along_dim(back[:, None], 2).masked_fill(empty[:, None], -torch.inf)
-    return out, log_sums
 
 
 # ---- KVzip's repetition: the model repeats the context, and the attention that it then pays to each token is noted

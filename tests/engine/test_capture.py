@@ -11,6 +11,8 @@ from tiny import architecture, prompts
 
 pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
+from kvrepro_kernels.column_mass import column_mass_reference
+from kvrepro_kernels.prefill_attention import Prefilled, prefill_attention_reference
 from kvrepro_kernels.ragged_storage import ragged_decode_reference
 
 from kvrepro.engine import decode
@@ -43,8 +45,8 @@ WINDOWS = [
 
 def steps(kind: str, conditions, texts, captured: bool, monkeypatch, stop_ids=(), **given):
     """Generations with plain prefills, the decode steps captured or not."""
-    monkeypatch.setattr("kvrepro.engine.prefill.attend_by_kernels", plain)
-    monkeypatch.setattr("kvrepro.engine.prefill.mass_by_kernels", plain_mass)
+    monkeypatch.setattr("kvrepro_kernels.prefill_attention", plain)
+    monkeypatch.setattr("kvrepro_kernels.column_mass", plain_mass)
     if DEVICE == "cpu":  # interpreted kernels take minutes
         monkeypatch.setattr("kvrepro_kernels.ragged_decode", slow_ragged_decode)
         monkeypatch.setattr("kvrepro.engine.prefill.by_kernels", lambda use: by_kernels(False))
@@ -62,23 +64,14 @@ def slow_ragged_decode(query, keys, values, offsets, tail_keys, tail_values, tai
     return done
 
 
-def plain(query, key, value, scaling):
+def plain(query, key, value, scale):
     """The computation of the kernels of a prompt in plain PyTorch."""
-    logits = causal(query, key, scaling)
-    out = logits.softmax(-1) @ value.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    return out.transpose(1, 2), logits.logsumexp(-1)
+    return Prefilled(*prefill_attention_reference(query, key, value, scale), "plain")
 
 
-def plain_mass(query, key, log_sums, scaling, starts=None, spans=None):
-    absent = log_sums.isneginf()  # padding
-    p = (causal(query, key, scaling) - log_sums.masked_fill(absent, torch.inf)[..., None]).exp()
-    return p.unflatten(1, (key.shape[1], -1)).mean(2).sum(2)
-
-
-def causal(query, key, scaling):
-    n = query.shape[2]
-    logits = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scaling
-    return logits.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=key.device).triu(1), -torch.inf)
+def plain_mass(query, key, log_sums, scale, starts, spans):
+    starts = torch.zeros(len(key), dtype=torch.long, device=key.device) if starts is None else starts
+    return column_mass_reference(query, key, log_sums, scale, starts[:, None].expand(-1, key.shape[1]), spans)
 
 
 def same(ours, theirs):

@@ -38,7 +38,7 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[
                 return
         if not now.enter(step):
             return
-        if full := now.full(step):
+        if full := [row for row in now.alive if now.limits[row] == step]:
             yield from now.finished(full)
             gone = torch.zeros_like(now.ended)
             gone[full] = True
@@ -60,13 +60,13 @@ class Steps:
         self.call, self.rows = call, rows
         self.every = rows.first.condition.every
         self.window = rows.window if self.every else 0  # queries that an eviction needs
-        self.most = max(call.new_tokens[i] for i, _ in rows.tags)  # tokens of the longest answer
+        self.limits = [call.new_tokens[i] for i, _ in rows.tags]  # tokens of each answer, at most
         self.first = rows.first.first_step if rows.signals is not None else 1  # no eviction before this step
         # tokens until an eviction is due
-        self.room = max(1, -(-self.first // self.every)) * self.every if self.every else self.most
+        self.room = max(1, -(-self.first // self.every)) * self.every if self.every else max(self.limits)
         self.picked: list[Tensor] = []
         self.ended = torch.zeros(len(rows), dtype=torch.bool, device=rows.logits.device)
-        self.going = len(rows)  # rows that have not ended
+        self.alive = list(range(len(rows)))  # numbers of the rows that have not ended
         self.captured: CapturedStep | None = None
         _read_rest(call, rows, self.window)
         self.seconds, self.began = 0.0, time.perf_counter()  # of decoding, per row
@@ -99,31 +99,22 @@ class Steps:
             self.call.watch(self.rows, self.picked[-1])
         return torch.isin(self.picked[-1], stops) & ~self.ended, logits.isnan().any(1) & ~self.ended
 
-    def at_work(self) -> list[int]:
-        """Numbers of the rows that have not ended."""
-        return [row for row, ended in enumerate(self.ended.tolist()) if not ended]
-
-    def full(self, step: int) -> list[int]:
-        """Numbers of the rows at work whose answers reach their largest length with the token of this step."""
-        reached = {row for row, (i, _) in enumerate(self.rows.tags) if self.call.new_tokens[i] == step}
-        return [row for row in self.at_work() if row in reached] if reached else []
-
     def finished(self, done: list[int]) -> Iterator[tuple[Tag, Generation]]:
         """The generations of the rows `done`."""
         now = time.perf_counter()
-        self.seconds, self.began = self.seconds + (now - self.began) / self.going, now
+        self.seconds, self.began = self.seconds + (now - self.began) / len(self.alive), now
         return _finished(self.call, self.rows, done, self.picked, self.seconds)
 
     def end(self, gone: Tensor, at_once: bool = False) -> bool:
         """End the rows that `gone`, bool [batch], marks. Returns whether any row goes on."""
         self.ended = self.ended | gone
-        alive = self.at_work()
-        self.going = len(alive)
+        alive = self.alive = [row for row, ended in enumerate(self.ended.tolist()) if not ended]
         share = 1 if self.call.watch is not None else 7 / 8 if self.captured is None else 1 / 2
         if alive and (at_once or len(alive) <= share * len(self.rows)):
             self.captured = None
             self.picked = list(torch.stack(self.picked, 1)[alive].unbind(1))
             self.rows, self.ended = self.rows.take(alive, spend=True), self.ended[alive]
+            self.limits, self.alive = [self.limits[row] for row in alive], list(range(len(alive)))
         return bool(alive)
 
     def change(self, evict: Callable[[], Tensor | None]) -> Tensor | None:
@@ -157,7 +148,7 @@ class Steps:
             newest = (rows.signals.lengths + step - 1)[:, None]
             newest_held = not due or bool(rows.signals.held.any(1).gather(1, newest).all())
         if self.captured is None and can_capture(call, rows):
-            room = self.most - step if self.every is None else self.room
+            room = max(self.limits) - step if self.every is None else self.room
             self.captured = CapturedStep(call, rows, self.window, room)
         if self.captured is not None:
             rows.logits = self.captured.run(rows, self.picked[-1])

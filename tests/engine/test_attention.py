@@ -127,3 +127,4 @@ def test_models_get_their_attention_back_even_after_an_error():
     with pytest.raises(RuntimeError, match="needs model"), installed(model):
         model(torch.tensor([[5, 6]]))
     assert model.config._attn_implementation == "eager"
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

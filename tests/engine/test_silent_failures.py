@@ -37,20 +37,7 @@ def answers(prompts, conditions, model=None, **changes):
     return engine.generate(model, prompts, conditions, **given)
 
 
-# ---- 1. only the first item is compressed
-
-
-def test_nothing_of_one_call_is_left_for_the_next():
-    model, prompts = tiny_model("llama"), tiny_prompts(60, 50)
-    full = [g.tokens for [g] in answers(prompts, [Condition()], model)]
-    answers(prompts, [cut(regime=r) for r in REGIMES], model)
-    assert [g.tokens for [g] in answers(prompts, [Condition()], model)] == full
-    assert model.config._attn_implementation == "eager"
-    assert not model._forward_hooks
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-# ---- 2. a recent budget of 0 keeps everything, as [-0:] does
+# ---- 1. a recent budget of 0 keeps everything, as [-0:] does
 
 
 @pytest.mark.parametrize("regime", ["prefill", "decode cap"])
@@ -65,7 +52,7 @@ def test_nothing_recent_protected_evicts_as_much(policy, regime):
     assert 60 + NEW - 1 - g.evicted <= 20 + NEW - 1
 
 
-# ---- 3. the kept count is rounded to 0
+# ---- 2. the kept count is rounded to 0
 
 
 def test_heads_and_layers_that_keep_nothing_still_answer(monkeypatch):
@@ -83,7 +70,7 @@ def test_heads_and_layers_that_keep_nothing_still_answer(monkeypatch):
         assert [layer.sum(1).tolist() for layer in a.kept_sets] == [[0, 40]] * 3
 
 
-# ---- 4. budgets of 512 and 4096 give equal results, and nobody notices that neither evicted
+# ---- 3. budgets of 512 and 4096 give equal results, and nobody notices that neither evicted
 
 
 @pytest.mark.parametrize("regime", ["prefill", "chunked", "decode cap"])
@@ -101,7 +88,7 @@ def test_a_budget_beyond_a_sliding_window_is_refused_or_seen(regime):
     assert g.evicted > 0
 
 
-# ---- 5. a failed generation is scored as an answer
+# ---- 4. a failed generation is scored as an answer
 
 
 @pytest.mark.parametrize("condition", [Condition(), Condition("lru", 12, SharedCap())])
@@ -112,7 +99,7 @@ def test_logits_that_are_no_numbers_are_no_answer(condition):
         answers(tiny_prompts(60), [condition], model)
 
 
-# ---- 6. a failure that reaches rows which it does not concern
+# ---- 5. a failure that reaches rows which it does not concern
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -270,7 +270,7 @@ class RaggedLayer:
 
     def _padded(self, flat: Tensor | Packed, index: Tensor) -> Tensor:
         flat = _dense(flat)
-        if index.numel() == len(flat):  # equal lengths: a view
+        if index.numel() == len(flat) and (self.slot is None or self.width):  # equal lengths: a view
             return flat.view(*index.shape, *flat.shape[1:])
         return flat.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *flat.shape[1:])
 

@@ -27,10 +27,10 @@ FIRST = ", as first written"  # after the id of a claim in its first form
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", NOT_TESTABLE)
 STORED = "stored timings"  # the `model` of verdicts that rest on data/gpu, and not on this run
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of libyaml takes a quarter of the time
-COLUMNS = [
-    "claim", "statement", "paper", "ours", "low", "high", "test", "p", "verdict", "reading", "model", "profile", "rule",
-    "needed", "depends_on_reading", "unit", "members", "decided_by", "n", "topic", "source", "note",
-]  # fmt: skip
+COLUMNS = """
+    claim statement paper ours low high test p verdict reading model profile rule needed depends_on_reading unit members
+    decided_by n topic source note
+""".split()
 
 
 # ---------------------------------------------------------------- the paper's side

@@ -40,7 +40,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -54,9 +54,13 @@ RARE = 1 / 16  # of an item: the weight of an unseen item at either end of a sco
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
 ANY = (-math.inf, math.inf)
-NO_VALUE = "(no value)"  # stands for a number that does not exist
-Columns = Mapping[str, np.ndarray]
-Rule = Callable[[np.ndarray, np.ndarray | None], tuple[float, float]]  # `_reach` of values and their extremes
+Columns: TypeAlias = Mapping[str, np.ndarray]
+Ends: TypeAlias = tuple[float, float]
+Bounds: TypeAlias = Ends | None  # None: there are none
+Labels: TypeAlias = Sequence[Any] | None  # of clusters, one per value
+Rule: TypeAlias = Callable[
+    [np.ndarray, np.ndarray | None], tuple[float, float]
+]  # `_reach` of values and their extremes
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Estimate:
     def __format__(self, spec: str) -> str:
         spec = spec or ".3f"
         if math.isnan(self.value):
-            return NO_VALUE
+            return "(no value)"
         needed = fewest(self.level)
         why = f"{self.n} of {needed} items" if self.n < needed else "all alike"
         interval = f"no interval: {why}" if math.isnan(self.low) else f"{self.low:{spec}}, {self.high:{spec}}"
@@ -122,18 +126,22 @@ CONTRASTS: dict[str, tuple[Callable[[Columns], np.ndarray], Callable[[Columns], 
 
 
 def interval(
-    values: Sequence[float], clusters: Sequence[Any] | None = None, *, bounds: tuple[float, float] | None = None,
-    each: float = 1, level: float = 0.95,
-) -> Estimate:  # fmt: skip
+    values: Sequence[float], clusters: Labels = None, *, bounds: Bounds = None, each: float = 1, level: float = 0.95
+) -> Estimate:
     """Mean with its interval, by the module's rule. clusters: one label per value. bounds: the least and the largest
     possible value, where there are such."""
     return contrast(pd.DataFrame({"a": _vector(values)}), "mean", clusters, bounds=bounds, each=each, level=level)
 
 
 def contrast(
-    frame: pd.DataFrame, name: str, clusters: Sequence[Any] | None = None, *, bounds: tuple[float, float] | None = None,
-    each: float = 1, level: float = 0.95,
-) -> Estimate:  # fmt: skip
+    frame: pd.DataFrame,
+    name: str,
+    clusters: Labels = None,
+    *,
+    bounds: Bounds = None,
+    each: float = 1,
+    level: float = 0.95,
+) -> Estimate:
     """A contrast of `CONTRASTS` over items (the rows of `frame`) with its interval, by the module's rule.
 
     bounds: of every column. each: how many scores a row is the mean of. Rows that lack a value are dropped and counted.
@@ -265,7 +273,7 @@ def _error(below: float, above: float, level: float) -> float:
     return max(below, above) / _quantile(level, math.inf)
 
 
-def _spread(x: np.ndarray, reach: tuple[float, float], level: float, bounded: bool) -> tuple[float, float]:
+def _spread(x: np.ndarray, reach: Ends, level: float, bounded: bool) -> tuple[float, float]:
     """Standard deviation of an item, and the error of the mean: from the reach of its limits, or, without bounds, from
     Student's t, since skewness moves the limits rather than adding to the error."""
     sd, n = float(x.std(ddof=1)), len(x)
@@ -319,9 +327,7 @@ def _ratio(
     return Estimate(value, limit(-1), limit(1), n, missing, level, sd, error)
 
 
-def unpaired(
-    a: Sequence[float], b: Sequence[float], *, bounds: tuple[float, float], each: float = 1, level: float = 0.95
-) -> Estimate:
+def unpaired(a: Sequence[float], b: Sequence[float], *, bounds: Ends, each: float = 1, level: float = 0.95) -> Estimate:
     """Mean of a minus mean of b, for different items, with the limits of both joined; n is the smaller of the two."""
     sides = [_vector(side) for side in (a, b)]
     sides = [side[~np.isnan(side)] for side in sides]
@@ -336,9 +342,13 @@ def unpaired(
 
 
 def resampled(
-    frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], clusters: Sequence[Any] | None = None, *,
-    limits: tuple[float, float] = ANY, level: float = 0.95,
-) -> Estimate:  # fmt: skip
+    frame: pd.DataFrame,
+    statistic: Callable[[np.ndarray], float],
+    clusters: Labels = None,
+    *,
+    limits: Ends = ANY,
+    level: float = 0.95,
+) -> Estimate:
     """Any statistic(values [rows, columns]) with its interval: the standard error is the spread over resamples.
 
     limits: the least and the largest value that the statistic can take. There is no interval where fewer than half of
@@ -356,9 +366,7 @@ def resampled(
     return spread_of(value, drawn, n, level, limits)
 
 
-def spread_of(
-    value: float, drawn: np.ndarray, n: int, level: float = 0.95, limits: tuple[float, float] = ANY
-) -> Estimate:
+def spread_of(value: float, drawn: np.ndarray, n: int, level: float = 0.95, limits: Ends = ANY) -> Estimate:
     """A statistic's interval from its values in resamples of n items or clusters. limits: as in `resampled`."""
     resamples, drawn = len(drawn), drawn[np.isfinite(drawn)]
     if n < fewest(level) or 2 * len(drawn) < resamples or not math.isfinite(value):
@@ -375,30 +383,43 @@ def spread_of(
     return within(Estimate(value, low, high, n, level=level, error=error), limits)
 
 
-def within(e: Estimate, limits: tuple[float, float]) -> Estimate:
+def within(e: Estimate, limits: Ends) -> Estimate:
     """The estimate with its interval cut to the limits; it still holds the value."""
     return replace(e, low=min(max(e.low, limits[0]), e.value), high=max(min(e.high, limits[1]), e.value))
 
 
 def means(
-    rows: pd.DataFrame, by: Sequence[str] | str, column: str, clusters: str | None = None, *,
-    bounds: tuple[float, float] | None = UNIT, limits: tuple[float, float] = ANY,
-) -> pd.DataFrame:  # fmt: skip
+    rows: pd.DataFrame,
+    by: Sequence[str] | str,
+    column: str,
+    clusters: str | None = None,
+    *,
+    bounds: Bounds = UNIT,
+    limits: Ends = ANY,
+) -> pd.DataFrame:
     """Mean of a column per group with its interval: columns `by`, value, low, high, n.
 
     bounds: of the values; None if they have none, or if values do not pile up there; then `limits` are those of the
     mean. clusters: a column whose groups are drawn whole, such as the item where it has several rows.
     """
-    return by_group(rows, by, lambda group: within(
-        interval(group[column], None if clusters is None else group[clusters], bounds=bounds), limits
-    ))  # fmt: skip
+
+    def estimate(group: pd.DataFrame) -> Estimate:
+        return within(interval(group[column], clusters and group[clusters], bounds=bounds), limits)
+
+    return by_group(rows, by, estimate)
 
 
 def contrasts(
-    rows: pd.DataFrame, against: pd.DataFrame, by: Sequence[str] | str, column: str, *,
-    on: Sequence[str] | str = "item", kind: str = "difference", clusters: str | None = None,
-    bounds: tuple[float, float] | None = UNIT,
-) -> pd.DataFrame:  # fmt: skip
+    rows: pd.DataFrame,
+    against: pd.DataFrame,
+    by: Sequence[str] | str,
+    column: str,
+    *,
+    on: Sequence[str] | str = "item",
+    kind: str = "difference",
+    clusters: str | None = None,
+    bounds: Bounds = UNIT,
+) -> pd.DataFrame:
     """The contrast `kind` (of `CONTRASTS`) per group of rows; each row is paired with the row of `against` that has the
     same `on`.
 
@@ -411,9 +432,11 @@ def contrasts(
     second = "full" if kind in ("share_of_ceiling", "loss") else "b"
     other = against[[*keys, column]].rename(columns={column: second})
     paired = rows.drop(columns=[second], errors="ignore").merge(other, on=keys).rename(columns={column: "a"})
-    return by_group(paired, by, lambda group: contrast(
-        group[["a", second]], kind, None if clusters is None else group[clusters], bounds=bounds
-    ))  # fmt: skip
+
+    def estimate(group: pd.DataFrame) -> Estimate:
+        return contrast(group[["a", second]], kind, clusters and group[clusters], bounds=bounds)
+
+    return by_group(paired, by, estimate)
 
 
 def by_group(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.DataFrame], Estimate]) -> pd.DataFrame:
@@ -460,9 +483,7 @@ def sign_test(a: Sequence[float], b: Sequence[float]) -> float:
     return float(scipy_stats.binomtest(wins, untied).pvalue) if untied else 1.0
 
 
-def tost(
-    a: Sequence[float], b: Sequence[float], margin: float = 0.02, *, bounds: tuple[float, float] | None = None
-) -> float:
+def tost(a: Sequence[float], b: Sequence[float], margin: float = 0.02, *, bounds: Bounds = None) -> float:
     """p of the paired equivalence test of |mean(a - b)| < margin: the larger one-sided p; small says equivalent.
 
     It is the p at which the interval of level 1 - 2 p, by the module's rule, reaches the margin; for symmetric

@@ -8,7 +8,8 @@ pool                 who computes: this process, processes of this machine, Ray
 settings             how studies are run, and what a notebook may set; checked before anything is loaded
 store                rows that survive a crash; what a row depends on
 measure, stats       scores of answers; intervals and tests
-judge, claims        claims and members -> verdicts; history: claims written late
+claims, members      what papers say; what each claim is tested on, in one language
+judge                claims and members -> verdicts
 verdict, figure      verdicts and findings in a notebook; what all figures share
 provenance           where a page's numbers come from
 """

@@ -91,10 +91,20 @@ def set_style() -> None:
 
 
 def intervals(
-    table: pd.DataFrame, x: str, y: str, *, colour: str | None = None, panel: str | None = None, line: bool = False,
-    percent: bool = False, log: bool = False, labels: Mapping[str, str] | None = None,
-    lines: pd.DataFrame | None = None, title: str = "", height: float | None = None,
-) -> sns.FacetGrid:  # fmt: skip
+    table: pd.DataFrame,
+    x: str,
+    y: str,
+    *,
+    colour: str | None = None,
+    panel: str | None = None,
+    line: bool = False,
+    percent: bool = False,
+    log: bool = False,
+    labels: Mapping[str, str] | None = None,
+    lines: pd.DataFrame | None = None,
+    title: str = "",
+    height: float | None = None,
+) -> sns.FacetGrid:
     """Points with their 95% intervals (columns value, low, high); one of x and y is "value", the other names places.
 
     colour: a column of policies or other names, side by side at each place. panel: a column that facets, one panel

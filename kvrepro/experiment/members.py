@@ -369,9 +369,8 @@ def verdicts(
 ) -> pd.DataFrame:
     """Verdict of every claim of a book on tidied tables (`judge.verdicts`), then those on a reader's own policies."""
     language = Language(book, {name: Table(rows) for name, rows in tables.items()}, chapter)
-    frame = judge.verdicts(
-        book["claims"], language.members, language.readings, own=list(language.general()), whose=book.get("whose", ""),
-        model=model, profile=profile,
-    )  # fmt: skip
-    stored = {claim["id"]: language.entries(claim, "any").get("stored") for claim in book["claims"]}
+    readings, own, whose = language.readings, list(language.general()), book.get("whose", "")
+    claims_of_book, run = book["claims"], {"model": model, "profile": profile}
+    frame = judge.verdicts(claims_of_book, language.members, readings, own=own, whose=whose, **run)
+    stored = {claim["id"]: language.entries(claim, "any").get("stored") for claim in claims_of_book}
     return claims.timed(frame, {name: interval for name, interval in stored.items() if interval})

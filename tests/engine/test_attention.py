@@ -38,10 +38,18 @@ def naive(query, at, keys, values, positions, scaling, sliding=None, hide=None, 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 9),
-    st.lists(st.integers(0, 12), min_size=1, max_size=3), st.sampled_from([None, 1, 3, 50]), st.booleans(),
-    st.sampled_from([1, 4, 256]), st.sampled_from([None, 2.0]), st.booleans(),
-)  # fmt: skip
+    st.integers(0, 10**6),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.lists(st.integers(0, 12), min_size=1, max_size=3),
+    st.sampled_from([None, 1, 3, 50]),
+    st.booleans(),
+    st.sampled_from([1, 4, 256]),
+    st.sampled_from([None, 2.0]),
+    st.booleans(),
+)
 def test_attention_equals_loops(seed, batch, kv_heads, group, m, sizes, sliding, hiding, block, softcap, sinking):
     torch.manual_seed(seed)
     heads, total = kv_heads * group, sum(sizes)

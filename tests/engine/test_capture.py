@@ -27,16 +27,25 @@ NEW = 18  # evictions after 8 and 16 tokens, and a step that sees what is left
 SHARED = [
     Condition(policy, capacity, SharedCap(interval), prefix=side, suffix=side, reading=reading)
     for policy, capacity, interval, side, reading in (
-        ("lru", 16, 8, 0.1, "as_run"), ("lru", 40, 8, 0.0, "as_described"), ("h2o_simple", 24, 8, 0.1, "as_run"),
-        ("ada_kv_faithful", 24, 8, 0.1, "as_run"), ("quest_faithful", 16, 8, 0.1, "as_described"),
-        ("random_sample", 24, 5, 0.0, "as_run"), ("h2o_faithful", 70, 8, 0.1, "as_described"),
+        ("lru", 16, 8, 0.1, "as_run"),
+        ("lru", 40, 8, 0.0, "as_described"),
+        ("h2o_simple", 24, 8, 0.1, "as_run"),
+        ("ada_kv_faithful", 24, 8, 0.1, "as_run"),
+        ("quest_faithful", 16, 8, 0.1, "as_described"),
+        ("random_sample", 24, 5, 0.0, "as_run"),
+        ("h2o_faithful", 70, 8, 0.1, "as_described"),
     )
-]  # fmt: skip
+]
 OTHERS = [
-    Condition(), Condition("streaming_llm", 12, Prefill()), Condition("streaming_llm", 24, DecodeCap(4)),
-    Condition("streaming_llm", 16, PerStep()), Condition("k_norm", 20, DecodeCap(8)),
-    Condition("h2o", 24, DecodeCap(8)), Condition("k_norm", 90, DecodeCap(8)),
-]  # fmt: skip
+    Condition(),
+    Condition("streaming_llm", 12, Prefill()),
+    Condition("streaming_llm", 24, DecodeCap(4)),
+    Condition("streaming_llm", 16, PerStep()),
+    Condition("k_norm", 20, DecodeCap(8)),
+    Condition("h2o", 24, DecodeCap(8)),
+    Condition("k_norm", 90, DecodeCap(8)),
+    Condition("k_norm", 40, DecodeCap(8)),
+]
 WINDOWS = [
     Condition("snapkv", 24, DecodeCap(8), switches=(("window", 8),)),
     Condition("ada_kv", 0.5, DecodeCap(4), switches=(("window", 8),)),

@@ -10,8 +10,15 @@ import kvrepro_kernels
 
 from kvrepro.engine.backend import in_few_launches
 
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             vocab_size=90, head_dim=8)  # fmt: skip
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=90,
+    head_dim=8,
+)
 BOTH = {"rms_norm", "rotary"}
 
 

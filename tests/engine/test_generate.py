@@ -48,10 +48,14 @@ def lopsided(scores, protected, budget, unequal: int = 0):
 TEST_POLICIES = {
     "watched": Policy("Watched", "tests", watched, {"window": WINDOW, "recent": "window"}),
     "lopsided": Policy(
-        "Lopsided", "tests", watched, {"window": WINDOW, "recent": "window", "unequal": 5}, allocate=lopsided,
+        "Lopsided",
+        "tests",
+        watched,
+        {"window": WINDOW, "recent": "window", "unequal": 5},
+        allocate=lopsided,
         budget="per head",
     ),
-}  # fmt: skip
+}
 DECIDE = {"streaming_llm": newest(4), "watched": looked_at(WINDOW), "lopsided": looked_at(WINDOW, 5)}
 
 
@@ -162,9 +166,14 @@ def test_evicted_decoding_equals_the_slow_transcription(name, policy, regime, mo
         decide = looked_at(WINDOW, 5 if policy == "lopsided" else 0, sliding=32)
     chunk_budget = {"budget": lambda seen: CAP, "every_chunk": lambda seen: CAP}.get(mode)
     tokens, logits = slow_run(
-        slow, decide, budget=CAP, new_tokens=NEW, chunk=16 if regime == "chunked" else None, chunk_budget=chunk_budget,
+        slow,
+        decide,
+        budget=CAP,
+        new_tokens=NEW,
+        chunk=16 if regime == "chunked" else None,
+        chunk_budget=chunk_budget,
         every={"decode cap": 3, "per step": 1}.get(regime),
-    )  # fmt: skip
+    )
     assert ours.tokens == tokens
     assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers read a token otherwise than a text
     for n in evictable(name):
@@ -184,9 +193,14 @@ def test_a_question_is_read_through_what_is_left(name, regime):
     slow = Slow(model, prompt, sliding_of(name), evictable(name))
     decide = looked_at(WINDOW, sliding=32 if name == "mistral" else None)
     tokens, logits = slow_run(
-        slow, decide, budget=CAP, new_tokens=NEW, until=61, chunk=16 if regime == "chunked" else None,
+        slow,
+        decide,
+        budget=CAP,
+        new_tokens=NEW,
+        until=61,
+        chunk=16 if regime == "chunked" else None,
         every={"decode cap": 3}.get(regime),
-    )  # fmt: skip
+    )
     assert ours.tokens == tokens
     assert max(ours.kept_positions) == 60
     assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers read a token otherwise than a text
@@ -474,8 +488,10 @@ def test_a_batch_without_memory_costs_its_rows_alone_and_gives_it_back(where, mo
     try:
         answers = engine.generate(architecture("llama"), prompts, conditions, errors="return", **given)
         assert [[isinstance(answer, torch.OutOfMemoryError) for answer in of_prompt] for of_prompt in answers] == [
-            [False, True], [False, True], [False, False]
-        ]  # fmt: skip
+            [False, True],
+            [False, True],
+            [False, False],
+        ]
         begun.clear()
         with pytest.raises(torch.OutOfMemoryError):
             engine.generate(architecture("llama"), prompts, conditions, **given)

@@ -12,7 +12,7 @@ import pandas as pd
 import typer
 
 from kvrepro.chapters.protection import members as protection
-from kvrepro.chapters.protection.settings import Settings
+from kvrepro.chapters.protection.study import Settings
 from kvrepro.errors import one_line_errors
 from kvrepro.experiment import artifact, claims, members
 from kvrepro.paths import DATA, write_table

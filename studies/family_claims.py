@@ -13,7 +13,7 @@ import pandas as pd
 from kvrepro.chapters.leakage import members as leakage
 from kvrepro.chapters.leakage.members import Study
 from kvrepro.chapters.protection import members as protection
-from kvrepro.chapters.protection.settings import Settings
+from kvrepro.chapters.protection.study import Settings
 from kvrepro.experiment import claims, judge, models
 from kvrepro.experiment.judge import Member, NotTestable, Sample
 from kvrepro.experiment.members import Language, Table

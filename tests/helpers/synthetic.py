@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.protection import members as protection
-from kvrepro.chapters.protection.settings import Settings
+from kvrepro.chapters.protection.study import Settings
 from kvrepro.experiment import members
 
 SEVEN = ("lru", "h2o_simple", "snapkv_simple", "slw", "ada_kv_simple", "quest_simple", "random_sample")
@@ -19,7 +19,7 @@ def cells(capacities=(128, 256, 512), frac: float = 0.10) -> list[dict]:
     middle = capacities[len(capacities) // 2]
     sweep = [("lru", middle, side * frac, side * frac) for side in (0.5, 1.5, 2.0)]
     sides = [("lru", middle, a * frac, b * frac) for a, b in ((1, 0), (0, 1), (2, 0), (0, 2))]
-    faithful = [(policy, middle, side, side) for policy in FAITHFUL for side in (0.0, frac)]
+    faithful = [(policy, middle, frac, frac) for policy in FAITHFUL]
     conditions = [{"policy": "full", "capacity": None, "prefix": 0.0, "suffix": 0.0}]
     conditions += [
         dict(zip(("policy", "capacity", "prefix", "suffix"), values, strict=True))

@@ -6,11 +6,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvrepro.chapters.fragility.mixture import theorems
+from kvrepro.chapters.fragility import contrasts
 from kvrepro.chapters.fragility.retention import TOKEN
-from kvrepro.chapters.fragility.settings import DEFENSIVE
-from kvrepro.chapters.fragility.study import DATASETS, STAND_INS, has_window
-from kvrepro.chapters.fragility.timings import CONTRASTS as TIMED
+from kvrepro.chapters.fragility.study import DATASETS, DEFENSIVE, STAND_INS, has_window
 from kvrepro.engine.policy import is_own
 from kvrepro.experiment import judge
 from kvrepro.experiment.judge import NotTestable, Sample
@@ -28,13 +26,7 @@ def has_experts(model: Any) -> bool:
 def tidied(tables: Mapping[str, pd.DataFrame], loaded: Any, settings: Any) -> dict[str, pd.DataFrame]:
     """The tables that claims choose from: `retained` (its summary) and `quality` as far as they were run; `gpu`, the
     stored timings, and `theory`, every case of what appendix C proves."""
-    timed = [
-        {"measure": name, "label": label, "value": m.value, "low": m.low, "high": m.high, "runs": m.n}
-        for name, measure in TIMED.items()
-        for label, m in measure().items()
-    ]
-    proven = [pd.DataFrame({"theorem": name, "case": of.index, "value": of.array}) for name, of in theorems().items()]
-    run = {"gpu": pd.DataFrame(timed), "theory": pd.concat(proven)}
+    run = {"gpu": contrasts.timings(), "theory": contrasts.theorems()}
     if "retained" in tables:
         summary = tables["retained"]
         six = summary.task.isin([*STAND_INS, *DATASETS])

@@ -7,8 +7,8 @@ Source: DefensiveKV, sections 3.1 to 3.3, algorithms 1 and 2.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -17,11 +17,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvrepro.chapters.fragility.settings import Setting
 from kvrepro.engine import allocate
 from kvrepro.engine.allocate import select
 from kvrepro.engine.attention import attend, attend_prompt, read_once
-from kvrepro.engine.condition import Prompt
+from kvrepro.engine.condition import Odd, PositiveShare, Prompt, Size
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
@@ -45,6 +44,24 @@ OPEN: dict[str, dict[Any, str]] = {  # the choices that are combined, and how a 
     "prior": {"importance": "prior after the norm", "attention": "prior before the norm"},
     "later": {False: "the history alone counts", True: "question and answer count"},
 }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The choices that figures 1 and 3 and table 1 leave open. The defaults are ours."""
+
+    until: str = "question"  #: the history ends before this part of the prompt; "": with the prompt
+    window: Size = 32  #: past queries: the last ones of the history
+    single: Size = 16  #: which of them stands alone, counted from 1
+    share: PositiveShare = 0.5  #: of the history that stays
+    norm: Literal["l1", "none"] = "l1"  #: of v W_O; "none": attention alone
+    pool: Literal["none", "average"] = "none"  #: of each past query's attention, over `kernel` tokens
+    kernel: Odd = 5  #: tokens
+    joined: bool = True  #: the query heads of a KV head choose together; False: each keeps tokens of its own
+    forced: bool = True  #: the past queries' own tokens stay
+    prior: Literal["importance", "attention"] = "importance"  #: what the prior bounds; attention: norm last
+    ties: Literal["newest", "oldest"] = "newest"  #: who stays among equals, which the prior makes of half of the tokens
+    later: bool = False  #: question and generated tokens, which nothing evicts, count: above and below the line
 
 
 def variants(base: Setting) -> dict[str, Setting]:
@@ -91,10 +108,21 @@ def keep(scores: Float[Tensor, "rules heads tokens"], s: Setting) -> Bool[Tensor
     return order(select(*given, allocate.uniform(*given, budget)))
 
 
+def end_of(prompt: Prompt, s: Setting) -> int:
+    """Number of tokens of the history. Raises InputError if the prompt lacks the span `until`, or is too short."""
+    if s.until:
+        prompt.ensure_span(s.until)
+    end = min(prompt.spans[s.until]) if s.until else len(prompt.ids)
+    if int(s.share * end) < s.window:
+        raise InputError(f"{s.share:.0%} of {end} tokens keeps fewer than the {s.window} past queries: longer prompts")
+    return end
+
+
 def retained(
     model: Any, prompt: Prompt, answer: Sequence[int], settings: Mapping[str, Setting], layer: int = 0
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(curves, summary) of one answer: one forward pass for all settings and rules, a layer's heads together.
+    """The share of importance that each rule retains, per step of `answer`, as (curves, summary); layers count from 0
+    among those that may evict.
 
     A step is the query that yields one token of the answer; the first is the prompt's last token.
     curves, of the default setting in `layer`: rule, step (from 1), retained.
@@ -103,54 +131,42 @@ def retained(
     settings: by name, as `variants` names them. The default is looked at in every layer and by every rule; "token k" in
     `layer`, by the single query; others in `layer`, by the other rules. Raises InputError.
     """
-    watch = _Watch(model, prompt, len(answer), settings, layer)
-    read_once(model, [*prompt.ids, *answer[:-1]], watch)
-    return pd.concat(watch.curves, ignore_index=True), pd.concat(watch.summary, ignore_index=True)
+    steps = range(len(prompt.ids) - 1, len(prompt.ids) + len(answer) - 1)
+    past = {name: range((end := end_of(prompt, s)) - s.window, end) for name, s in settings.items()}
+    queries = sorted({*steps, *itertools.chain(*past.values())})
+    row = {position: i for i, position in enumerate(queries)}
+    facts = ModelFacts.of(model)
+    curves: list[pd.DataFrame] = []
+    summary: list[pd.DataFrame] = []
 
-
-class _Watch:
-    """Computes each layer's attention during one pass, and sums up what each rule keeps at each step and setting."""
-
-    def __init__(self, model: Any, prompt: Prompt, answer: int, settings: Mapping[str, Setting], layer: int):
-        self.settings, self.layer = settings, layer
-        self.steps = range(len(prompt.ids) - 1, len(prompt.ids) + answer - 1)
-        self.ends = {name: end_of(prompt, s) for name, s in settings.items()}
-        past = itertools.chain(*(range(end - settings[name].window, end) for name, end in self.ends.items()))
-        self.queries = sorted({*self.steps, *past})
-        self.facts = ModelFacts.of(model)
-        self.curves: list[pd.DataFrame] = []
-        self.summary: list[pd.DataFrame] = []
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int | None = None):
-        """The layer's attention. If the layer may evict, what its rules keep is summed up."""
-        positions = torch.arange(key.shape[2], device=key.device)
-        parts = [(key, value, positions.expand(1, 1, -1))]
-        if layer in self.facts.evictable:
-            at = torch.tensor([self.queries], device=key.device)
-            rows: list[Tensor] = []
-            attend(query[:, :, at[0]], at, parts, scaling, sliding, watch=lambda p, _: rows.append(p[0]))
-            norm = norm_of(value[0], self.facts.outputs[layer])
-            self._look(self.facts.evictable.index(layer), torch.cat(rows, 2), norm)
-        if sliding is not None and key.shape[2] > sliding:
-            return attend(query, positions[None], parts, scaling, sliding)
-        return attend_prompt(query, key, value, scaling)
-
-    def _look(self, layer: int, p: AttentionRows, l1: Norms) -> None:
-        """p: attention of `queries` to all tokens."""
-        row = {position: i for i, position in enumerate(self.queries)}
-        now = p[:, :, [row[t] for t in self.steps]]
-        for name in self.settings if layer == self.layer else [DEFAULT]:
-            s, end = self.settings[name], self.ends[name]
-            past = pooled(p[:, :, [row[t] for t in range(end - s.window, end)], :end], s.pool, s.kernel)
+    def see(number: int, p: AttentionRows, l1: Norms) -> None:
+        now = p[:, :, [row[t] for t in steps]]
+        for name in settings if number == layer else [DEFAULT]:
+            s = settings[name]
+            attention = pooled(p[:, :, [row[t] for t in past[name]], : past[name].stop], s.pool, s.kernel)
             norm = l1 if s.norm == "l1" else torch.ones_like(l1)
             rules = RULES[:1] if name.startswith(TOKEN) else RULES if name == DEFAULT else RULES[1:]
-            shares, tied = _shares(past, now, norm, rules, s)
-            table = pd.DataFrame({"setting": name, "rule": list(rules), "layer": layer, "steps": len(self.steps)})
+            shares, tied = _shares(attention, now, norm, rules, s)
+            table = pd.DataFrame({"setting": name, "rule": list(rules), "layer": number, "steps": len(steps)})
             worst, mean, below = shares.min(1), shares.mean(1), (shares < OUTLIER).mean(1)
-            self.summary.append(table.assign(worst=worst, mean=mean, below=below, tied=tied))
-            if name == DEFAULT and layer == self.layer:
-                wide = pd.DataFrame(shares, list(rules), range(1, len(self.steps) + 1)).rename_axis("rule")
-                self.curves.append(wide.reset_index().melt("rule", var_name="step", value_name="retained"))
+            summary.append(table.assign(worst=worst, mean=mean, below=below, tied=tied))
+            if name == DEFAULT and number == layer:
+                wide = pd.DataFrame(shares, list(rules), range(1, len(steps) + 1)).rename_axis("rule")
+                curves.append(wide.reset_index().melt("rule", var_name="step", value_name="retained"))
+
+    class Looking:
+        def attend(self, at: int, query: Tensor, key: Tensor, value: Tensor, scaling: Any, sliding: int | None = None):
+            tokens = torch.arange(key.shape[2], device=key.device)[None]
+            part, chosen, rows = [(key, value, tokens[None])], tokens[:, queries], list[Tensor]()
+            if at in facts.evictable:
+                attend(query[:, :, queries], chosen, part, scaling, sliding, lambda p, _: rows.append(p[0]))
+                see(facts.evictable.index(at), torch.cat(rows, 2), norm_of(value[0], facts.outputs[at]))
+            if sliding is not None and key.shape[2] > sliding:
+                return attend(query, tokens, part, scaling, sliding)
+            return attend_prompt(query, key, value, scaling)
+
+    read_once(model, [*prompt.ids, *answer[:-1]], Looking())
+    return pd.concat(curves, ignore_index=True), pd.concat(summary, ignore_index=True)
 
 
 def _shares(
@@ -171,13 +187,3 @@ def _shares(
     weights = F.pad(counted, (0, norm.shape[-1] - end), value=float(s.later)) * norm
     sums = torch.einsum("kgst,rkgt->rs", now, weights)
     return (sums[:-1] / sums[-1]).cpu().numpy(), tied
-
-
-def end_of(prompt: Prompt, s: Setting) -> int:
-    """Number of tokens of the history. Raises InputError if the prompt lacks the span `until`, or is too short."""
-    if s.until:
-        prompt.ensure_span(s.until)
-    end = min(prompt.spans[s.until]) if s.until else len(prompt.ids)
-    if int(s.share * end) < s.window:
-        raise InputError(f"{s.share:.0%} of {end} tokens keeps fewer than the {s.window} past queries: longer prompts")
-    return end

@@ -1,26 +1,27 @@
-"""The studies of the chapter on DefensiveKV: retained importance over many answers, and the grid of conditions."""
+"""The chapter on DefensiveKV: its settings, and its studies: retained importance over many answers, and the grid of
+conditions."""
 
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal
 
 import pandas as pd
+from annotated_types import Ge, Lt
 
 from kvrepro.chapters.fragility import retention
-from kvrepro.chapters.fragility.retention import DEFAULT
-from kvrepro.chapters.fragility.settings import DEFENSIVE, STEPS_OF_LONG, Setting, Settings
+from kvrepro.chapters.fragility.retention import DEFAULT, Setting
+from kvrepro.engine import policy as catalogue
 from kvrepro.engine.cache import GROUP
-from kvrepro.engine.condition import Condition, Generation, Prefill, Prompt
+from kvrepro.engine.condition import Condition, Count, Generation, Prefill, Prompt, ProperShare, Size
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.policy import check as policy_check
-from kvrepro.engine.policy import find, is_own
+from kvrepro.engine.policy import READINGS, find, is_own
 from kvrepro.engine.score.learned import available
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, longbench, measure
-from kvrepro.experiment.answers import able, check, prompt_limit
+from kvrepro.experiment import run as runner
+from kvrepro.experiment.answers import check, prompt_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
@@ -29,6 +30,10 @@ WORLD = "tinyworld"
 LONG = ("list_all", "summary")
 STAND_INS = ("single_fact", "two_hop", "summary", "few_shot", "frequent_words", "variable_tracking")  # for table 1's
 DATASETS = ("narrativeqa", "hotpotqa", "gov_report", "trec", "passage_count", "lcc")
+LONG_STEPS, LONG_TOKENS = 200, 1000  # a long answer's tokens, at least; shortest prompts of the world that ask for one
+BASELINES = ("streaming_llm", "snapkv", "cake", "ada_kv", "critical_ada_kv", "duo_attention")
+DEFENSIVE = ("defensive_kv", "layer_defensive_kv")
+POLICIES = (*BASELINES, *DEFENSIVE)
 PLUG_IN = ("snapkv", "cake", "pyramid_kv", "ada_kv", "critical_kv", "critical_ada_kv", "andpro", "dropkv", "r_kv")
 R_KV_DEFENSIVE = "kvrepro/chapters/fragility/policies.py:R_KV"  # R-KV's scorer has no switch for the aggregation
 STEPS = {  # of the public code, each changed to what the paper describes: name -> parameter and value
@@ -41,30 +46,57 @@ WINDOWS = (16, 32, 64)
 DUO = {"sinks": 16, "recent": 32}  # an eighth of its own 128 and 256: these prompts are short
 GUARDED_RIVALS = (*DEFENSIVE, "critical_ada_kv")  # compared behind guards on all items: twelve miss their rare gains
 NEEDLES = "needles"  # the part of the grid with further needles, which enters no pooled mean
-
-
-class Size(NamedTuple):
-    """Numbers of items."""
-
-    quality: int  # in the main comparison
-    more: int  # of these, in all other conditions
-    needles: int  # per needle task, at every share
-    long: int  # per task with long answers, in the study of retained importance
-    short: int  # per other task, in that study
-
-
-SIZES = {  # a claim on two cases needs seven items (`stats.fewest`)
-    "quick": Size(data.AtMost(96), data.AtMost(12), 6, 7, 7),
-    "full": Size(data.AtMost(400), data.AtMost(128), 48, 48, 48),
+# Items in the main comparison, of these in all other conditions, per needle task at every share, and per task in the
+# study of retained importance; a claim on two cases needs seven (`stats.fewest`).
+SIZES = {
+    "quick": {"quality": 96, "more": 12, "needles": 6, "retained": 7},
+    "full": {"quality": 400, "more": 128, "needles": 48, "retained": 48},
 }
 
 
-def declare(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> tuple[Answers, list[Answers]]:
-    """The chapter's studies: answers whose steps are looked at, and the parts of the grid. Computes nothing; raises
-    InputError for what cannot be run. n_items: size of the main comparison; caps the other sizes."""
-    sizes = SIZES[settings.profile]
-    sizes = sizes if n_items is None else Size(n_items, *(min(n_items, count) for count in sizes[1:]))
-    return observed(loaded, items, sizes, settings), parts_of(loaded, items, sizes, settings)
+@dataclass(frozen=True)
+class Settings(runner.Settings, Setting):
+    """Settings of the chapter: its notebook's parameters, and others; those about retained importance are the fields of
+    `Setting`."""
+
+    items: str = f"{WORLD}:{','.join(STAND_INS)},needle,needle_multikey"  #: see `data.load_items`
+    shares: tuple[ProperShare, ...] = (0.1, 0.2, 0.4, 0.6, 0.8)  #: of the context that is kept
+    policies: tuple[str, ...] = POLICIES  #: beside the full cache
+    reading: Literal["both", "as_run", "as_described"] = "both"  #: of the defensive methods
+    layer: Count | None = None  #: the headline's, from 0 among those that may evict; None: at the depth of figure 1
+    tokens: Size = 560  #: of a prompt of the embedded model's world, or of RULER
+    long_tokens: Annotated[int, Ge(LONG_TOKENS)] = LONG_TOKENS  #: of one whose answer is long
+    answer_tokens: Size = 320  #: of an answer whose steps are looked at, at most
+    max_new_tokens: Size = 32  #: of an answer in the quality grid
+    protect_frac: Annotated[float, Ge(0), Lt(0.5)] = 0.10  #: of the budget, at each end, behind guards
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.single > self.window:
+            raise InputError(f"single {self.single} of {self.window} past queries: count from 1 to the window")
+
+    @property
+    def base(self) -> Setting:
+        """The settings about retained importance."""
+        return Setting(**{f.name: getattr(self, f.name) for f in fields(Setting)})
+
+    @property
+    def middle(self) -> float:
+        """The share nearest to the paper's fifth, at which every item runs."""
+        return min(self.shares, key=lambda share: abs(share - 0.2))
+
+    def size(self, study: str) -> int:
+        """How many items a study takes; `n_items`, of the main comparison, caps the others."""
+        usual = data.AtMost(SIZES[self.profile][study])
+        if self.n_items is None:
+            return usual
+        return self.n_items if study == "quality" else min(self.n_items, usual)
+
+    def readings(self, policy: str) -> tuple[str, ...]:
+        """The readings in which a policy runs: the defensive methods in those asked for, others as in the fork."""
+        if policy not in DEFENSIVE:
+            return ("as_run",)
+        return READINGS if self.reading == "both" else (self.reading,)
 
 
 # ---------------------------------------------------------------- retained importance
@@ -77,7 +109,7 @@ def paper_layer(model: Any) -> int:
 
 def _is_long(item: Item) -> bool:
     """Whether its answer should be long, by its task in the embedded world or by the tokens that it may have."""
-    return item.task in LONG or item.new_tokens(0) >= STEPS_OF_LONG
+    return item.task in LONG or item.new_tokens(0) >= LONG_STEPS
 
 
 def first_of_each(items: Iterable[Item], count: int) -> list[Item]:
@@ -88,30 +120,29 @@ def first_of_each(items: Iterable[Item], count: int) -> list[Item]:
     return [item for of_task in by_task.values() for item in of_task[:count]]
 
 
-def observed(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> Answers:
+def observed(loaded: Loaded, settings: Settings) -> Answers:
     """The study of answers whose steps are looked at, by the full cache. Computes nothing; raises InputError for items
     that the settings do not fit.
 
-    items: of the embedded world ("tinyworld..."), its long tasks and those that stand for the datasets of table 1 are
-    taken. Of other items, those whose answers may be long (in LongBench: reports, meetings and news), and those of
-    table 1's datasets, or of all other tasks if there are none.
+    Of the embedded world's items, its long tasks and those that stand for the datasets of table 1 are taken. Of other
+    items, those whose answers may be long (in LongBench: reports, meetings and news), and those of table 1's datasets,
+    or of all other tasks if there are none.
     """
-    if items.partition(":")[0] == WORLD:
-        if settings.answer_tokens < STEPS_OF_LONG:
-            raise InputError(f"answer_tokens {settings.answer_tokens} cuts answers of {STEPS_OF_LONG} steps and more")
-        load = partial(data.load_items, seed=settings.seed)
-        long = [item for task in LONG for item in load(f"{WORLD}:{task}", 8 * sizes.long, tokens=settings.long_tokens)]
-        long = [item for item in long if len(loaded.tokenizer.encode(item.answer)) >= STEPS_OF_LONG]
+    each = settings.size("retained")
+    if settings.items.partition(":")[0] == WORLD:
+        asked, seed = {"tokens": settings.long_tokens}, settings.seed
+        long = [item for task in LONG for item in data.load_items(f"{WORLD}:{task}", 8 * each, seed, **asked)]
+        long = [item for item in long if len(loaded.tokenizer.encode(item.answer)) >= LONG_STEPS]
         tasks = [name for name in STAND_INS if name not in LONG]
-        short = load(f"{WORLD}:{','.join(tasks)}", sizes.short * len(tasks), tokens=settings.tokens)
+        short = data.load_items(f"{WORLD}:{','.join(tasks)}", each * len(tasks), seed, settings.tokens)
     else:
-        every = _load(loaded, items, None, settings)
+        every = _load(loaded, None, settings)
         long, short = ([item for item in every if _is_long(item) == is_long] for is_long in (True, False))
         short = [item for item in short if item.task in DATASETS] or short
-    chosen = first_of_each(long, sizes.long) + first_of_each(short, sizes.short)
     layers = len(ModelFacts.of(loaded.model).evictable)
     if (settings.layer or 0) >= layers:
         raise InputError(f"layer {settings.layer}: {loaded.name} has {layers}, counted from 0")
+    chosen = first_of_each(long, each) + first_of_each(short, each)
     study = Answers("fragility", "answers", chosen, [Condition()], settings.answer_tokens, note=tokens_of)
 
     def check_history(item: Item) -> None:
@@ -128,12 +159,9 @@ def tokens_of(item: Item, prompt: Prompt, answer: Generation) -> dict[str, Any]:
     return {"tokens": answer.tokens}
 
 
-def _load(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> list[Item]:
-    """Items as in `data.load_fitting`, without those that have no question to compress what comes before."""
+def _load(loaded: Loaded, n_items: int | None, settings: Settings) -> list[Item]:
     room = prompt_limit(loaded, settings.max_new_tokens)
-    fitting = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, settings.tokens)
-    full = Condition(regime=Prefill(until="question"))
-    return able(Answers("fragility", "every", fitting, [full], settings.max_new_tokens), loaded)
+    return data.load_fitting(settings.items, n_items, loaded.tokenizer, room, settings.seed, settings.tokens)
 
 
 def _settings_for(item: Item, base: Setting) -> dict[str, Setting]:
@@ -142,24 +170,16 @@ def _settings_for(item: Item, base: Setting) -> dict[str, Setting]:
     return {DEFAULT: base} if short else retention.variants(base)
 
 
-class Answered(NamedTuple):
-    """An item, the limit of its prompt in tokens, and the tokens of the full cache's answer."""
-
-    item: Item
-    limit: int
-    tokens: list[int]
-
-
 def retained(answered: Answers, loaded: Loaded, settings: Settings) -> dict[str, pd.DataFrame]:
     """Tables of retained importance for every answer of the full cache: the `curves` and the `summary` of
     `retention.retained`, with columns item and task; in the summary also `long` (is its task one of those with long
     answers: the world's two, LongBench's three, or else all?) and `headline` (is its layer the headline's?)."""
     rows = run(answered, loaded, settings).set_index("item")
-    seen = {}
+    seen = {}  # by item: it, the limit of its prompt in tokens, and the tokens of the full cache's answer
     for item in answered.items:
-        note, limit = rows.note[item.id], int(rows.limit[item.id])
+        limit, note = int(rows.limit[item.id]), rows.note[item.id]
         if isinstance(note, str):
-            seen[item.id] = Answered(item, limit, json.loads(note)["tokens"])
+            seen[item.id] = item, limit, json.loads(note)["tokens"]
     layer = paper_layer(loaded.model) if settings.layer is None else settings.layer
     study = PerItem("fragility", "retained", seen, retained_by_item, {"base": settings.base, "layer": layer})
     tables, tasks = run(study, loaded, settings), {item.id: item.task for item in answered.items}
@@ -168,11 +188,13 @@ def retained(answered: Answers, loaded: Loaded, settings: Settings) -> dict[str,
     return {"curves": curves, "summary": summary.assign(long=long | ~long.any(), headline=summary.layer == layer)}
 
 
-def retained_by_item(loaded: Loaded, item: Answered, base: Setting, layer: int) -> dict[str, pd.DataFrame]:
+def retained_by_item(
+    loaded: Loaded, seen: tuple[Item, int, list[int]], base: Setting, layer: int
+) -> dict[str, pd.DataFrame]:
     """Curves and summary of one item, as `retention.retained` has them."""
-    prompt = data.build_prompt(item.item, loaded.tokenizer, item.limit)
-    settings = _settings_for(item.item, base)
-    curves, summary = retention.retained(loaded.model, prompt, item.tokens, settings, layer)
+    item, limit, tokens = seen
+    prompt = data.build_prompt(item, loaded.tokenizer, limit)
+    curves, summary = retention.retained(loaded.model, prompt, tokens, _settings_for(item, base), layer)
     return {"curves": curves, "summary": summary}
 
 
@@ -191,10 +213,8 @@ def condition(
     switches = ({"window": 32} if has_window(policy) else {}) | switches | (DUO if policy == "duo_attention" else {})
     if policy == "r_kv" and switches.pop("aggregate", "own") == "defensive":
         policy = R_KV_DEFENSIVE
-    return Condition(
-        policy, share, Prefill(until="question"), prefix=guard, suffix=guard, reading=reading, bits=bits,
-        switches=tuple(switches.items()),
-    )  # fmt: skip
+    given, until = tuple(switches.items()), Prefill(until="question")
+    return Condition(policy, share, until, prefix=guard, suffix=guard, reading=reading, bits=bits, switches=given)
 
 
 def compared(shares: Sequence[float], settings: Settings) -> list[Condition]:
@@ -203,7 +223,7 @@ def compared(shares: Sequence[float], settings: Settings) -> list[Condition]:
     for policy, share in itertools.product(settings.policies, shares):
         conditions += [condition(policy, share, reading) for reading in settings.readings(policy)]
     for c in conditions:
-        policy_check(c)
+        catalogue.check(c)
     return conditions
 
 
@@ -231,48 +251,49 @@ def grid(settings: Settings) -> list[Condition]:
     return list(dict.fromkeys(conditions))
 
 
-def parts_of(loaded: Loaded, items: str, sizes: Size, settings: Settings) -> list[Answers]:
-    """The parts of the grid, in which an answer is missing where an item cannot meet a condition. Raises InputError.
+def parts_of(loaded: Loaded, settings: Settings) -> list[Answers]:
+    """The parts of the grid; a condition that an item cannot meet is a row with an error. Raises InputError.
 
     every: some items in all conditions. middle: the other items in the main comparison, at the share nearest to the
     paper's, and `GUARDED_RIVALS` behind guards there. needles: among these other items, the embedded world's needles,
     at the remaining shares.
     """
-    every, at = _possible(loaded, grid(settings)), settings.middle
-    settings = replace(settings, policies=tuple(p for p in settings.policies if any(c.policy == p for c in every)))
-    all_items = _load(loaded, items, sizes.quality, settings)
-    first = {item.id for item in _load(loaded, items, sizes.more, settings)}
-    needles = [item for item in all_items if item.task.startswith("needle") and items.partition(":")[0] == WORLD]
+    every, at = grid(settings), settings.middle
+    all_items = _load(loaded, settings.size("quality"), settings)
+    first = {item.id for item in _load(loaded, settings.size("more"), settings)}
+    of_world = settings.items.partition(":")[0] == WORLD
+    needles = [item for item in all_items if item.task.startswith("needle") and of_world]
     guarded = [c for c in every if c.policy in GUARDED_RIVALS and c.budget == at and c.prefix]
-    parts = [
-        ("every", [item for item in all_items if item.id in first], every),
-        ("middle", [item for item in all_items if item.id not in first], compared([at], settings) + guarded),
-        (NEEDLES, [item for item in first_of_each(needles, sizes.needles) if item.id not in first],
-         [c for c in compared(settings.shares, settings) if c.budget != at]),
-    ]  # fmt: skip
-    studies = [Answers("fragility", *part, settings.max_new_tokens) for part in parts if part[1]]
-    studies = [study for study in studies if len(study.conditions) > 1]
-    for study in studies:
-        check(study, loaded)
-    return studies
+    parts = {
+        "every": ([item for item in all_items if item.id in first], every),
+        "middle": ([item for item in all_items if item.id not in first], compared([at], settings) + guarded),
+        NEEDLES: (
+            [item for item in first_of_each(needles, settings.size("needles")) if item.id not in first],
+            [c for c in compared(settings.shares, settings) if c.budget != at],
+        ),
+    }
+    possible = {name: (items, _possible(loaded, conditions)) for name, (items, conditions) in parts.items()}
+    return [
+        Answers("fragility", name, items, conditions, settings.max_new_tokens)
+        for name, (items, conditions) in possible.items()
+        if items and len(conditions) > 1
+    ]
 
 
 def _possible(loaded: Loaded, conditions: Sequence[Condition]) -> list[Condition]:
     """The conditions that this model can run; what is left out is printed: DuoAttention if its gates were learned for
-    another model, and 4 bits if they do not fit the heads. Raises InputError where no policy is left."""
-    shape = loaded.model.config.get_text_config()
-    dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    duo = [c for c in conditions if c.policy == "duo_attention"]
+    another model, and 4 bits if they do not fit the heads."""
     facts = ModelFacts.of(loaded.model)
-    if duo and not available([facts.outputs[n] for n in facts.evictable]):
-        print("duo_attention is left out: no gates were learned of this model; run python -m studies.duo")
-        conditions = [c for c in conditions if c not in duo]
-    if dim % GROUP and any(c.bits for c in conditions):
-        print(f"4 bits are left out: groups of {GROUP} share a scale, heads have {dim} dimensions")
-        conditions = [c for c in conditions if c.bits is None]
-    if all(c.policy == "full" for c in conditions):
-        raise InputError("policies: none is left for this model")
-    return list(conditions)
+    outputs = [facts.outputs[n] for n in facts.evictable]  # [heads, dim, hidden]
+    possible = []
+    for c in conditions:
+        if c.policy == "duo_attention" and not available(outputs):
+            data.say_once("duo_attention is left out: no gates were learned of this model; run python -m studies.duo")
+        elif c.bits and outputs[0].shape[1] % GROUP:
+            data.say_once(f"4 bits are left out: groups of {GROUP} numbers share a scale, which heads do not fill")
+        else:
+            possible.append(c)
+    return possible
 
 
 def answers(parts: Sequence[Answers], loaded: Loaded, settings: Settings) -> pd.DataFrame:
@@ -292,8 +313,7 @@ def tidy(rows: pd.DataFrame) -> pd.DataFrame:
     change = change.mask(other | switches.map(lambda s: s.get("aggregate") == "defensive"), "defensive")
     for name, (step, _) in STEPS.items():
         change = change.mask(switches.map(lambda s, step=step: step in s), name)
-    tidied = rows.rename(columns={"name": "part"}).assign(
-        score=measure.scores(rows), change=change, policy=rows.policy.where(~other, "r_kv"),
-        reading=rows.reading.where(rows.policy.isin(DEFENSIVE), "any"),
-    )  # fmt: skip
+    tidied = rows.rename(columns={"name": "part"}).assign(score=measure.scores(rows), change=change)
+    tidied["reading"] = rows.reading.where(rows.policy.isin(DEFENSIVE), "any")
+    tidied["policy"] = rows.policy.where(~other, "r_kv")
     return tidied.drop_duplicates(["item", "policy", "share", "reading", "change"]).reset_index(drop=True)

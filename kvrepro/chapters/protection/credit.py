@@ -1,7 +1,7 @@
 """The online credit estimator, version 2: a linear guess of how much a token will be missed, learned while decoding.
 
 `run` answers prompts with it through the engine, one after the other, in the protection paper's regime; what it learns
-from one answer it uses for the next. `python -m kvrepro.chapters.protection.credit` shows it on the embedded model.
+from one answer it uses for the next.
 
 Source: protection paper, section 8 and appendix D; artifact 496739f (estimator.py, interfaces.py:54-77,
 online_credit_generator.py). They leave some points open, which we decide thus: the bias learns like a weight whose
@@ -10,41 +10,30 @@ event's mean; equal credits rank by LRU; an eviction shortly before an answer's 
 that follow, and not at all if none does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import typer
 from jaxtyping import Float
 from torch import Tensor
 
 from kvrepro.engine import shared
 from kvrepro.engine.attention import installed
-from kvrepro.engine.condition import Condition, Generation, Prompt, SharedCap
+from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.decode import decode
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.generate import check_conditions
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import find, own
 from kvrepro.engine.prefill import read
 from kvrepro.engine.rows import Call, Rows
-from kvrepro.engine.shapes import Mask, RowInts, Scores, TokenFloats, TokenInts, TokenMask
+from kvrepro.engine.shapes import Mask, PreTrainedModel, RowInts, Scores, TokenFloats, TokenInts, TokenMask
 from kvrepro.engine.shared import ACCESS
-from kvrepro.errors import InputError
-from kvrepro.experiment import data, models
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
 
 BEFORE, AFTER = 8, 6  # log-probabilities averaged on either side of an eviction
 NOISE = 0.003  # smaller changes of their mean teach nothing
 WARM, RAMP, MOST = 8, 24, 0.40  # updates before the first blend, then until the full one; the full one's weight
 DOUBT = 0.70  # mean uncertainty above which LRU decides alone
-OPEN = 0.01  # blend from which the gate counts as open
 
 
 @dataclass(frozen=True)
@@ -140,20 +129,12 @@ def update(e: Estimator, f: Float[Tensor, "tokens 4"], target: Float[Tensor, " t
 # ---- decoding
 
 
-class LearnedAnswer(NamedTuple):
-    """One generated answer, and at how many of its evictions the estimator had a say; at the others LRU decided
-    alone."""
-
-    generation: Generation
-    gate_open: int
-
-
 class Lessons:
     """An answer that is being generated, and the estimator that learns from its evictions: from each when `AFTER`
     log-probabilities have followed it, or when the answer ends."""
 
     def __init__(self, estimator: Estimator, tokens: int, device: torch.device):
-        self.estimator, self.gate_open = estimator, 0
+        self.estimator = estimator
         self.uses = torch.ones(1, tokens, dtype=torch.long, device=device)  # N by position
         self.judged: tuple[Tensor, Tensor] | None = None  # (positions, features) of the last eviction's candidates
         self.log_p: list[float] = []  # log-probabilities of its tokens so far
@@ -162,10 +143,8 @@ class Lessons:
     def score(self, o: Observation, budget: RowInts, guarded: Mask, tie_break: str) -> Scores:
         """`mixed`, as a policy's scorer."""
         uses = self.uses.gather(1, o.positions[:, 0].clamp(min=0))
-        scores, beta = mixed(self.estimator, o, uses, budget, (o.alive & ~guarded)[:, 0], tie_break)
-        self.gate_open += int(((beta >= OPEN) & (o.alive[:, 0].sum(1) > budget)).sum())  # else nothing is lost
         self.judged = o.positions, features(o, uses, budget)
-        return scores
+        return mixed(self.estimator, o, uses, budget, (o.alive & ~guarded)[:, 0], tie_break)[0]
 
     def picked(self, rows: Rows, tokens: Tensor) -> None:
         """The engine calls this with every step's token: record the last step's evictions, count uses, learn what has
@@ -191,46 +170,25 @@ class Lessons:
 
 @torch.inference_mode()
 def run(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], condition: Condition, *, max_new_tokens: int,
-    stop_ids: Collection[int], estimator: Estimator | None = None,
-) -> tuple[list[LearnedAnswer], Estimator]:  # fmt: skip
-    """Greedy answers in the order of `prompts`, and the estimator after them. estimator: to begin with; None: untaught.
-
-    condition: of policy lru, with which the credit is blended, in regime `SharedCap`. Raises InputError for arguments
-    that do not fit, before any computation.
-    """
-    if condition.policy != "lru":
-        raise InputError(f"the credit blends with lru, got {condition.policy!r}: give a condition of policy lru")
-    texts = [Prompt(list(prompt), {}) for prompt in prompts]
-    check_conditions(model, texts, [condition], max_new_tokens)
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    condition: Condition,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    estimator: Estimator | None = None,
+) -> tuple[list[Generation], Estimator]:
+    """Greedy answers in the order of `prompts`, and the estimator after them. condition: of policy lru, in regime
+    `SharedCap`; estimator: to begin with; None: untaught."""
     answers, e, facts = [], estimator or Estimator(), ModelFacts.of(model, one_set=True)
     with installed(model):
-        for text in texts:
-            lessons = Lessons(e, len(text.ids) + max_new_tokens, model.device)
-            learned = own("lru with credit", replace(find("lru"), score=lessons.score))
-            with_credit = replace(condition, policy=learned)
-            call = Call(model, [text], [with_credit], [max_new_tokens], facts, watch=lessons.picked)
+        for prompt in prompts:
+            lessons = Lessons(e, len(prompt) + max_new_tokens, model.device)
+            with_credit = replace(condition, policy=own("lru with credit", replace(find("lru"), score=lessons.score)))
+            texts = [Prompt(list(prompt), {})]
+            call = Call(model, texts, [with_credit], [max_new_tokens], facts, watch=lessons.picked)
             [rows] = read(call, [0], [0])
             [(_, generation)] = decode(call, rows, stop_ids)
             lessons.learn(ended=True)
-            answers.append(LearnedAnswer(generation, lessons.gate_open))
+            answers.append(generation)
             e = lessons.estimator
     return answers, e
-
-
-def main(items: str = "tinyworld:long", n: int = 36, tokens: int = 700, capacity: int = 128) -> None:
-    """Answer prompts of the embedded world; print each answer, the share of its evictions at which the estimator had a
-    say, and what was learned."""
-    loaded, new = models.load(), 64
-    drawn = data.load_items(items, n, tokens=tokens)
-    prompts = [data.build_prompt(item, loaded.tokenizer, loaded.context - new).ids for item in drawn]
-    lru = Condition("lru", capacity, SharedCap(), prefix=0.1, suffix=0.1)
-    answers, learned = run(loaded.model, prompts, lru, max_new_tokens=new, stop_ids=models.stop_ids(loaded))
-    for item, (generation, gate_open) in zip(drawn, answers, strict=True):
-        text = loaded.tokenizer.decode(generation.tokens, skip_special_tokens=True)
-        print(f"{gate_open} of {generation.policy_calls}: {text!r} ({item.answer!r})")
-    print(learned)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvrepro.chapters.protection.settings import Settings
+from kvrepro.chapters.protection.study import Settings
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import is_own
 from kvrepro.errors import counted

@@ -1,82 +1,149 @@
-"""The chapter's studies: the main comparison, prompt lengths, attention at the boundaries, what is kept; published
-methods with guards, a single reduction; and those of the full profile, which take minutes even on the embedded model.
-"""
+"""The chapter on protection: its settings, its conditions and its studies, and the authors' own scores beside them."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
 import torch
+from annotated_types import Gt, Lt
 from torch import Tensor
 
 from kvrepro.chapters.protection import credit as estimator
-from kvrepro.chapters.protection import grid
-from kvrepro.chapters.protection.settings import Settings
 from kvrepro.chat import answer_of
-from kvrepro.engine import generate as engine
+from kvrepro.engine import shared
 from kvrepro.engine.allocate import protected_count
 from kvrepro.engine.attention import watch_prompt
-from kvrepro.engine.condition import Condition, DecodeCap, Prefill, SharedCap
+from kvrepro.engine.catalogue import SHARED
+from kvrepro.engine.condition import Condition, DecodeCap, Prefill, SharedCap, Size
 from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.generate import generate
 from kvrepro.engine.hf import evicting
+from kvrepro.engine.policy import READINGS, find, own
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, measure, models
-from kvrepro.experiment.answers import able, prompt_limit, unmet
+from kvrepro.experiment import artifact, data, measure, models, stats
+from kvrepro.experiment import run as runner
+from kvrepro.experiment.answers import prompt_limit, unmet
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
+from kvrepro.paths import DATA
 
-PAPER_TOKENS = 2048  # prompt and answer together, in the paper's harness
+Conditions: TypeAlias = list[Condition]
+Sides: TypeAlias = Sequence[tuple[float, float]]
+SEVEN = ("lru", "h2o_simple", "snapkv_simple", "slw", "ada_kv_simple", "quest_simple", "random_sample")  # table 3
+FAITHFUL = ("h2o_faithful", "snapkv_faithful", "ada_kv_faithful", "quest_faithful")
+REAL = ("snapkv", "h2o_online", "ada_kv")  # as published, layer by layer, each with its own window
+# Protected prefixes and suffixes in units of `protect_frac`; the last two match both ends in budget.
+ENDS, GUARDS, SIDES = ((0, 0), (1, 1)), ((1, 1),), ((1, 0), (0, 1), (2, 0), (0, 2))
+SWEEP = ((0, 0), (0.5, 0.5), (1, 1), (1.5, 1.5), (2, 2))
+SIZES = {  # items of each study; main: five for each of eight tasks, in full three times the paper's main panel
+    "quick": {"main": 40, "real": 12, "context": 8, "attention": 8},
+    "full": {"main": 480, "real": 240, "context": 160, "attention": 32},
+}
 WORLD_TOKENS = 1900  # of a prompt of the embedded world
 SUITS = {"longbench": "longbench:protection"}  # LongBench's QA sets, with the paper's own prompts
-REAL = ("snapkv", "h2o_online", "ada_kv")  # as published, layer by layer, each with its own window
 ONCE = "at the prompt's end"
-NATIVE = "kvrepro/chapters/protection/policies.py:ADA_KV_NATIVE"
+NATIVE = own("ada_kv_native", replace(SHARED["ada_kv_faithful"], title="Ada-KV-native", allocate=shared.every_head))
 NEEDLES = "ruler:niah_single_1"  # noise around one sentence, which needs no download
-NEEDLE_TOKENS, NEEDLE_SHARE, N_NEEDLES = 65_536, 16, 60  # the paper's prompts, 1 / 16 of the cache, its items
+NEEDLE_TOKENS, NEEDLE_KEPT, N_NEEDLES = 65_536, 4096, 60  # the paper's prompts, 1 / 16 of the cache, its items
 TEMPERATURE, SAMPLES = 0.7, 3  # the paper samples with three seeds
 N_SLOW = 160  # items of the two slow studies: credit learns item after item, samples come from `generate`
 
 
-# ---------------------------------------------------------------- the main comparison
+@dataclass(frozen=True)
+class Settings(runner.Settings):
+    """Settings of the chapter: its notebook's parameters, and others."""
+
+    items: str = "tinyworld:long"  #: see `data.load_items`
+    capacities: tuple[Size, ...] = (128, 256, 512)  #: tokens kept
+    policies: tuple[str, ...] = SEVEN
+    reading: Literal["both", "as_run", "as_described"] = "both"
+    protect_frac: Annotated[float, Gt(0), Lt(0.5)] = 0.10  #: of the capacity, at each end
+    max_new_tokens: Size = 128  #: of an answer
+    passage_tokens: Size = 2048  #: of prompt and answer, if there is a passage to cut: as in the paper's harness
+    lengths: tuple[Size, ...] = (500, 1000, 1900, 3800)  #: prompts of the study of lengths, in tokens
+
+    @property
+    def middle(self) -> int:
+        """The capacity of all studies beside the main comparison."""
+        return sorted(self.capacities)[len(self.capacities) // 2]
+
+    def size(self, study: str) -> int:
+        """How many items a study takes; `n_items`, of the main comparison, shrinks the others with it."""
+        usual, main = SIZES[self.profile][study], SIZES[self.profile]["main"]
+        if self.n_items is None:
+            return data.AtMost(usual)
+        return self.n_items if study == "main" else math.ceil(usual * min(1.0, self.n_items / main))
+
+    def readings(self, policy: str) -> tuple[str, ...]:
+        """A policy's readings among those asked for; where it has none of them, its last."""
+        existing = READINGS if find(policy).shared else find(policy).readings
+        if self.reading == "both":
+            return existing
+        return (self.reading if self.reading in existing else existing[-1],)
 
 
-def prompt_tokens(loaded: Loaded, items: Sequence[Item], settings: Settings) -> int:
-    """Most tokens of a prompt: the paper's limit if an item has a passage to cut, else what the model's context
-    leaves."""
-    new = settings.max_new_tokens
-    room = prompt_limit(loaded, new)
-    return min(room, PAPER_TOKENS - new) if any(item.context is not None for item in items) else room
+# ---------------------------------------------------------------- conditions
 
 
-def questions(
-    loaded: Loaded, items: str, n_items: int, settings: Settings, conditions: Sequence[Condition] = (Condition(),)
-) -> list[Item]:
-    """The chapter's items, as in `data.load_items`, that can meet the conditions; of LongBench those that the paper's
-    harness asks. Raises InputError if the model's context can hold none of the lengths of `context`, which is computed
-    later."""
-    possible_lengths(loaded, settings)
-    room, items = prompt_limit(loaded, settings.max_new_tokens), data.suited("protection", items, SUITS)
-    fitting = data.load_fitting(items, n_items, loaded.tokenizer, room, settings.seed, WORLD_TOKENS)
-    fitting = data.not_too_long(fitting, items, loaded.tokenizer, prompt_tokens(loaded, fitting, settings))
-    return able(_comparison(loaded, fitting, conditions, settings, "main"), loaded)
+def capped(policies: Iterable[str], capacities: Iterable[int], settings: Settings, sides: Sides = ENDS) -> Conditions:
+    """Every policy under the cap, in its readings, at every capacity and with prefixes and suffixes in units of
+    `protect_frac`. It keeps one set of tokens for all layers if it is made for that, else one per layer."""
+    frac = settings.protect_frac
+    return [
+        Condition(policy, capacity, regime, prefix=round(a * frac, 6), suffix=round(b * frac, 6), reading=reading)
+        for policy in policies
+        for regime in [SharedCap() if find(policy).shared else DecodeCap()]
+        for reading in settings.readings(policy)
+        for capacity in capacities
+        for a, b in sides
+    ]
 
 
-def main(
-    loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], settings: Settings, name: str = "main"
+def grid(settings: Settings) -> Conditions:
+    """All conditions of the main comparison, each once; sizes and sides of guards, the faithful implementations and a
+    suffix pinned to the prompt at the middle capacity. The model reads a prompt once for all of them."""
+    middle = settings.middle
+    conditions = [Condition(), *capped(settings.policies, settings.capacities, settings)]
+    conditions += capped(["lru"], [middle], settings, SWEEP) + capped(["lru"], [middle], settings, SIDES)
+    conditions += capped(FAITHFUL, [middle], settings, GUARDS)
+    for c in capped(["ada_kv_faithful", "lru"], [middle], settings, GUARDS):
+        if (c.policy, c.reading) != ("lru", "as_run"):  # which has no such suffix
+            conditions.append(replace(c, static_suffix=True))
+    for capacity in sorted(settings.capacities):  # guards of as many tokens as at the middle one, where none is rounded
+        if (k := middle / capacity) in (0.5, 2.0):
+            conditions += capped(["lru"], [capacity], settings, [(k, k)])
+    return list(dict.fromkeys(conditions))
+
+
+# ---------------------------------------------------------------- answers
+
+
+def questions(loaded: Loaded, settings: Settings) -> list[Item]:
+    """The chapter's items whose prompts fit; of LongBench those that the paper's harness asks."""
+    room, name = prompt_limit(loaded, settings.max_new_tokens), data.suited("protection", settings.items, SUITS)
+    items = data.load_fitting(name, settings.size("main"), loaded.tokenizer, room, settings.seed, WORLD_TOKENS)
+    return data.not_too_long(items, name, loaded.tokenizer, limit_of(loaded, items, settings))
+
+
+def limit_of(loaded: Loaded, items: Sequence[Item], settings: Settings) -> int:
+    """Most tokens of a prompt: what the model's context leaves, or `passage_tokens` if an item has a passage."""
+    room = prompt_limit(loaded, settings.max_new_tokens)
+    cut = any(item.context is not None for item in items)
+    return min(room, settings.passage_tokens - settings.max_new_tokens) if cut else room
+
+
+def answers(
+    name: str, loaded: Loaded, items: Sequence[Item], conditions: Conditions, settings: Settings
 ) -> pd.DataFrame:
-    """Rows of the main comparison, or of another study by its name; prompts are at most as long as the paper's."""
-    return run(_comparison(loaded, items, conditions, settings, name), loaded, settings)
-
-
-def _comparison(
-    loaded: Loaded, items: Sequence[Item], conditions: Sequence[Condition], settings: Settings, name: str
-) -> Answers:
-    limit = prompt_tokens(loaded, items, settings)
-    return Answers("protection", name, items, conditions, settings.max_new_tokens, limit)
+    """Rows of a study of that name, with `cache_of`; a condition that an item cannot meet is a row with an error."""
+    limit = limit_of(loaded, items, settings)
+    study = Answers("protection", name, items, conditions, settings.max_new_tokens, limit)
+    rows = run(study, loaded, settings)
+    return rows.assign(cache=cache_of(rows, settings.protect_frac))
 
 
 def spread(items: Sequence[Item], n: int) -> list[Item]:
@@ -85,62 +152,79 @@ def spread(items: Sequence[Item], n: int) -> list[Item]:
     return [items[i * len(items) // n] for i in range(n)]
 
 
-# ---------------------------------------------------------------- prompt lengths
+def context(loaded: Loaded, settings: Settings) -> pd.DataFrame:
+    """Rows at several prompt lengths (tokens), with a column `length`; an eighth of the cache is kept at each.
 
-
-def possible_lengths(loaded: Loaded, settings: Settings) -> list[int]:
-    """The prompt lengths, in tokens, that the model's context can hold. Raises InputError if it can hold none."""
-    new, room = settings.max_new_tokens, loaded.context
-    if possible := [length for length in settings.lengths if length + new <= room]:
-        return possible
-    problem = f"lengths {list(settings.lengths)}: with {new} new tokens none fits {room} positions"
-    raise InputError(f"{problem}, give shorter ones")
-
-
-def context(loaded: Loaded, items: str, n_items: int, reading: str, settings: Settings) -> pd.DataFrame:
-    """Rows of `run` at several prompt lengths (tokens), with a column `length`; an eighth of the cache is kept at each.
-
-    items, n_items: as in `data.load_items`; at each length those whose prompts fill it (`data.filling`). Lengths that
-    the model's context cannot hold, or that no prompt fills, are left out; if prompts fill none, the longest prompt's
-    length is used. Raises InputError if the context can hold no length.
+    Asked are items whose prompts fill a length (`data.filling`). Lengths that the model's context cannot hold, or that
+    no prompt fills, are left out; where none is left, the longest prompt's length is used.
     """
-    new, items, filling = settings.max_new_tokens, SUITS.get(items, items), {}
+    name, new, asked = SUITS.get(settings.items, settings.items), settings.max_new_tokens, {}
+    room = prompt_limit(loaded, new)
 
     def fit(length: int) -> list[Item]:
-        return data.load_fitting(items, n_items, loaded.tokenizer, length, settings.seed)
+        return data.load_fitting(name, settings.size("context"), loaded.tokenizer, length, settings.seed)
 
-    possible = possible_lengths(loaded, settings)
-    for length in possible:
+    for length in [length for length in settings.lengths if length <= room]:
         try:
-            filling[length] = data.filling(fit(length), items, loaded.tokenizer, length)
+            asked[length] = data.filling(fit(length), name, loaded.tokenizer, length)
         except InputError as error:
             print(f"protection: length {length} is left out: {error}")
-    if not filling:
-        room = loaded.context - new
+    if not asked:
         longest = max(len(data.build_prompt(item, loaded.tokenizer, room).ids) for item in fit(room))
-        print(f"protection: prompts of {items} fill none of {possible} tokens: asked at {longest}, their longest")
-        filling = {longest: data.filling(fit(longest), items, loaded.tokenizer, longest)}
+        asked = {longest: data.filling(fit(longest), name, loaded.tokenizer, longest)}
     parts = []
-    for length, asked in filling.items():
-        limit = length if any(item.context is not None for item in asked) else None
-        conditions = grid.context(length, settings.protect_frac, reading)
-        study = Answers("protection", f"context-{length}", asked, conditions, new, limit)
-        parts.append(run(study, loaded, settings).assign(length=length))
+    for length, items in asked.items():
+        conditions = [Condition(), *capped(["lru"], [length // 8], settings)]
+        conditions += capped(["h2o_simple", "random_sample"], [length // 8], settings, GUARDS)
+        rows = answers(f"context-{length}", loaded, items, conditions, replace(settings, passage_tokens=length + new))
+        parts.append(rows.assign(length=length))
     return pd.concat(parts, ignore_index=True)
+
+
+def real(loaded: Loaded, items: Sequence[Item], settings: Settings) -> pd.DataFrame:
+    """Published methods as described: unprotected and protected at both ends, each under a cap that holds while
+    decoding too, and reduced once at the prompt's end."""
+    conditions = [
+        Condition(name, settings.middle, regime, prefix=side, suffix=side, reading="as_described")
+        for name in REAL
+        for regime in (DecodeCap(), Prefill())
+        for side in (0.0, settings.protect_frac)
+    ]
+    return answers("real", loaded, spread(items, settings.size("real")), [Condition(), *conditions], settings)
+
+
+def once(loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, settings: Settings) -> pd.DataFrame:
+    """LRU, unprotected and protected, reduced once at the prompt's end (regime `ONCE`), and its rows of the main
+    comparison, where the cap holds while decoding too."""
+    never_again = SharedCap(interval=settings.max_new_tokens + 1)
+    conditions = [replace(c, regime=never_again) for c in _lru_as_run(settings)]
+    reduced_once = answers("once", loaded, items, conditions, settings).assign(regime=ONCE)
+    return pd.concat([_lru(rows, settings), reduced_once], ignore_index=True)
+
+
+def _lru_as_run(settings: Settings) -> Conditions:
+    """LRU, unprotected and protected, at the middle capacity."""
+    return capped(["lru"], [settings.middle], replace(settings, reading="as_run"))
+
+
+def _lru(rows: pd.DataFrame, settings: Settings) -> pd.DataFrame:
+    """Rows of the main comparison as run: LRU at the middle capacity, and the full cache."""
+    rows = rows[(rows.policy == "full") | ((rows.policy == "lru") & (rows.capacity == settings.middle))]
+    return rows[(rows.reading == "as_run") & (rows.suffix_mode == "dynamic")]
 
 
 # ---------------------------------------------------------------- attention, and what is kept
 
 
-def attention(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
-    """`attention_by_region` of `n_items` of the items, spread evenly, with a column `item`.
+def attention(loaded: Loaded, items: Sequence[Item], settings: Settings) -> pd.DataFrame:
+    """`attention_by_region` of some of the items, spread evenly, with a column `item`.
 
-    The prefix and the suffix are as long as the guards at that capacity: do guarded tokens get more attention?
+    The prefix and the suffix are as long as the guards at the middle capacity: do guarded tokens get more attention?
     """
-    side = protected_count(settings.protect_frac, capacity)
-    arguments = {"side": side, "limit": prompt_tokens(loaded, items, settings)}
-    job = PerItem("protection", "attention", spread(items, n_items), attention_by_region, arguments)
-    return run(job, loaded, settings)
+    side = protected_count(settings.protect_frac, settings.middle)
+    arguments = {"side": side, "limit": limit_of(loaded, items, settings)}
+    few = spread(items, settings.size("attention"))
+    return run(PerItem("protection", "attention", few, attention_by_region, arguments), loaded, settings)
 
 
 def attention_by_region(loaded: Loaded, item: Item, side: int, limit: int) -> pd.DataFrame:
@@ -176,160 +260,94 @@ def attention_by_region(loaded: Loaded, item: Item, side: int, limit: int) -> pd
     return pd.concat(parts, ignore_index=True)
 
 
-def retention(
-    loaded: Loaded, item: Item, capacities: Sequence[int], policies: Sequence[str], reading: str, settings: Settings
-) -> pd.DataFrame:
-    """Prompt positions that each policy keeps at its first reduction: columns policy, reading, capacity, protected,
-    position.
+def retention(loaded: Loaded, item: Item, settings: Settings) -> pd.DataFrame:
+    """Prompt positions that each policy keeps at its first reduction to the middle capacity: columns policy, reading,
+    protected, position.
 
-    Where heads choose for themselves, positions that any head keeps count as kept. A policy that protects more tokens
-    than a capacity has no rows there. `attrs["tokens"]` is the prompt's length, `attrs["spans"]` the first and last
-    position of each of its spans.
+    Where heads choose for themselves, positions that any head keeps count as kept. `attrs["spans"]` holds the first and
+    last position of each of the prompt's spans.
     """
-    prompt = data.build_prompt(item, loaded.tokenizer, prompt_tokens(loaded, [item], settings))
-    conditions = grid.main(capacities, policies, settings.protect_frac, reading)[1:]
+    prompt = data.build_prompt(item, loaded.tokenizer, limit_of(loaded, [item], settings))
+    conditions = capped(settings.policies, [settings.middle], settings)
     conditions = [c for c in conditions if c not in unmet(loaded, prompt, [c])]
-    [answers] = engine.generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
+    [kept] = generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
     rows = [
-        (c.policy, c.reading, c.budget, c.prefix > 0, position)
-        for c, answer in zip(conditions, answers, strict=True)
+        (c.policy, c.reading, c.prefix > 0, position)
+        for c, answer in zip(conditions, kept, strict=True)
         if not isinstance(answer, Exception)  # the main study counts failures
         for position in answer.kept_positions
     ]
-    frame = pd.DataFrame(rows, columns=["policy", "reading", "capacity", "protected", "position"])
-    frame.attrs["tokens"] = len(prompt.ids)
+    frame = pd.DataFrame(rows, columns=["policy", "reading", "protected", "position"])
     frame.attrs["spans"] = {name: (min(at), max(at)) for name, at in prompt.spans.items() if at}
     return frame
-
-
-# ---------------------------------------------------------------- published methods, and a single reduction
-
-
-def real(loaded: Loaded, items: Sequence[Item], n_items: int, capacity: int, settings: Settings) -> pd.DataFrame:
-    """Published methods as described, on `n_items` of the items, spread evenly: unprotected and protected at both ends,
-    each under a cap that holds while decoding too, and reduced once at the prompt's end."""
-    conditions = [
-        Condition(name, capacity, regime, prefix=side, suffix=side, reading="as_described")
-        for name in REAL
-        for regime in (DecodeCap(), Prefill())
-        for side in (0.0, settings.protect_frac)
-    ]
-    new, limit = settings.max_new_tokens, prompt_tokens(loaded, items, settings)
-    few = spread(items, n_items)
-    return run(Answers("protection", "real", few, [Condition(), *conditions], new, limit), loaded, settings)
-
-
-def once(loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, capacity: int, settings: Settings) -> pd.DataFrame:
-    """LRU, unprotected and protected, reduced once at the prompt's end (regime `ONCE`), and its rows of the main
-    comparison, where the cap holds while decoding too."""
-    never_again = SharedCap(interval=settings.max_new_tokens + 1)
-    conditions = [
-        Condition("lru", capacity, never_again, prefix=side, suffix=side, reading="as_run")
-        for side in (0.0, settings.protect_frac)
-    ]
-    reduced_once = main(loaded, items, conditions, settings, "once").assign(regime=ONCE)
-    return pd.concat([_lru(rows, capacity), reduced_once], ignore_index=True)
-
-
-def _lru(rows: pd.DataFrame, capacity: int) -> pd.DataFrame:
-    """Rows of the main comparison in the authors' code's reading: LRU at one capacity, and the full cache."""
-    rows = rows[(rows.policy == "full") | ((rows.policy == "lru") & (rows.capacity == capacity))]
-    return rows[(rows.reading == "as_run") & (rows.suffix_mode == "dynamic")]
 
 
 # ---------------------------------------------------------------- the studies of the full profile
 
 
 def of_full_profile(
-    loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, capacity: int, settings: Settings
+    loaded: Loaded, items: Sequence[Item], rows: pd.DataFrame, settings: Settings
 ) -> dict[str, pd.DataFrame]:
     """Ada-KV with equal budgets, learned credit, sampled answers and needles, by name, as far as the model can read the
     prompts. rows: of the main comparison, whose LRU and full cache the credit and the samples are compared with."""
-    few = spread(items, N_SLOW)
-    lru = _lru(rows, capacity)
+    lru, limit = _lru(rows, settings), limit_of(loaded, items, settings)
+    few = [item for item in spread(items, N_SLOW) if item.id not in set(lru[lru.error.notna()]["item"])]
     lru = lru[lru.item.isin([item.id for item in few])]
-    long = loaded.context >= NEEDLE_TOKENS + settings.max_new_tokens
-    asked = [("native", items, capacity, prompt_tokens(loaded, items, settings))]
-    if long:
-        asked.append(("native-64k", _needles(loaded, settings), NEEDLE_TOKENS // NEEDLE_SHARE, NEEDLE_TOKENS))
-    learned, warm = credit(loaded, few, capacity, settings), sampled(loaded, few, capacity, settings)
+    bare, guarded = _lru_as_run(settings)
+    given: dict[str, Any] = {"limit": limit, "max_new_tokens": settings.max_new_tokens}
+    learning = PerItem("protection", "credit", {"all": tuple(few)}, taught, given | {"condition": guarded})
+    given |= {"conditions": [bare, guarded], "seed": settings.seed, "temperature": TEMPERATURE}
+    drawing = PerItem("protection", "sampling", few, samples_of, given)
+    learned, warm = run(learning, loaded, settings), run(drawing, loaded, settings)
     tables = {
-        "native": pd.concat([native(loaded, *given, settings) for given in asked], ignore_index=True),
+        "native": native("native", loaded, items, settings.middle, settings).assign(length=limit),
         "credit": pd.concat([lru, learned], ignore_index=True),
         "sampling": pd.concat([lru.assign(temperature=0.0), warm], ignore_index=True),
     }
-    if long:
-        conditions = grid.main([NEEDLE_TOKENS // NEEDLE_SHARE], ("lru", "h2o_simple"), settings.protect_frac, "as_run")
-        needles = Answers("protection", "needle", _needles(loaded, settings), conditions, settings.max_new_tokens)
-        tables["needle"] = run(needles, loaded, settings)
+    room = prompt_limit(loaded, settings.max_new_tokens)
+    if room >= NEEDLE_TOKENS:
+        needles = data.load_fitting(NEEDLES, N_NEEDLES, loaded.tokenizer, room, settings.seed, NEEDLE_TOKENS)
+        kept = capped(["lru", "h2o_simple"], [NEEDLE_KEPT], replace(settings, reading="as_run"))
+        tables["needle"] = answers("needle", loaded, needles, [Condition(), *kept], settings)
+        at_64k = native("native-64k", loaded, needles, NEEDLE_KEPT, settings).assign(length=NEEDLE_TOKENS)
+        tables["native"] = pd.concat([tables["native"], at_64k], ignore_index=True)
     return tables
 
 
-def _needles(loaded: Loaded, settings: Settings) -> list[Item]:
-    room = prompt_limit(loaded, settings.max_new_tokens)
-    return data.load_fitting(NEEDLES, N_NEEDLES, loaded.tokenizer, room, settings.seed, NEEDLE_TOKENS)
-
-
-def native(
-    loaded: Loaded, name: str, items: Sequence[Item], capacity: int, tokens: int, settings: Settings
-) -> pd.DataFrame:
-    """Protected Ada-KV, its budgets by entropy ("ada_kv_faithful") or equal ("ada_kv_native"), and the full cache. The
-    column `length` is the most tokens of a prompt."""
-    side = settings.protect_frac
-    both = [grid.capped(policy, capacity, side, side, "as_run") for policy in ("ada_kv_faithful", NATIVE)]
-    job = Answers("protection", name, items, [Condition(), *both], settings.max_new_tokens, tokens)
-    return run(job, loaded, settings).assign(length=tokens).replace({"policy": {NATIVE: "ada_kv_native"}})
-
-
-def credit(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Settings) -> pd.DataFrame:
-    """Answers of protected LRU with the online credit estimator, which begins untaught and learns from item to item."""
-    side, limit = settings.protect_frac, prompt_tokens(loaded, items, settings)
-    arguments = {"condition": grid.capped("lru", capacity, side, side, "as_run"), "limit": limit}
-    arguments |= {"max_new_tokens": settings.max_new_tokens}
-    return run(PerItem("protection", "credit", {"all": tuple(items)}, taught, arguments), loaded, settings)
+def native(name: str, loaded: Loaded, items: Sequence[Item], capacity: int, settings: Settings) -> pd.DataFrame:
+    """Protected Ada-KV, its budgets by entropy ("ada_kv_faithful") or equal ("ada_kv_native"), and the full cache."""
+    both = capped(["ada_kv_faithful", NATIVE], [capacity], replace(settings, reading="as_run"), GUARDS)
+    return answers(name, loaded, items, [Condition(), *both], settings)
 
 
 def taught(
     loaded: Loaded, items: Sequence[Item], condition: Condition, limit: int, max_new_tokens: int
 ) -> pd.DataFrame:
-    """Rows of policy `online_credit`, one for each item, in their order."""
+    """Answers of protected LRU with the online credit estimator, which begins untaught and learns from item to item."""
     prompts = [data.build_prompt(item, loaded.tokenizer, limit).ids for item in items]
-    stops = models.stop_ids(loaded)
-    answers, _ = estimator.run(loaded.model, prompts, condition, max_new_tokens=max_new_tokens, stop_ids=stops)
+    learned, _ = estimator.run(loaded.model, prompts, condition, max_new_tokens, models.stop_ids(loaded))
     rows = []
-    for item, prompt, (generation, gate_open) in zip(items, prompts, answers, strict=True):
-        counts = {"evicted": generation.evicted, "policy_calls": generation.policy_calls, "gate_open": gate_open}
-        rows.append(_row(loaded, item, condition, generation.tokens, prompt) | counts)
+    for item, prompt, answer in zip(items, prompts, learned, strict=True):
+        counts = {"evicted": answer.evicted, "policy_calls": answer.policy_calls}
+        rows.append(_row(loaded, item, condition, answer.tokens, prompt) | counts)
     return pd.DataFrame(rows).assign(policy="online_credit")
 
 
-def sampled(loaded: Loaded, items: Sequence[Item], capacity: int, settings: Settings) -> pd.DataFrame:
-    """Answers of LRU, unprotected and protected, `SAMPLES` of each at `TEMPERATURE`."""
-    conditions = [grid.capped("lru", capacity, side, side, "as_run") for side in (0.0, settings.protect_frac)]
-    arguments = {"conditions": conditions, "temperature": TEMPERATURE, "samples": SAMPLES, "seed": settings.seed}
-    limit = prompt_tokens(loaded, items, settings)
-    arguments |= {"limit": limit, "max_new_tokens": settings.max_new_tokens}
-    return run(PerItem("protection", "sampling", items, samples_of, arguments), loaded, settings)
-
-
-def samples_of(
-    loaded: Loaded, item: Item, conditions: Sequence[Condition], temperature: float, samples: int, seed: int,
-    limit: int, max_new_tokens: int,
-) -> pd.DataFrame:  # fmt: skip
-    """One item's samples, by Hugging Face's own `generate` on the cache that evicts: softmax(logits / temperature)."""
+def samples_of(loaded: Loaded, item: Item, conditions: Conditions, limit: int, seed: int, **how: Any) -> pd.DataFrame:
+    """One item's samples, by Hugging Face's own `generate` on the cache that evicts: softmax(logits / temperature).
+    how: its arguments `temperature` and `max_new_tokens`. Rows of `SAMPLES` for each condition."""
     ids = torch.tensor([data.build_prompt(item, loaded.tokenizer, limit).ids], device=loaded.model.device)
     stops, rows = sorted(models.stop_ids(loaded)), []
+    how |= {"do_sample": True, "top_k": 0, "top_p": 1.0, "num_return_sequences": SAMPLES, "eos_token_id": stops}
     for condition in conditions:
         with evicting(loaded.model, condition, seed=seed), torch.random.fork_rng():
             torch.manual_seed(seed)
-            sequences = loaded.model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
-                num_return_sequences=samples, max_new_tokens=max_new_tokens, eos_token_id=stops, pad_token_id=stops[0],
-            )  # fmt: skip
+            mask = torch.ones_like(ids)
+            sequences = loaded.model.generate(ids, attention_mask=mask, pad_token_id=stops[0], **how)
         for number, tokens in enumerate(sequences[:, ids.shape[1] :].tolist()):
             length = next((at + 1 for at, token in enumerate(tokens) if token in stops), len(tokens))
             row = _row(loaded, item, condition, tokens[:length], ids[0].tolist())
-            rows.append(row | {"seed": number, "temperature": temperature})
+            rows.append(row | {"seed": number, "temperature": how["temperature"]})
     return pd.DataFrame(rows)
 
 
@@ -339,3 +357,44 @@ def _row(
     text = answer_of(loaded.tokenizer, tokens, prompt)[0].strip()
     row = condition.columns() | {"item": item.id, "task": item.task, "prediction": text, "answer": item.answer}
     return row | {"n_generated": len(tokens), **measure.all_measures(text, item.answer, item.papers)}
+
+
+# ---------------------------------------------------------------- the authors' rows, and SmolLM2's
+
+SMOL = {  # items -> their name in figures
+    "protection-panel": "SmolLM2, questions",
+    "ruler:niah_single_1,niah_single_2,niah_multikey_1,niah_multivalue": "SmolLM2, needles",
+}
+AUTHORS = {  # set of items, model -> its name in figures
+    ("longbench-pool", "Qwen/Qwen2.5-3B-Instruct"): "Qwen2.5-3B, questions",
+    ("longbench-balanced", "Qwen/Qwen2.5-7B-Instruct"): "Qwen2.5-7B, questions",
+    ("niah-64k", "Qwen/Qwen3-4B-Instruct-2507"): "Qwen3-4B, needles",
+}
+LABELS = {"bare": "no guards", "guards": "guards", "whole": "full cache", "unread": "no passage", "who": ""}
+CONDITION = ["who", "policy", "reading", "capacity", "prefix", "suffix"]
+
+
+def elsewhere() -> pd.DataFrame:
+    """Mean scores of conditions on other models, from committed tables: columns who, policy, reading, capacity, prefix,
+    suffix, cache (`cache_of`), value, low, high, n. SmolLM2's needles are scored by the share of the numbers found, all
+    others by token F1."""
+    rows = artifact.scores()
+    items = rows["item"].str.rsplit("-", n=1).str[0]
+    rows = rows.assign(who=[AUTHORS.get(pair) for pair in zip(items, rows.model, strict=True)]).dropna(subset="who")
+    rows = rows[rows.temperature == 0].drop_duplicates([*CONDITION, "item"])
+    authors = stats.means(rows.fillna({"capacity": 0}), CONDITION, "token_f1").replace({"capacity": {0: np.nan}})
+    smol = pd.read_csv(DATA / "language_model_scores.csv").rename(columns={"kept": "capacity"})
+    smol = smol[(smol.chapter == "protection") & smol["items"].isin(SMOL)]
+    sides = smol.guard.str.replace("%", "").str.split(" + ", regex=False, expand=True).astype(float) / 100
+    smol = smol.assign(who=smol["items"].map(SMOL), prefix=sides[0], suffix=sides[1])
+    both = pd.concat([authors, smol[[*CONDITION, "value", "low", "high", "n"]]], ignore_index=True)
+    return both.assign(cache=cache_of(both))
+
+
+def cache_of(rows: pd.DataFrame, frac: float = 0.10) -> pd.Series:
+    """What a row's cache is to the paper: `whole`, `bare` (no guards), `guards` (`frac` at both ends), `unread` (the
+    passage is not shown), or missing."""
+    same = np.isclose(rows.prefix, rows.suffix)
+    kinds = {"whole": rows.policy == "full", "unread": rows.policy == "no_passage"}
+    kinds |= {"bare": same & np.isclose(rows.prefix, 0), "guards": same & np.isclose(rows.prefix, frac)}
+    return pd.Series(np.select(list(kinds.values()), list(kinds), None), rows.index)

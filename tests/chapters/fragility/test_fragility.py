@@ -1,9 +1,10 @@
 """Retained importance against loops over the model's own attention; the mixture's closed forms against simulation."""
 
+import io
 import itertools
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import checkpoint
@@ -15,12 +16,15 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from observations import observation
 
-from kvrepro.chapters.fragility import members, mixture, retention, study, timings
-from kvrepro.chapters.fragility.mixture import Mixture
-from kvrepro.chapters.fragility.settings import DEFENSIVE, POLICIES, Setting, Settings
+from kvrepro.chapters.fragility import contrasts, members, policies, retention, study
+from kvrepro.chapters.fragility.contrasts import Mixture
+from kvrepro.chapters.fragility.retention import Setting
+from kvrepro.chapters.fragility.study import DEFENSIVE, POLICIES, Settings
 from kvrepro.engine import policy
 from kvrepro.engine.condition import Prefill, Prompt
+from kvrepro.engine.score import keys, window
 from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, judge, models, stats
@@ -126,16 +130,20 @@ def test_keeping_everything_retains_everything_and_later_tokens_count_where_aske
 
 
 def test_one_pass_of_many_settings_equals_a_pass_each(eager):
-    many = dict(list(retention.variants(SHORT).items())[:-4:9])
+    every = list(retention.variants(SHORT).items())
+    many = dict(every[:-4:9] + every[-4:])
+    assert [s.single for name, s in every if name.startswith(retention.TOKEN)] == [1, 2, 6, 8]
     _, together = retention.retained(eager[0], PROMPT, ANSWER, many, 1)
     assert set(together[together.layer != 1].setting) == {"default"}
-    together = together[(together.layer == 1) & together.rule.isin(list(retention.RULES[1:]))].set_index("setting")
+    together = together[together.layer == 1].set_index("setting")
     for name, s in many.items():
+        rules = retention.RULES[:1] if name.startswith(retention.TOKEN) else retention.RULES[1:]
+        of_setting = together.loc[[name]]
+        of_setting = of_setting[of_setting.rule.isin(rules)].reset_index(drop=True)
         _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"default": s}, 1)
-        alone = alone[(alone.layer == 1) & alone.rule.isin(list(retention.RULES[1:]))]
+        alone = alone[(alone.layer == 1) & alone.rule.isin(rules)].reset_index(drop=True)
         columns = ["rule", "worst", "mean", "below", "tied"]
-        of_setting = together.loc[name, columns].reset_index(drop=True)
-        pd.testing.assert_frame_equal(of_setting, alone[columns].reset_index(drop=True), check_exact=False, rtol=1e-4)
+        pd.testing.assert_frame_equal(of_setting[columns], alone[columns], check_exact=False, rtol=1e-4)
 
 
 P = torch.rand(2, 3, 8, 40, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu").softmax(-1) ** 6
@@ -150,10 +158,6 @@ def test_the_prior_changes_no_order_above_it_and_ties_all_below():
 
 
 def test_algorithm_2_is_the_catalogues_defensive_kv():
-    from observations import observation
-
-    from kvrepro.engine.score import window
-
     o = observation(batch=1, kv_heads=2, group=3, window=8, tokens=40, hidden=20)
     expected = window.defensive_kv(o)[0]
     norm = retention.norm_of(o.values[0], o.output)  # noqa: PD011
@@ -186,38 +190,24 @@ def test_budget_is_met_and_the_window_stays_where_it_must(ties, forced, tenths):
         assert not kept[:, rest].any()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"until": "nowhere"}, "no span 'nowhere'"),
-        ({"window": 30}, "fewer than the 30"),
-        ({"norm": "l3"}, "norm"),
-        ({"joined": 1}, "joined 1: "),
-        ({"single": 9}, "single 9 of 8 past queries"),
-        ({"kernel": 4}, "kernel 4: "),
-        ({"share": 0.0}, "share 0.0: "),
-    ],
-)
-def test_bad_settings_are_refused_before_the_pass(wrong, message):
-    with pytest.raises(InputError, match=message):
-        retention.retained(None, PROMPT, ANSWER, {"x": replace(SHORT, **wrong)})
-
-
-def test_a_chapters_settings_hold_what_is_open_about_retained_importance():
-    given = {"norm": "none", "later": True, "tokens": 700}
-    settings = Settings.of(given, results="r")
-    assert settings.base == Setting(norm="none", later=True)
-    assert {f.name for f in fields(Setting)} < {f.name for f in fields(Settings)}
+def test_bad_settings_are_refused_before_anything_runs():
+    assert Settings.of({"norm": "none", "later": True, "tokens": 700}).base == Setting(norm="none", later=True)
     for wrong, message in (
         ({"norms": "none"}, "unknown option 'norms', did you mean 'norm'"),
         ({"norm": "l3"}, "norm 'l3'"),
+        ({"joined": 1}, "joined 1: "),
+        ({"kernel": 4}, "kernel 4: "),
+        ({"share": 0.0}, "share 0.0: "),
         ({"layer": -1}, "layer -1: "),
         ({"single": 33}, "single 33 of 32 past queries"),
-        ({"long_tokens": 500}, "answers of 200 steps need prompts of 1000"),
+        ({"long_tokens": 500}, "long_tokens 500: "),
         ({"protect_frac": 0.5}, "protect_frac 0.5"),
     ):
         with pytest.raises(InputError, match=message):
             Settings.of(wrong)
+    for wrong, message in (({"until": "nowhere"}, "no span 'nowhere'"), ({"window": 30}, "fewer than the 30")):
+        with pytest.raises(InputError, match=message):
+            retention.retained(None, PROMPT, ANSWER, {"x": replace(SHORT, **wrong)})
 
 
 def test_combinations_are_all_different_and_named_for_what_they_change():
@@ -231,25 +221,7 @@ def test_combinations_are_all_different_and_named_for_what_they_change():
             assert set(name.split(", ")) == set(changed or [retention.DEFAULT])
 
 
-def test_other_past_queries_stand_alone_as_the_single_one_does(eager):
-    others = {name: s for name, s in retention.variants(SHORT).items() if name.startswith(retention.TOKEN)}
-    assert [s.single for s in others.values()] == [1, 2, 6, 8]
-    assert {s.single for s in retention.variants(OURS).values()} == {1, 8, 16, 24, 32}
-    given = {"default": SHORT}
-    _, summary = retention.retained(eager[0], PROMPT, ANSWER, given | others, 1)
-    summary = summary[summary.setting.str.startswith(retention.TOKEN)]
-    assert set(summary.rule) == {"single"}
-    _, alone = retention.retained(eager[0], PROMPT, ANSWER, {"default": replace(SHORT, single=6)})
-    expected = alone[(alone.rule == "single") & (alone.layer == 1)].worst.item()
-    assert summary.set_index("setting").worst["token 6"] == pytest.approx(expected)
-
-
 def test_defensive_r_kv_is_r_kv_with_another_aggregation():
-    from observations import observation
-
-    from kvrepro.chapters.fragility import policies
-    from kvrepro.engine.score import keys
-
     o = observation(batch=1, kv_heads=2, group=3, window=1, tokens=40, hidden=20)
     plain, defensive = keys.r_kv(o, mix=1.0, kernel=1), policies.r_kv(o, mix=1.0, kernel=1)  # one query: mean = largest
     prior = plain.sum(-1, keepdim=True) / 39
@@ -266,11 +238,13 @@ MIXTURES = st.builds(
 
 def test_closed_forms_meet_the_simulation():
     x = Mixture(eps=0.05, low=0.2, spike=0.5, risk=1.5)
-    observed = x.draw((40_000, 128), 3)
+    rng = np.random.default_rng(3)
+    high, u = rng.random((40_000, 128)) < x.eps, rng.random((40_000, 128))
+    observed = np.where(high, x.spike + (x.risk - x.spike) * u, x.low * u)
     for m in (1, 4, 32, 128):
         for seen, exact in (
-            (observed[:, :m].mean(1), mixture.bias_of_mean(x)),
-            (observed[:, :m].max(1), mixture.bias_of_max(x, m)),
+            (observed[:, :m].mean(1), contrasts.bias_of_mean(x)),
+            (observed[:, :m].max(1), contrasts.bias_of_max(x, m)),
         ):
             e = stats.interval(x.risk - seen)
             assert abs(e.value - exact) <= 2.2 * (e.high - e.value)
@@ -278,7 +252,7 @@ def test_closed_forms_meet_the_simulation():
 
 @given(MIXTURES, st.integers(2, 64))
 def test_theorems_1_and_2(x, m):
-    mean, largest = mixture.bias_of_mean(x), mixture.bias_of_max(x, m)
+    mean, largest = contrasts.bias_of_mean(x), contrasts.bias_of_max(x, m)
     stay = (1 - x.eps) ** m
     bound = x.risk - stay * x.low / 2 - (1 - stay) * (x.spike + x.risk) / 2
     assert 0 < largest <= bound + 1e-12  # theorem 2's bound on the largest
@@ -309,76 +283,57 @@ def test_theorem_2_for_any_two_parts_in_whole_numbers(low, above, tenths, m):
 
 @given(MIXTURES)
 def test_limits(x):
-    assert mixture.bias_of_max(x, 1) == pytest.approx(mixture.bias_of_mean(x))
-    assert mixture.bias_of_max(x, 100_000) < 0.02
+    assert contrasts.bias_of_max(x, 1) == pytest.approx(contrasts.bias_of_mean(x))
+    assert contrasts.bias_of_max(x, 100_000) < 0.02
     tiny_eps = replace(x, eps=1e-9)
-    assert mixture.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.low / 2, abs=1e-6)
-
-
-def test_survival_of_a_fragile_entry():
-    x = Mixture(eps=0.02, low=0.1, spike=0.6, risk=1.0)
-    table = mixture.survival(x, [1, 32], heads=300).set_index(["window", "rule"]).value
-    assert table[1, "mean"] == pytest.approx(table[1, "max"], abs=0.02)  # one query: both are that query
-    assert table[32, "max"] == pytest.approx(1 - (1 - x.eps) ** 32, abs=0.02)  # whoever showed a spike
-    assert table[32, "mean"] < table[32, "max"] - 0.1
-    [rare, *_] = mixture.survival(x, [64], heads=20).itertuples()
-    assert rare.low == 0 < rare.value  # a share, so its interval ends at 0
-    with pytest.raises(InputError, match="0 < eps < 1"):
-        Mixture(eps=0.0)
+    assert contrasts.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.low / 2, abs=1e-6)
 
 
 # ---- the study
 
 
-def test_grid_has_what_the_claims_ask_for():
+def test_grid_has_every_condition_once_and_an_own_policy_its_windows(monkeypatch):
     grid = study.grid(Settings(shares=(0.1, 0.2, 0.4)))
-    cells = {(c.policy, c.budget, c.reading, c.switches, c.prefix, c.bits) for c in grid}
-    assert len(cells) == len(grid)
+    assert len(set(grid)) == len(grid)
     assert all(c.regime == Prefill(until="question") for c in grid)
+    assert {(c.policy, c.budget) for c in grid if c.prefix} == {(policy, 0.2) for policy in POLICIES}
     with pytest.raises(InputError, match="lru chooses|lru cannot run"):
         study.grid(Settings(policies=("lru",)))
-    assert {(c.policy, c.budget) for c in grid if c.prefix} == {(policy, 0.2) for policy in POLICIES}
-
-
-def test_a_single_share_has_the_extra_conditions_and_an_own_policy_its_windows(monkeypatch):
     monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("snapkv"), title="Mine"))
     grid = study.grid(Settings(shares=(0.3,), policies=("mine", "defensive_kv")))
     assert {c.prefix for c in grid if c.policy == "mine"} == {0.0, 0.1}
-    windows = {dict(c.switches)["window"] for c in grid if c.policy == "mine"}
-    assert windows == set(study.WINDOWS)
+    assert {dict(c.switches)["window"] for c in grid if c.policy == "mine"} == set(study.WINDOWS)
     assert {c.policy for c in grid} == {"full", "mine", "defensive_kv", *study.PLUG_IN, study.R_KV_DEFENSIVE}
     assert {c.budget for c in grid} == {None, 0.3}
 
 
-def test_everything_is_checked_before_anything_runs():
+def test_what_the_studies_ask_and_what_is_refused_before_anything_runs():
     loaded = models.load("small-gqa")
-    items = "tinyworld:two_hop,needle"
-    choices = {"shares": (0.2,), "policies": ("snapkv",), "max_new_tokens": 8}
-    answered, quality = study.declare(loaded, items, 4, Settings(**choices))
-    assert [(study_part.name, len(study_part.items)) for study_part in quality] == [("every", 4)]
+    given = {"items": "tinyworld:two_hop,needle", "n_items": 4, "shares": (0.2,), "policies": ("snapkv",)}
+    answered, quality = study.observed(loaded, Settings(**given)), study.parts_of(loaded, Settings(**given))
+    assert [(part.name, len(part.items)) for part in quality] == [("every", 4)]
     long = [item for item in answered.items if item.task in study.LONG]
     assert min(len(loaded.tokenizer.encode(item.answer)) for item in long) >= 200
     assert len(answered.items) == 4 * (2 + 5)
-    parts = study.parts_of(loaded, items, study.Size(4, 2, 2, 2, 2), Settings(**choices))
-    assert [(part.name, len(part.items)) for part in parts] == [("every", 2), ("middle", 2)]
     for wrong, message in (
         ({"layer": 99}, "layer 99: small-gqa has 6, counted from 0"),
         ({"until": "defense"}, "no span 'defense'"),
-        ({"answer_tokens": 100}, "answer_tokens 100 cuts answers of 200 steps"),
-        ({"policies": ("snap",)}, "unknown policy 'snap'"),
     ):
         with pytest.raises(InputError, match=message):
-            study.declare(loaded, items, 4, Settings(**choices | wrong))
+            study.observed(loaded, Settings(**given | wrong))
+    with pytest.raises(InputError, match="unknown policy 'snap'"):
+        study.parts_of(loaded, Settings(**given | {"policies": ("snap",)}))
 
 
-def test_claims_about_rivals_behind_guards_rest_on_all_items():
+def test_claims_about_rivals_behind_guards_rest_on_all_items(monkeypatch):
     """C10 compares these three, and twelve items miss their rare gains: the other items run them behind guards too."""
-    loaded, size = models.load("small-gqa"), study.Size(4, 2, 2, 2, 2)
-    parts = study.parts_of(loaded, "tinyworld:two_hop,needle", size, Settings(shares=(0.2, 0.4)))
-    conditions = {part.name: part.conditions for part in parts}
-    guarded = [c for c in conditions["middle"] if c.prefix]
+    monkeypatch.setitem(study.SIZES, "quick", {"quality": 4, "more": 2, "needles": 2, "retained": 2})
+    settings = Settings(items="tinyworld:two_hop,needle", shares=(0.2, 0.4))
+    parts = {part.name: part for part in study.parts_of(models.load("small-gqa"), settings)}
+    assert {name: len(part.items) for name, part in parts.items()} == {"every": 2, "middle": 2, study.NEEDLES: 1}
+    guarded = [c for c in parts["middle"].conditions if c.prefix]
     assert {(c.policy, c.budget) for c in guarded} == {(name, 0.2) for name in study.GUARDED_RIVALS}
-    assert set(guarded) <= set(conditions["every"])  # so that both parts give the same comparison
+    assert set(guarded) <= set(parts["every"].conditions)  # so that both parts give the same comparison
 
 
 def synthetic(items: int = 42) -> pd.DataFrame:
@@ -390,11 +345,8 @@ def synthetic(items: int = 42) -> pd.DataFrame:
             loss = 0.0 if c.policy == "full" else losses.get(c.policy, 0.5)
             loss = 0.3 if c.policy in DEFENSIVE and c.reading == "as_run" else loss
             value = 0.9 - loss + 0.01 * (i % 3) * (c.policy != "full")
-            rows.append(
-                {"name": "every", "item": f"i{i}", "task": "needle", "policy": c.policy, "share": c.budget,
-                 "reading": c.reading, "prefix": c.prefix, "bits": c.bits, "switches": json.dumps(dict(c.switches)),
-                 "token_f1": value, "prompt_tokens": 900}
-            )  # fmt: skip
+            row = {"name": "every", "item": f"i{i}", "task": "needle", "token_f1": value, "prompt_tokens": 900}
+            rows.append(c.columns() | row)
     return study.tidy(pd.DataFrame(rows))
 
 
@@ -419,7 +371,7 @@ def members_of(claim_id: str, reading: str, tables: dict[str, pd.DataFrame]) -> 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
     """A folder of timings, empty."""
-    monkeypatch.setattr(timings, "GPU", tmp_path)
+    monkeypatch.setattr(contrasts, "GPU", tmp_path)
     return tmp_path
 
 
@@ -439,55 +391,60 @@ def test_verdicts_from_rows_of_known_size():
 
 
 def test_scoring_times_are_compared_at_the_longest_context(gpu):
+    mean, largest = contrasts.SCORING_MEAN, contrasts.SCORING_MAX
+    timed = [(mean, 100, 5.0), (largest, 100, 50.0), (mean, 400, 20.0), (largest, 400, 22.0), (largest, 900, 1.0)]
     rows = [
         {"kernel": "window_scores", "variant": name, "tokens": tokens, "p20_us": 0.9 * us, "p50_us": us, "p80_us": us}
-        for name, tokens, us in [
-            (timings.SCORING_MEAN, 100, 5.0), (timings.SCORING_MAX, 100, 50.0),
-            (timings.SCORING_MEAN, 400, 20.0), (timings.SCORING_MAX, 400, 22.0), (timings.SCORING_MAX, 900, 1.0),
-        ]
-    ]  # fmt: skip
+        for name, tokens, us in timed
+    ]
     pd.DataFrame(rows).to_csv(gpu / "kernels.csv")
-    [(label, ratio)] = timings.scoring_ratio().items()
-    assert (ratio.value, label) == (pytest.approx(1.1), "400 tokens")
-    assert (ratio.low, ratio.high) == (pytest.approx(0.99), pytest.approx(1.1 / 0.9))
+    [(_, label, *ratio, runs)] = contrasts.scoring()
+    assert (label, ratio, runs) == ("400 tokens", pytest.approx([1.1, 0.99, 1.1 / 0.9]), None)
 
 
 def test_costs_are_ratios_of_what_was_timed(gpu):
-    rows = [
-        ("prefill", "Ada-KV", 0.2, 100, 1, 2.0, 10.0), ("prefill", timings.DEFENSIVE_PLAIN, 0.2, 100, 1, 3.0, 10.0),
-        ("prefill", claims.KEPT, 1.0, 100, 1, 2.0, 20.0),
-        ("prefill", claims.PLAIN, 1.0, 100, 1, 2.0, 40.0), ("decode", claims.PLAIN, 1.0, 100, 1, 0.4, 40.0),
-        ("decode", claims.PLAIN, 1.0, 100, 4, 0.5, 80.0), ("decode", claims.KEPT, 1.0, 100, 1, 0.2, 40.0),
-        ("decode", claims.KEPT, 1.0, 100, 2, 0.2, 80.0), ("decode", "20% kept", 0.2, 100, 1, 0.1, 30.0),
-        ("decode", "20% kept", 0.2, 100, 16, 0.25, 80.0), ("decode", "20% kept", 0.2, 50, 1, 9.0, 1.0),
-    ]  # fmt: skip
-    frame = pd.DataFrame(rows, columns=["part", "method", "share", "tokens", "batch", "seconds", "peak_gib"])
-    frame = frame.assign(model=timings.MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds, runs=3)
+    table = f"""
+        part|method|share|tokens|batch|seconds|peak_gib
+        prefill|Ada-KV|0.2|100|1|2.0|10
+        prefill|{contrasts.DEFENSIVE_PLAIN}|0.2|100|1|3.0|10
+        prefill|{claims.KEPT}|1.0|100|1|2.0|20
+        prefill|{claims.PLAIN}|1.0|100|1|2.0|40
+        decode|{claims.PLAIN}|1.0|100|1|0.4|40
+        decode|{claims.PLAIN}|1.0|100|4|0.5|80
+        decode|{claims.KEPT}|1.0|100|1|0.2|40
+        decode|{claims.KEPT}|1.0|100|2|0.2|80
+        decode|20% kept|0.2|100|1|0.1|30
+        decode|20% kept|0.2|100|16|0.25|80
+        decode|20% kept|0.2|50|1|9.0|1
+    """.replace("  ", "")
+    frame = pd.read_csv(io.StringIO(table), sep="|")
+    frame = frame.assign(model=contrasts.MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds, runs=3)
     frame.to_csv(gpu / "models.csv")
-    assert [m.value for m in timings.decode_ratio().values()] == pytest.approx([4, 2])
-    for batch, value in ((0, 4), (-1, 8)):
-        first, _ = timings.decode_ratio(batch).values()
-        assert vars(first) == pytest.approx({"value": value, "low": 0.9 * value, "high": value / 0.9, "n": 3})
-        slowest, _ = timings.decode_ratio(batch, slowest=True).values()
-        assert (slowest.low, slowest.high) == pytest.approx((0.9 / 1.1 * value, 1.1 / 0.9 * value))
-    assert [m.value for m in timings.decode_ratio(-1).values()] == pytest.approx([64 / 8, 64 / 10])
-    assert [m.value for m in timings.peak_ratio().values()] == pytest.approx([0.25, 0.5, 0.75, 0.75])
+    ratios = {(measure, label.split("'")[0]): numbers for measure, label, *numbers in contrasts.decoding()}
+    for measure, value in (("decode_ratio", 4), ("throughput_ratio", 8)):
+        assert ratios[measure, "transformers"] == pytest.approx([value, 0.9 * value, value / 0.9, 3])
+        assert ratios[f"{measure}_of_steps", "transformers"][1:3] == pytest.approx([9 / 11 * value, 11 / 9 * value])
+        assert ratios[measure, "this engine"][0] == pytest.approx({4: 2, 8: 6.4}[value])
+    assert [value for _, _, value, *_ in contrasts.peaks()] == pytest.approx([0.25, 0.5, 0.75, 0.75])
 
 
 def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
-    rows = [
-        ("defensive_kv, as run", "triton", 100, 3.0, 2.9, 3.3), ("critical_kv, as run", "triton", 100, 2.0, 1.9, 2.1),
-        ("defensive_kv, as run", "torch", 100, 9.0, 8.0, 9.5), ("defensive_kv, as run", "triton", 400, 5.0, 5.0, 5.0),
-        ("critical_kv, as run", "triton", 400, 4.0, 3.9, 4.1), ("critical_kv, as described", "torch", 1, 1.0, 1.0, 1),
-    ]  # fmt: skip
-    frame = pd.DataFrame(rows, columns=["method", "backend", "tokens", "seconds", "low", "high"])
-    frame.assign(part="first", model="any", share=0.2, runs=[8, 7, 6, 1, 6, 6]).to_csv(gpu / "first_token.csv")
-    ratios = timings.first_token_ratio()
-    assert list(ratios) == ["any, 100 tokens, authors' code", "any, 400 tokens, authors' code"]
-    short, long = ratios.values()
-    assert vars(short) == pytest.approx({"value": 1.5, "low": 2.9 / 2.1, "high": 3.3 / 1.9, "n": 7})
-    assert (long.value, long.n) == (1.25, 1)
-    assert np.isnan([long.low, long.high]).all()
+    table = """
+        method|backend|tokens|seconds|low|high|runs
+        defensive_kv, as run|triton|100|3.0|2.9|3.3|8
+        critical_kv, as run|triton|100|2.0|1.9|2.1|7
+        defensive_kv, as run|torch|100|9.0|8.0|9.5|6
+        defensive_kv, as run|triton|400|5.0|5.0|5.0|1
+        critical_kv, as run|triton|400|4.0|3.9|4.1|6
+        critical_kv, as described|torch|1|1.0|1.0|1|6
+    """.replace("  ", "")
+    frame = pd.read_csv(io.StringIO(table), sep="|")
+    frame.assign(part="first", model="any", share=0.2).to_csv(gpu / "first_token.csv")
+    short, long = contrasts.first_tokens()
+    assert [short[1], long[1]] == ["any, 100 tokens, authors' code", "any, 400 tokens, authors' code"]
+    assert short[2:] == pytest.approx((1.5, 2.9 / 2.1, 3.3 / 1.9, 7))
+    assert (long[2], long[5]) == (1.25, 1)
+    assert np.isnan(long[3:5]).all()
 
 
 def test_every_claim_has_a_row_whatever_was_run():
@@ -536,8 +493,8 @@ def test_experts_are_known_by_the_configuration_and_asked_for_where_there_are_no
 def test_theorems_are_judged_case_by_case(monkeypatch):
     judged = verdicts().set_index("claim")
     assert judged.verdict[["C11", "C11b", "C11c"]].tolist() == ["reproduced", "reproduced", "not reproduced"]
-    broken = mixture.bias_of_mean(Mixture())
-    monkeypatch.setattr(mixture, "bias_of_max", lambda x, m: broken)
+    broken = contrasts.bias_of_mean(Mixture())
+    monkeypatch.setattr(contrasts, "bias_of_max", lambda x, m: broken)
     assert verdicts().set_index("claim").verdict["C11b"] == "not reproduced"
 
 
@@ -593,8 +550,8 @@ def test_claims_file_names_what_exists():
         assert claims.paper_text(claim["paper"], claim.get("unit", "F1"))
         for form in (claim, {**claim, **claim.get("first", {})}):
             assert form["contrast"] in {*stats.CONTRASTS, *members.CONTRASTS, "measured", "unpaired"}
-            assert form.get("filter", {}).get("measure", "peak_ratio") in timings.CONTRASTS
-            assert form.get("filter", {}).get("theorem", "limit") in mixture.theorems()
+            assert form.get("filter", {}).get("measure", "peak_ratio") in set(contrasts.timings().measure)
+            assert form.get("filter", {}).get("theorem", "limit") in set(contrasts.theorems().theorem)
         for side in claim.get("sides", {}).values():
             assert side.get("rule", "mean") in retention.RULES
     assert set(BOOK["sets"]["ruler"]) <= {*world.ALL, *ruler.TASKS}
@@ -648,7 +605,7 @@ def test_the_headlines_layer_is_one_that_holds_tokens_to_evict(kind, layer):
     assert study.paper_layer(tiny.architecture(kind)) == layer  # of three, of which gemma3's outer ones slide
 
 
-def test_items_that_the_study_cannot_take_are_left_out_and_the_first_is_named(tmp_path, capsys):
+def test_items_without_a_history_are_not_looked_at_and_have_rows_with_an_error(tmp_path, capsys):
     turns = [{"role": "user", "content": "The red door is open. " * 60 + "Which door is open?"}]
     end = len(turns[0]["content"])
     spans = [{"name": "question", "message": 0, "start": end - 19, "end": end}]
@@ -658,15 +615,14 @@ def test_items_that_the_study_cannot_take_are_left_out_and_the_first_is_named(tm
     items.write_text("".join(json.dumps(row) + "\n" for row in (rows[0] | {"spans": spans}, rows[1], brief)))
     alone.write_text(json.dumps(rows[1]) + "\n")
     loaded, why = models.load("tiny-gqa"), "item bare: the prompt has no span 'question'"
-    settings = Settings(shares=(0.2,), policies=("snapkv",), reading="as_run")
-    answered, [every, *_] = study.declare(loaded, str(items), 3, settings)
-    assert [item.id for item in answered.items] == ["whole"]
-    assert [item.id for item in every.items] == ["whole", "brief"]  # of which only the full cache is asked
-    printed = capsys.readouterr().out
-    assert f"fragility: 1 of 3 items left out, the first because: {why}" in printed
-    assert "fragility: 1 of 2 items left out, the first because: item brief: 50% of" in printed
+    given = {"shares": (0.2,), "policies": ("snapkv",), "max_new_tokens": 2, "results": tmp_path, "progress": False}
+    settings = Settings(items=str(items), n_items=3, **given)
+    assert [item.id for item in study.observed(loaded, settings).items] == ["whole"]
+    assert f"fragility: 2 of 3 items left out, the first because: {why}" in capsys.readouterr().out
+    rows = study.answers(study.parts_of(loaded, settings), loaded, settings)
+    assert rows.groupby("item").error.count().to_dict() == {"bare": 3, "brief": 2, "whole": 0}
     with pytest.raises(InputError, match=f"^{why}: it has none"):
-        study.declare(loaded, str(alone), 1, settings)
+        study.observed(loaded, Settings(items=str(alone), **given))
 
 
 def test_what_a_short_prompt_cannot_meet_is_a_row_without_an_answer(tmp_path):
@@ -684,17 +640,16 @@ def test_what_a_short_prompt_cannot_meet_is_a_row_without_an_answer(tmp_path):
 
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
     rows = [
-        {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 12, "domain": "harbour",
-         "question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"}
+        {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 12, "answer": f"{i * 7} crates"}
+        | {"question": f"What did ship {i} bring?", "domain": "harbour"}
         for i in range(2)
-    ]  # fmt: skip
+    ]
     items = tmp_path / "own.jsonl"
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = models.load(str(checkpoint.save(tmp_path / "small", [row["context"] for row in rows])))
-    settings = Settings(
-        results=tmp_path, progress=False, answer_tokens=4, max_new_tokens=4, shares=(0.4,), reading="as_described"
-    )
-    answered, parts = study.declare(loaded, str(items), 2, settings)
+    given = {"answer_tokens": 4, "max_new_tokens": 4, "shares": (0.4,), "reading": "as_described"}
+    settings = Settings(results=tmp_path, progress=False, items=str(items), n_items=2, **given)
+    answered, parts = study.observed(loaded, settings), study.parts_of(loaded, settings)
     tables, grid = study.retained(answered, loaded, settings), study.answers(parts, loaded, settings)
     summary = tables["summary"]
     assert summary["item"].nunique() == 2

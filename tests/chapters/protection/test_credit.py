@@ -27,11 +27,10 @@ def state(n=12, step=9, seed=1):
     used = (entered + torch.randint(0, 3, (1, 1, n), generator=g)).clamp(max=step)
     latest, largest = torch.rand(2, 1, 1, n, generator=g)
     nothing = torch.zeros(1, 1, n, 0)
-    o = Observation(
-        layer=0, layers=1, keys=nothing, values=nothing, positions=torch.arange(n).view(1, 1, n) * 3, queries=nothing,
-        query_positions=torch.zeros(1, 0), seen=torch.tensor([3 * n]), scaling=1.0, step=step,
-        sums={"last_use": used, "entered": entered, "latest": latest, "largest": largest},
-    )  # fmt: skip
+    given = {"keys": nothing, "values": nothing, "queries": nothing, "positions": torch.arange(n).view(1, 1, n) * 3}
+    given |= {"query_positions": torch.zeros(1, 0), "seen": torch.tensor([3 * n]), "scaling": 1.0, "step": step}
+    sums = {"last_use": used, "entered": entered, "latest": latest, "largest": largest}
+    o = Observation(layer=0, layers=1, sums=sums, **given)
     evictable = torch.ones(1, n, dtype=torch.bool)
     evictable[0, [0, 1, n - 2, n - 1]] = False
     return o, torch.randint(1, 9, (1, n), generator=g), evictable
@@ -144,28 +143,27 @@ SURE = replace(TAUGHT, updates=400, error=0.01, weights=(5.0, 5.0, -5.0, -5.0), 
 
 
 def answers(given, estimator=None, tokens=40, condition=LRU):
-    return credit.run(model(), given, condition, max_new_tokens=tokens, stop_ids=[2], estimator=estimator)
+    return credit.run(model(), given, condition, tokens, [2], estimator)
 
 
 @torch.no_grad()
 def slow_answer(net, prompt, c, e, max_new_tokens=40):
-    """(tokens, evictions at which the credit was heard, estimator) by dicts, sorts and a masked full cache, as run."""
+    """(tokens, estimator) by dicts, sorts and a masked full cache, as run."""
     reading, n = SimpleNamespace(**find("lru").reading("as_run")), len(prompt)
     out = net(torch.tensor([prompt]), output_attentions=True, use_cache=True)
     logits, cache, p = out.logits[0, -1], out.past_key_values, torch.stack(out.attentions)[:, 0].amax((0, 1, 2))
     state = {i: Token(0, 0, float(a), float(a), 0.0, 0.0) for i, a in enumerate(p)}
-    uses, kept, log_p, events, picked, heard = dict.fromkeys(state, 1), set(state), [], [], [], 0
+    uses, kept, log_p, events, picked = dict.fromkeys(state, 1), set(state), [], [], []
 
     def evict(t):
-        nonlocal kept, heard
+        nonlocal kept
         pool = kept - protected(kept, c, reading, n)
         if len(kept) <= c.budget:
             return
-        scores, beta = plain_scores(e, state, uses, pool, t, c.budget)
+        scores, _ = plain_scores(e, state, uses, pool, t, c.budget)
         gone = sorted(pool, key=lambda i: (scores[i], state[i].I, str(i)))[: len(kept) - c.budget]
         f = [plain_features(state[i], uses[i], t, c.budget) for i in sorted(gone)]
         events.append((len(log_p), f, [state[i].a for i in sorted(gone)]))
-        heard += beta >= 0.01
         kept = kept - set(gone)
 
     def learn(estimator, due):
@@ -188,14 +186,14 @@ def slow_answer(net, prompt, c, e, max_new_tokens=40):
             evict(t)
         mask = torch.full((1, 1, 1, position + 1), torch.finfo(torch.float32).min)
         mask[..., sorted(kept)] = 0.0
-        out = net(torch.tensor([picked[-1:]]), attention_mask=mask, position_ids=torch.tensor([[position]]),
-                  past_key_values=cache, output_attentions=True)  # fmt: skip
+        given = {"attention_mask": mask, "position_ids": torch.tensor([[position]]), "past_key_values": cache}
+        out = net(torch.tensor([picked[-1:]]), output_attentions=True, **given)
         logits, a = out.logits[0, -1], torch.stack(out.attentions)[:, 0, :, 0].amax((0, 1)).tolist()
         for i in kept:
             state[i].a, state[i].M = a[i], max(state[i].M, a[i])
             if a[i] > 0.05 * max(a[j] for j in kept):
                 state[i].L, uses[i] = t, uses[i] + 1
-    return picked, heard, learn(e, events)
+    return picked, learn(e, events)
 
 
 def same(a, b):
@@ -210,9 +208,8 @@ def test_one_after_the_other_is_the_slow_loop(estimator):
     ours, learned = answers(given, estimator)
     e = estimator
     for prompt, answer in zip(given, ours, strict=True):
-        tokens, heard, e = slow_answer(model(), prompt, LRU, e)
-        assert answer.generation.tokens == tokens
-        assert answer.gate_open == heard
+        tokens, e = slow_answer(model(), prompt, LRU, e)
+        assert answer.tokens == tokens
     assert same(learned, e)
     assert learned.updates > estimator.updates
 
@@ -223,11 +220,10 @@ def test_an_untaught_estimator_answers_as_protected_lru(reading):
     given = prompts(70, 61)
     ours, learned = answers(given, condition=condition)
     theirs = generate(model(), given, [condition], max_new_tokens=40, stop_ids=[2])
-    for (generation, gate_open), [row] in zip(ours, theirs, strict=True):
-        assert learned.updates <= 8
-        assert gate_open == 0
+    assert learned.updates <= 8
+    for answer, [row] in zip(ours, theirs, strict=True):
         for field in ("tokens", "evicted", "policy_calls", "kept_positions"):
-            assert getattr(generation, field) == getattr(row, field)
+            assert getattr(answer, field) == getattr(row, field)
 
 
 def test_what_one_answer_teaches_serves_the_next():
@@ -236,6 +232,6 @@ def test_what_one_answer_teaches_serves_the_next():
     e = None
     for prompt, expected in zip(given, together, strict=True):
         [alone], e = answers([prompt], e)
-        assert alone.generation.tokens == expected.generation.tokens
+        assert alone.tokens == expected.tokens
     assert same(e, learned)
     assert learned.updates > 0

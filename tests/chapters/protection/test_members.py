@@ -6,7 +6,7 @@ import pytest
 import synthetic
 
 from kvrepro.chapters.protection import members as protection
-from kvrepro.chapters.protection.settings import Settings
+from kvrepro.chapters.protection.study import Settings
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.experiment import claims, judge
 from kvrepro.experiment.judge import Member

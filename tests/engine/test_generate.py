@@ -310,7 +310,7 @@ ARGUMENTS = [
     ({"prompts": [[5] * 510]}, "510 prompt .* new tokens > the model's 512 positions"),
     ({"max_new_tokens": [3, 4]}, "2 max_new_tokens for 1 prompts: give a number, or one for each"),
     ({"max_new_tokens": [0]}, "max_new_tokens 0: "),
-    ({"prompts": [None]}, "prompt's token ids None: give a list of whole numbers"),
+    ({"prompts": [None]}, "prompt None: give a list of whole numbers"),
     ({"prompts": [[3.7, 4.2, 5.0]]}, "prompt's token ids .3.7, 4.2, 5.0.: give a list of whole numbers"),
     ({"stop_ids": None}, "stop_ids None: give a list of whole numbers"),
     ({"stop_ids": [None]}, "stop_ids .None.: give a list of whole numbers"),

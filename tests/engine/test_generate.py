@@ -311,7 +311,7 @@ ARGUMENTS = [
     ({"max_new_tokens": [3, 4]}, "2 max_new_tokens for 1 prompts: give a number, or one for each"),
     ({"max_new_tokens": [0]}, "max_new_tokens 0: "),
     ({"prompts": [None]}, "prompt None: give a list of whole numbers"),
-    ({"prompts": [[3.7, 4.2, 5.0]]}, "prompt's token ids .3.7, 4.2, 5.0.: give a list of whole numbers"),
+    ({"prompts": [[3.7, 4.2, 5.0]]}, "prompt .3.7, 4.2, 5.0.: give a list of whole numbers"),
     ({"stop_ids": None}, "stop_ids None: give a list of whole numbers"),
     ({"stop_ids": [None]}, "stop_ids .None.: give a list of whole numbers"),
     ({"stop_ids": "</s>"}, "stop_ids '</s>': give a list of whole numbers"),

@@ -253,13 +253,7 @@ def evicting(
         unread = {len(text.ids) - end for text, end in zip(marked, ends, strict=True)}
         if len(unread) > 1 and EngineCache(model.config).recurrent:
             raise InputError("texts of unequal length after the compressed part, in recurrent layers: give one prompt")
-        if prefix is not None:
-            return call, prefix.rows(call)
-        each = [[0]] * len(marked)
-        blocks = [rows for part in planned(call, range(len(marked)), each, math.inf) for rows in read(call, *part)]
-        rows = Rows.joined(blocks)
-        order = [rows.tags.index((i, 0)) for i in range(len(marked))]
-        return call, rows if order == sorted(order) else rows.take(order)
+        return call, _rows(call) if prefix is None else prefix.rows(call)
 
     def generate(*inputs: Any, **options: Any) -> Any:
         for name in ("custom_generate", "cache_implementation", "assistant_model"):
@@ -270,6 +264,15 @@ def evicting(
 
     with with_methods(model, generate=_Generate(model, generate)):
         yield given
+
+
+def _rows(call: Call) -> Rows:
+    """The prompts' rows after their first eviction, in the order of the prompts."""
+    n = len(call.texts)
+    parts = planned(call, range(n), [[0]] * n, math.inf)
+    rows = Rows.joined([rows for part in parts for rows in read(call, *part)])
+    order = [rows.tags.index((i, 0)) for i in range(n)]
+    return rows if order == sorted(order) else rows.take(order)
 
 
 class _Generate:

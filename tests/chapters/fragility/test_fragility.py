@@ -375,7 +375,7 @@ def gpu(tmp_path, monkeypatch):
     return tmp_path
 
 
-@few_claims.only("C1", "C2", "C2b", "C2d", "C2f", "C4b")
+@few_claims.only("C1", "C2", "C2b", "C2d", "C2f", "C4", "C4b")
 def test_verdicts_from_rows_of_known_size():
     frame = verdicts(synthetic(items=96)).set_index(["claim", "reading"])
     assert frame.loc[("C2", "as_described"), "verdict"] == "reproduced"

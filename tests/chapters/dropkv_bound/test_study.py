@@ -47,7 +47,7 @@ def test_one_prompt_gives_every_frame(frames):
     ("given", "message"),
     [
         ({"k": 0}, "k 0: "),
-        ({"pools": [0.9, 0.901]}, "pools \\['lowest 90%', 'lowest 90%'\\]: give a list of at least one, each once"),
+        ({"pools": [0.9, 0.9]}, "pools .0.9, 0.9.: give a list of at least one, each once"),
         ({"window": 0}, "window 0: "),
         ({"shares": [0.1, 1.0]}, "shares 1.0: "),
         ({"max_new_tokens": 0}, "max_new_tokens 0"),

@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from kvrepro.errors import InputError
 from kvrepro.experiment.store import COLUMNS
 from kvrepro.paths import DATA
 
@@ -35,29 +34,30 @@ def condition(path: str) -> dict[str, Any]:
     if "fullcache" in stem or "c32768" in stem:
         return {"model": model, "policy": "full", "capacity": None, "prefix": 0.0, "suffix": 0.0, "temperature": 0.0}
     name = policy[1] if policy else "lru"
-    return {
-        "model": model, "policy": POLICIES.get(name, name), "capacity": int(capacity[1]) if capacity else None,
-        "prefix": side, "suffix": side, "temperature": 0.7 if sampling else 0.0,
-        "seed": int(sampling[1]) if sampling else None,
-    }  # fmt: skip
+    row = {"model": model, "policy": POLICIES.get(name, name), "capacity": int(capacity[1]) if capacity else None}
+    row |= {"prefix": side, "suffix": side, "temperature": 0.7 if sampling else 0.0}
+    return row | {"seed": int(sampling[1]) if sampling else None}
 
 
 SCORES = DATA / "artifact" / "scores.parquet"
 SAME = {  # columns that are the same in all rows
-    "chapter": "protection", "suffix_mode": "dynamic", "interval": 8, "reading": "as_run", "execution": "masked",
-    "backend": "artifact", "dtype": "bfloat16",
-}  # fmt: skip
+    "chapter": "protection",
+    "suffix_mode": "dynamic",
+    "interval": 8,
+    "reading": "as_run",
+    "execution": "masked",
+    "backend": "artifact",
+    "dtype": "bfloat16",
+}
 TIMES = {f"decode_step_{name}_ms": f"step_ms_{name}" for name in ("mean", "p50", "p95", "p99")}
-SHIPPED = [
-    "name", "item", "task", "prompt_tokens", "n_generated", "kept_mean", "evicted", "policy_calls", "cut", "token_f1",
-    "token_f1_longbench", "exact_match", "rouge_l", "repetition_4gram", "output", "begins", "first_right", "rest_f1",
-    "first_f1", "first_gold_f1", "gate_open", *TIMES.values(),
-]  # fmt: skip
+SHIPPED = """name item task prompt_tokens n_generated kept_mean evicted policy_calls cut token_f1 token_f1_longbench
+    exact_match rouge_l repetition_4gram output begins first_right rest_f1 first_f1 first_gold_f1 gate_open""".split()
+SHIPPED += TIMES.values()
 
 
-def scores(under: str = "") -> pd.DataFrame:
-    """The rows of the result files whose path below results/ starts with `under`, e.g. "n481/qwen25-3b", in the columns
-    of our own results (`kvrepro.experiment.store.COLUMNS`), and those that only this paper's rows have:
+def scores() -> pd.DataFrame:
+    """The rows of all result files in the columns of our own results (`kvrepro.experiment.store.COLUMNS`), and those
+    that only this paper's rows have:
 
     - output: 32 bits of the text's hash, so that equal outputs can be counted. begins: the code of the text's first
       character, 0 where it is empty.
@@ -67,13 +67,9 @@ def scores(under: str = "") -> pd.DataFrame:
     - gate_open: calls that learned credit influenced. step_ms_*: milliseconds of a step, only of the latency probe.
 
     token_f1, exact_match, counts and times are those that the artifact stores; the other measures are of its text, of
-    which it keeps 500 characters: `cut` says where that may matter. Raises InputError where no file matches.
+    which it keeps 500 characters: `cut` says where that may matter.
     """
-    rows = pd.read_parquet(SCORES)
-    rows = rows[rows["name"].str.startswith(under)].reset_index(drop=True)
-    if rows.empty:
-        raise InputError(f"no scores of a file under {under}: see the column name of {SCORES}")
-    return with_conditions(rows)
+    return with_conditions(pd.read_parquet(SCORES))
 
 
 def with_conditions(rows: pd.DataFrame) -> pd.DataFrame:

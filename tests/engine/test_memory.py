@@ -7,7 +7,7 @@ from observations import observation
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 
-from kvrepro.chapters.reclamation.peak import Peak
+from kvrepro.chapters.reclamation.attention import Peak
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Chunked, Condition

@@ -1,4 +1,5 @@
-"""The paper's printed numbers, and the same numbers computed from its public scores, in three measures.
+"""The paper's printed numbers, and the same numbers computed from its public scores, in three measures; and what these
+scores are made of: the first word, which the full cache chooses under every policy, and all later words.
 
 A printed number (`data/published/protection_*.csv`) names the result files behind it. Where it is rounded from other
 rounded numbers, or where its file is not public, the row says so.
@@ -9,18 +10,28 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 
 from kvrepro.experiment import claims, stats
 
 TABLES = {
-    "3": "protection_t03_policies_qwen25_3b.csv", "8": "protection_t08_protection_sweep_qwen25_3b.csv",
-    "10": "protection_t10_cross_architecture.csv", "11": "protection_t11_n481.csv",
-    "13": "protection_t13_longctx_11k.csv", "14": "protection_t14_ctx32k.csv", "15": "protection_t15_niah64k.csv",
-    "17": "protection_t17_niah64k_position.csv", "22": "protection_t22_niah_short_phi35.csv",
-    "23": "protection_t23_credit_v2.csv", "25": "protection_t25_temperature.csv", "A": "protection_tA_latency.csv",
-}  # fmt: skip
+    "3": "protection_t03_policies_qwen25_3b.csv",
+    "8": "protection_t08_protection_sweep_qwen25_3b.csv",
+    "10": "protection_t10_cross_architecture.csv",
+    "11": "protection_t11_n481.csv",
+    "13": "protection_t13_longctx_11k.csv",
+    "14": "protection_t14_ctx32k.csv",
+    "15": "protection_t15_niah64k.csv",
+    "17": "protection_t17_niah64k_position.csv",
+    "22": "protection_t22_niah_short_phi35.csv",
+    "23": "protection_t23_credit_v2.csv",
+    "25": "protection_t25_temperature.csv",
+    "A": "protection_tA_latency.csv",
+}
 MEASURES = {"token_f1": "token F1", "token_f1_longbench": "LongBench's F1", "rouge_l": "ROUGE-L"}
+WORDS = {"token_f1": "token F1", "first_f1": "F1 of the first word alone", "rest_f1": "F1 after the first word"}
+CONTROL = "first word of the answer"
 UNCOMPUTED = ("wilcoxon_vs", "step_significance", "retention")  # labels without numbers; a ratio of two settings
 CEILING = {  # the run that is 100%, for tables that do not name it; in table 25 it is protected
     "15": "q3-4b-2507-niah-64k/q3-4b-2507-64k-fullcache-lru-noprot",
@@ -40,23 +51,35 @@ def beside(scores: pd.DataFrame, tables: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame([_row(cell, files) for _, cell in cells.iterrows()])
 
 
-def runs(scores: pd.DataFrame, table: str) -> pd.DataFrame:
-    """The rows of all result files that a table names."""
-    files = dict(tuple(scores.groupby("name", sort=False)))
-    patterns = {name for _, cell in claims.published(TABLES[table]).iterrows() for name in _patterns(cell)}
-    return _rows(sorted(patterns), files)
+def words(scores: pd.DataFrame, tables: Sequence[str]) -> pd.DataFrame:
+    """Per table and kind of run, each of `WORDS` with its interval over items; and the control.
+
+    The control answers with the right answer's first word only: its token F1 is what one right word is worth. Columns:
+    table, who, value, low, high, n, measure. Answers of one word have no words after the first. The rows that several
+    runs have for an item are one cluster.
+    """
+    files, runs = dict(tuple(scores.groupby("name", sort=False))), []
+    for table in tables:
+        patterns = {name for _, cell in claims.published(TABLES[table]).iterrows() for name in _patterns(cell)}
+        runs.append(_rows(sorted(patterns), files).assign(table=table))
+    rows = pd.concat(runs)
+    policy = np.where(rows.policy == "lru", "LRU, ", "other policies, ")
+    kind = pd.Series(policy, rows.index) + np.where(rows.prefix > 0, "protected", "unprotected")
+    rows = rows.assign(who=kind.mask(rows.policy == "full", "full cache"))
+    by = ["table", "who"]
+    parts = [stats.means(rows, by, column, clusters="item").assign(measure=name) for column, name in WORDS.items()]
+    control = rows.drop_duplicates(["table", "item"]).assign(who=CONTROL)
+    return pd.concat([*parts, stats.means(control, by, "first_gold_f1").assign(measure="token F1")], ignore_index=True)
 
 
 def _row(cell: pd.Series, files: Mapping[str, pd.DataFrame]) -> dict:
     sides = [_rows([pattern], files) for pattern in _patterns(cell)]
     estimates = {name: _value(cell.metric, sides, column) for column, name in MEASURES.items()}
+    values = {name: estimate.value for name, estimate in estimates.items()}
+    shown = {"guard": cell.protect_frac, "protected": cell.protected == "True", "printed": float(cell.value)}
     f1 = estimates["token F1"]
-    return {
-        "table": cell.table, "model": cell.model, "policy": cell.policy, "protected": cell.protected == "True",
-        "capacity": cell.capacity, "guard": cell.protect_frac, "metric": cell.metric, "printed": float(cell.value),
-        **{name: estimate.value for name, estimate in estimates.items()}, "low": f1.low, "high": f1.high, "n": f1.n,
-        **_judged(cell, f1.value, sides),
-    }  # fmt: skip
+    whose = cell[["table", "model", "policy", "capacity", "metric"]].to_dict()
+    return whose | shown | values | {"low": f1.low, "high": f1.high, "n": f1.n} | _judged(cell, f1.value, sides)
 
 
 def _patterns(cell: pd.Series) -> list[str]:
@@ -74,28 +97,32 @@ def _rows(patterns: Sequence[str], files: Mapping[str, pd.DataFrame]) -> pd.Data
 def _value(metric: str, sides: Sequence[pd.DataFrame], column: str) -> stats.Estimate:
     """A printed number from its files' rows, in one measure; nan where it has none."""
     kind, _, part = metric.removesuffix("]").partition("[")
-    nothing = stats.Estimate(math.nan, math.nan, math.nan, 0)
     if not sides:
-        return nothing
+        return _alone(math.nan, 0)
     rows = sides[0][sides[0].task == part] if part in ("early", "middle", "late") else sides[0]
     if step := re.fullmatch(r"median_over_items_of_decode_step_(\w+)_ms", kind):
         value = rows[rows["item"].str[-3:] != "000"][f"step_ms_{step[1]}"].median()  # the first item compiles
-        return stats.Estimate(value, math.nan, math.nan, 0) if column == "token_f1" else nothing
+        return _alone(value, 0) if column == "token_f1" else _alone(math.nan, 0)
     if kind == "spread":
         means = rows.groupby("name")[column].mean()
-        return stats.Estimate(means.max() - means.min(), math.nan, math.nan, len(means))
+        return _alone(means.max() - means.min(), len(means))
     if kind == "se":
-        return stats.Estimate(rows[column].sem(), math.nan, math.nan, len(rows))
+        return _alone(rows[column].sem(), len(rows))
     if kind == "token_f1":
         return stats.interval(rows[column], rows["item"], bounds=stats.UNIT)
     other = sides[-1].groupby("item")[column].mean().reindex(rows["item"]).to_numpy()
     if kind.startswith("wilcoxon"):
-        return stats.Estimate(stats.wilcoxon(rows[column], other), math.nan, math.nan, len(rows))
+        return _alone(stats.wilcoxon(rows[column], other), len(rows))
     ratio = kind == "pct_of_ceiling"
     pair = pd.DataFrame({"a": rows[column].to_numpy(), "full" if ratio else "b": other})
     name, scale = ("share_of_ceiling", 100) if ratio else ("difference", 1)
-    estimate = stats.contrast(pair, name, rows["item"], bounds=stats.UNIT)
-    return stats.Estimate(scale * estimate.value, scale * estimate.low, scale * estimate.high, estimate.n)
+    e = stats.contrast(pair, name, rows["item"], bounds=stats.UNIT)
+    return stats.Estimate(scale * e.value, scale * e.low, scale * e.high, e.n)
+
+
+def _alone(value: float, n: int) -> stats.Estimate:
+    """A number without an interval."""
+    return stats.Estimate(value, math.nan, math.nan, n)
 
 
 def _judged(cell: pd.Series, value: float, sides: Sequence[pd.DataFrame]) -> dict:
@@ -103,8 +130,11 @@ def _judged(cell: pd.Series, value: float, sides: Sequence[pd.DataFrame]) -> dic
     number's files."""
     if not sides:
         return {"same": None, "why": "its per-item results are not public"}
-    digits = min(3, len(cell.value.partition(".")[2]))
-    fits = lambda number: abs(number - float(cell.value)) <= 0.5 * 10**-digits + 1e-9  # noqa: E731
+    printed, digits = float(cell.value), min(3, len(cell.value.partition(".")[2]))
+
+    def fits(number: float) -> bool:
+        return abs(number - printed) <= 0.5 * 10**-digits + 1e-9
+
     if fits(value) or (cell.metric.startswith("wilcoxon") and value < 0.001 and fits(0.001)):  # "< 0.001"
         return {"same": True, "why": ""}
     mean, ceiling = sides[0].token_f1.mean(), round(sides[-1].token_f1.mean(), 3)

@@ -1,17 +1,18 @@
-"""The guide's acceptance tests, put to a paged cache: does it say the same when it is compacted, and does a prefix that
-requests share still serve the next one? Controls show that the tests can fail.
+"""The guide's acceptance tests, put to a paged cache: does it say the same when it is compacted, does a prefix that
+requests share still serve the next one, and what does compaction add to the time between tokens? Controls show that the
+tests can fail.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from kvrepro.chapters.reclamation.paged import PagedRows, Pass, extend, generate, read
+from kvrepro.chapters.reclamation.paged import LAYOUTS, PagedRows, evict_to, read
 from kvrepro.chapters.reclamation.survivors import (
     JOINT,
     POLICIES,
@@ -34,90 +35,75 @@ CONTROL = "storage positions"
 IGNORED = "references ignored"
 
 
-class Choice(NamedTuple):
-    """The survivors of a generation, and how long the generation is."""
+def identity(
+    loaded: Loaded,
+    ids: list[int],
+    budget: int = 128,
+    policies: Sequence[str] = tuple(POLICIES),
+    catalogue: Sequence[str] = (),
+    new_tokens: int = 8,
+    every: int = 1,
+    block_size: int = 16,
+) -> pd.DataFrame:
+    """Generation that evicts to `budget`, from caches of every layout, which decode as rows of a batch. The chapter's
+    policies evict after the prompt and again every `every` tokens, at each granularity; those of the catalogue or a
+    reader's own compress the prompt once, and generate half as many tokens.
 
-    who: dict[str, str]  # columns source ("chapter"; "catalogue", also for a reader's own), policy and granularity
-    survivors: dict[int, np.ndarray]  # as `generate` takes them
-    new_tokens: int
-
-
-def choices(
-    loaded: Loaded, ids: list[int], budget: int, policies: Sequence[str], catalogue: Sequence[str], new_tokens: int,
-    every: int,
-) -> tuple[list[Choice], list[dict[str, Any]]]:  # fmt: skip
-    """The chapter's policies at each granularity, which evict again while decoding, and those of the catalogue or a
-    reader's own, which compress the prompt once and generate half as many tokens. Then rows of policies that raised."""
-    chosen = [
-        Choice({"source": "chapter"} | cell, while_decoding(loaded.model, ids, c, new_tokens), new_tokens)
+    Rows (source, policy, granularity, layout, shared), with columns of `_summed` and `compared`, or `error`. source:
+    "chapter", or "catalogue", also for a reader's own. shared: the first part of the prompt belongs to another living
+    sequence, too. identical: 1 if all greedy tokens are those of the cache that is not compacted, else 0; logit_gap:
+    the largest difference of a logit. Layout "storage positions" is hole filling without its position map, a control on
+    "one set": new tokens are told their storage index.
+    """
+    cut = int(PREFIX * len(ids))
+    prefix, _ = read(loaded.model, ids[:cut], len(ids) - cut + new_tokens, len(COMPACTED) + 3, block_size)
+    whole = prefix.fork(cut // block_size)
+    with installed(loaded.model):
+        logits = whole.extend(ids[cut:])
+    chosen: list[tuple[dict[str, Any], Mapping[int, np.ndarray], int]] = [
+        ({"source": "chapter"} | cell, while_decoding(loaded.model, ids, c, new_tokens), new_tokens)
         for cell, c in cells(policies, JOINT, budget, DecodeCap(every))
     ]
-    failed: list[dict[str, Any]] = []
+    tables = []
     keeps = kept_sets(loaded, ids, [once(name, budget) for name in catalogue])
     for name, keep in zip(catalogue, keeps, strict=True):
         who = {"source": "catalogue", "policy": label(name), "granularity": find(name).budget}
         if isinstance(keep, Exception):
-            failed.append(who | {"error": error_line(keep)})
+            tables.append(pd.DataFrame([who | {"error": error_line(keep)}]))
         else:
-            chosen.append(Choice(who, {len(ids): keep}, max(1, new_tokens // 2)))
-    return chosen, failed
-
-
-def identity(
-    loaded: Loaded, ids: list[int], budget: int = 128, policies: Sequence[str] = tuple(POLICIES),
-    catalogue: Sequence[str] = (), new_tokens: int = 8, every: int = 1, block_size: int = 16,
-) -> pd.DataFrame:  # fmt: skip
-    """Generation that evicts to `budget` after the prompt and (the chapter's policies) every `every` tokens, from
-    caches of every layout. `choices` says which policies evict; each one's survivors are determined once, and all its
-    layouts decode as rows of a batch.
-
-    Rows (source, policy, granularity, layout, shared), with the columns of `_agreement`, `_summed` and `compared`, or
-    `error`. shared: the first part of the prompt belongs to another living sequence, too. Layout "storage positions" is
-    hole filling without its position map, a control on "one set": new tokens are told their storage index.
-    """
-    cut = int(PREFIX * len(ids))
-    call, prefix, _ = read(loaded.model, ids[:cut], len(ids) - cut + new_tokens, len(COMPACTED) + 3, block_size)
-    whole = prefix.fork()
-    with installed(loaded.model):
-        logits = extend(call, whole, ids[cut:])
-    chosen, failed = choices(loaded, ids, budget, policies, catalogue, new_tokens, every)
-    tables = [pd.DataFrame(failed)] if failed else []
-    for choice in chosen:
-        tried = [*COMPACTED, *[(CONTROL, False)] * (choice.who["granularity"] == "one set")]
-        layouts = ["fill" if layout == CONTROL else layout for layout, _ in tried]
-        rows = whole.fork(*(cut // block_size * shared for _, shared in tried), layouts=layouts)
-        misplaced = [layout == CONTROL for layout, _ in tried]
-        answers = generate(call, rows, logits, choice.survivors, choice.new_tokens, misplaced)
-        rows.free()  # the first of `answers` is not compacted
-        tables.append(compared(pd.DataFrame([
-            {**choice.who, "layout": layout, "shared": shared, "tokens": choice.new_tokens}
-            | _agreement(ours, answers[0]) | _summed(passes)
-            for (layout, shared), ours, passes in zip(tried, answers, rows.passes, strict=True)
-        ])))  # fmt: skip
+            chosen.append((who, {len(ids): keep}, max(1, new_tokens // 2)))
+    for who, survivors, tokens in chosen:
+        tried = [*COMPACTED, *[(CONTROL, False)] * (who["granularity"] == "one set")]
+        layouts, misplaced = [layout for layout, _ in tried], [layout == CONTROL for layout, _ in tried]
+        rows = whole.fork(
+            *(cut // block_size * shared for _, shared in tried),
+            layouts=["fill" if layout == CONTROL else layout for layout in layouts],
+        )
+        answers = rows.generate(logits, survivors, tokens, misplaced)
+        rows.free()
+        table = pd.DataFrame({**who, "layout": layouts, "shared": [shared for _, shared in tried], "tokens": tokens})
+        same = (answers.argmax(2) == answers[0].argmax(1)).all(1)  # the first row is not compacted
+        table["identical"] = same.double().tolist()
+        table["logit_gap"] = (answers - answers[0]).abs().amax((1, 2)).tolist()
+        summed = pd.DataFrame([_summed(pd.DataFrame(passes)) for passes in rows.passes])
+        tables.append(compared(pd.concat([table, summed], axis=1)))
     return pd.concat(tables, ignore_index=True)
 
 
-def _agreement(ours: Tensor, reference: Tensor) -> dict[str, float]:
-    """`identical`: 1 if all greedy tokens are the same, else 0; `logit_gap`: the largest difference of a logit. Both
-    are logits [steps, vocabulary]."""
-    same = torch.equal(ours.argmax(1), reference.argmax(1))
-    return {"identical": float(same), "logit_gap": float((ours - reference).abs().max())}
-
-
-def _summed(passes: list[Pass]) -> dict[str, float]:
+def _summed(passes: pd.DataFrame) -> dict[str, float]:
     """Columns of a row that summarise its passes. as_predicted: share of passes after which the free list had grown as
     arithmetic says; decode_copies: slots that moved after the prompt's own pass; share: what these copies read and
     write, over what attention reads meanwhile; shared_slots_touched: by copies."""
-    copies = sum(p.copies for p in passes[1:])
-    read = sum((b.seen - a.seen) * b.living for a, b in pairwise(passes))
+    copies = int(passes.copies[1:].sum())
+    read = int((passes.seen.diff() * passes.living).sum())
     return {
         "passes": len(passes),
-        "as_predicted": float(np.mean([p.freed == p.predicted for p in passes])),
-        "blocks_freed": sum(p.freed for p in passes),
-        "slot_copies": passes[0].copies + copies,
+        "as_predicted": float((passes.freed == passes.predicted).mean()),
+        "blocks_freed": int(passes.freed.sum()),
+        "slot_copies": int(passes.copies.sum()),
         "decode_copies": copies,
         "share": 2 * copies / read if read else np.nan,
-        "shared_slots_touched": sum(p.foreign for p in passes),
+        "shared_slots_touched": int(passes.foreign.sum()),
     }
 
 
@@ -131,9 +117,12 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
     repack = rows[rows.layout == "repack"].set_index("shared").decode_copies.replace(0, np.nan)
     missed = rows.as_predicted < 1
     return rows.assign(
-        moved=rows.slot_copies > 0, pinned=missed.iloc[0], noticed_blocks=1.0 * missed,
-        noticed_tokens=1 - rows.identical, copies_ratio=rows.decode_copies / rows.shared.map(repack),
-    )  # fmt: skip
+        moved=rows.slot_copies > 0,
+        pinned=missed.iloc[0],
+        noticed_blocks=1.0 * missed,
+        noticed_tokens=1 - rows.identical,
+        copies_ratio=rows.decode_copies / rows.shared.map(repack),
+    )
 
 
 def sharing(
@@ -148,19 +137,18 @@ def sharing(
     last, since it ruins the cache.
     """
     cut = int(PREFIX * len(ids)) // block_size * block_size
-    call, prefix, _ = read(loaded.model, ids[:cut], len(ids) - cut + new_tokens, 4, block_size)
-    evicting, ledger = condition("window", "one set", budget, DecodeCap(every)), prefix.ledger
-    survivors = while_decoding(loaded.model, ids, evicting, new_tokens)
+    prefix, _ = read(loaded.model, ids[:cut], len(ids) - cut + new_tokens, 4, block_size)
+    ledger, held = prefix.ledger, prefix.entries[0].blocks
+    survivors = while_decoding(loaded.model, ids, condition("window", "one set", budget, DecodeCap(every)), new_tokens)
 
     def read_on(layout: str = "none") -> tuple[PagedRows, Tensor]:
-        child = prefix.fork(layouts=[layout])
+        child = prefix.fork(len(held), layouts=[layout])
         with installed(loaded.model):
-            return child, extend(call, child, ids[cut:])
+            return child, child.extend(ids[cut:])
 
     def blocks() -> Tensor:
         """A copy of the prefix's keys and values, [2 * layers, blocks, block_size, kv_heads, dim]."""
-        held = prefix.entries[0].blocks
-        return torch.stack([flat.unflatten(0, (-1, block_size))[held] for flat in prefix.pages.stored])
+        return torch.stack([flat.unflatten(0, (-1, block_size))[held] for flat in ledger.stored])
 
     first, logits_before = read_on()
     first.free()
@@ -169,13 +157,79 @@ def sharing(
         second, logits = read_on("fill" if layout == IGNORED else layout)
         if layout == IGNORED:
             ledger.references[:] = ledger.references.clip(max=1)
-        generate(call, second, logits, survivors, new_tokens)
+        second.generate(logits, survivors, new_tokens)
         hits = float((blocks() == before).flatten(2).all(2).all(0).float().mean())
         second.free()
         third, logits_after = read_on()
         third.free()
         gap = float((logits_after - logits_before).abs().max())
-        copies = sum(p.copies for p in second.passes[0])
-        rows.append({"layout": layout, "hits": hits, "noticed": 1.0 * (hits < 1), "logit_gap": gap,
-                     "slot_copies": copies})  # fmt: skip
+        copies = sum(one["copies"] for one in second.passes[0])
+        row = {"layout": layout, "hits": hits, "noticed": 1.0 * (hits < 1), "logit_gap": gap, "slot_copies": copies}
+        rows.append(row)
     return pd.DataFrame(rows)
+
+
+# ---- time between tokens
+
+
+def repeats(every: int) -> int:
+    """How many rounds are timed at a cadence."""
+    return max(2, 24 // every)
+
+
+def timed(cadences: Sequence[int]) -> int:
+    """Most tokens that follow a prompt while it is timed: one to warm up, then the rounds."""
+    return 1 + max(repeats(every) * every for every in cadences)
+
+
+def latency(
+    loaded: Loaded, ids: list[int], cadences: Sequence[int], budget: int = 256, block_size: int = 16, seed: int = 0
+) -> pd.DataFrame:
+    """Time between tokens: rows (every, layout), of the compactions, with `added`: the time over that of a cache which
+    evicts as many tokens and is not compacted, less 1; the median over `repeats(every)` rounds.
+
+    A time is that of the model's step, and of a pass (eviction of random tokens with its bookkeeping, and the
+    compaction) spread over `every` tokens. A prompt shorter than two budgets has half of its tokens as budget. The
+    layouts take turns, so that a busy machine slows all of them. A step is the mean of a round's first and last; the
+    tokens between are read at once, since which tokens they are does not change the time.
+    """
+    held = min(budget, len(ids) // 2)
+    row, logits = read(loaded.model, ids, timed(cadences), len(LAYOUTS) + 1, block_size)
+    rows: dict[str, PagedRows] = {}
+    token, random = {}, {}
+
+    def step(layout: str) -> float:
+        start = time.perf_counter()
+        token[layout] = int(rows[layout].extend([token[layout]]).argmax())
+        return time.perf_counter() - start
+
+    def compact(layout: str) -> float:
+        start = time.perf_counter()
+        [entry] = rows[layout].entries
+        evict_to(row.ledger, entry, held, random[layout])
+        row.ledger.compact(entry, layout)
+        return time.perf_counter() - start
+
+    tables = []
+    for every in cadences:
+        between, rounds = (ids * (1 + every // len(ids)))[: max(0, every - 2)], []
+        with installed(loaded.model):
+            for layout in LAYOUTS:
+                rows[layout], random[layout] = row.fork(0, layouts=[layout]), np.random.default_rng(seed)
+                token[layout] = int(logits.argmax())
+                step(layout), compact(layout)  # to warm up
+            for n in range(repeats(every)):
+                times = {}
+                for layout in np.roll(LAYOUTS, -n).tolist():
+                    steps = [step(layout)]
+                    if between:
+                        rows[layout].extend(between)
+                    steps += [step(layout)] if every > 1 else []
+                    times[layout] = np.mean(steps) + compact(layout) / every
+                rounds.append(times)
+        for child in rows.values():
+            child.free()
+        seconds = pd.DataFrame(rounds)
+        added = (seconds[["repack", "fill"]].div(seconds.none, axis=0) - 1).median()
+        tables.append(pd.DataFrame({"every": every, "layout": added.index, "added": added.to_numpy()}))
+    return pd.concat(tables, ignore_index=True)

@@ -1,121 +1,217 @@
-"""A paged KV cache for experiments, on which a model reads, decodes and evicts.
+"""A paged KV cache for experiments: which blocks a sequence holds, and what eviction and compaction give back.
 
-`PagedCache` holds keys and values in blocks and makes the copies that its ledger asks for. `PagedRows` gives sequences
-of it to the model (`extend`, `generate`). Which tokens stay has been decided elsewhere.
+A block is `block_size` slots; a slot holds one token's keys and values of all layers and KV heads, so it is dead only
+when every head of every layer has evicted it. After Kwon et al. 2023, section 4, and the guide on eviction and
+compaction, "Architecture". A `Ledger` needs no model, so that patterns over many thousand tokens are index work.
+`PagedRows` gives its sequences to a model, which reads, decodes and evicts on them; which tokens stay has been decided
+elsewhere.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvrepro.chapters.reclamation.ledger import Copies, Entry, Ledger
 from kvrepro.engine.attention import Part, installed
 from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.rows import Call, Extend
 from kvrepro.engine.shapes import KeyValue, TokenInts
+from kvrepro.errors import InputError
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
 
+LAYOUTS = ("none", "repack", "fill")
 
-class PagedCache:
-    """Keys and values of many sequences, per layer `[blocks, block_size, kv_heads, dim]`, and their ledger.
 
-    The engine sees sequences as `PagedRows`. Unwritten slots are zero and never gathered.
+@dataclass(eq=False)
+class Entry:
+    """One sequence. Its slots are numbered along its block table: slot s is at offset s % block_size of block
+    `blocks[s // block_size]`."""
+
+    blocks: np.ndarray  # int64 [blocks]
+    positions: np.ndarray  # int64 [slots]: the position map. True position of the slot's token, -1 = dead or unwritten
+    alive: np.ndarray  # bool [layers or 1, kv_heads or 1, slots]: the heads that still attend to it; 1 stands for all
+    tail: int = 0  # the next slot to write
+    seen: int = 0  # tokens so far, evicted ones included = the next token's true position
+
+
+class Ledger:
+    """Sequences in `blocks` blocks. Their slots are also numbered flat: block * block_size + offset.
+
+    stored: tensors [flat slots, ...], such as keys and values, in which a token moves when its slot does.
     """
 
-    def __init__(self, model: PreTrainedModel, blocks: int, block_size: int):
-        text = model.config.get_text_config()
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        shape = (blocks, block_size, kv_heads, dim)
-        self.config, self.ledger = model.config, Ledger(blocks, block_size)
-        layers, kind = range(text.num_hidden_layers), {"dtype": model.dtype, "device": model.device}
-        self.keys, self.values = ([torch.zeros(shape, **kind) for _ in layers] for _ in range(2))
+    def __init__(self, blocks: int, block_size: int = 16, stored: Sequence[Tensor] = ()):
+        self.block_size, self.stored = block_size, stored
+        self.references = np.zeros(blocks, np.int64)
+        self.free_list = list(range(blocks))[::-1]  # the lowest block goes first
+        self.freed = 0  # blocks so far, by eviction or compaction, not by the end of a sequence
+        self.copied = 0  # slots so far, by compaction
 
-    @property
-    def stored(self) -> list[Tensor]:
-        """Keys of every layer, then values, as flat slots `[blocks * block_size, kv_heads, dim]`."""
-        return [x.flatten(0, 1) for x in (*self.keys, *self.values)]
+    def new(self) -> Entry:
+        """An empty sequence."""
+        return Entry(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((1, 1, 0), bool))
 
-    def copy(self, copies: Copies) -> None:
-        """Carry out copies in every layer. All slots are read before any is written."""
-        if len(copies[0]):
-            source, target = (torch.from_numpy(part).to(self.keys[0].device) for part in copies)
-            for flat in self.stored:
-                flat[target] = flat[source]
+    def fork(self, parent: Entry, share: int = 0) -> Entry:
+        """A sequence with the same tokens. It shares the first `share` blocks, but none that the parent may yet write
+        to, and has copies of the others."""
+        share = min(share, parent.tail // self.block_size)
+        child = replace(parent, blocks=np.append(parent.blocks[:share], self._take(len(parent.blocks) - share)))
+        self.references[parent.blocks[:share]] += 1
+        slots = np.arange(share * self.block_size, len(parent.positions))
+        self._copy(self._flat(parent, slots), self._flat(child, slots))
+        return child
 
-    def compact(self, number: int, layout: str) -> tuple[int, Copies]:
-        """`Ledger.compact`, carried out."""
-        freed, copies = self.ledger.compact(number, layout)
-        self.copy(copies)
+    def free(self, s: Entry) -> None:
+        """End a sequence; blocks that nobody else holds return to the pool."""
+        self._release(s.blocks)
+
+    def append(self, s: Entry, tokens: int = 1) -> np.ndarray:
+        """Make room for the next `tokens`: their flat slots [tokens]."""
+        fresh = max(0, -(-(s.tail + tokens - len(s.positions)) // self.block_size))
+        s.blocks = np.append(s.blocks, self._take(fresh))
+        s.positions = np.append(s.positions, np.full(fresh * self.block_size, -1))
+        s.alive = np.append(s.alive, np.zeros((*s.alive.shape[:2], fresh * self.block_size), bool), -1)
+        slots = np.arange(s.tail, s.tail + tokens)
+        s.positions[slots] = np.arange(s.seen, s.seen + tokens)
+        s.alive[..., slots] = True
+        s.tail, s.seen = s.tail + tokens, s.seen + tokens
+        return self._flat(s, slots)
+
+    def evict(self, s: Entry, keep: np.ndarray) -> int:
+        """Evict all tokens but those in `keep`. Returns the number of blocks freed: those in which all slots are dead.
+
+        keep: bool `[..., seen]` over true positions, broadcast to [layers or 1, kv_heads or 1]; what was evicted before
+        stays evicted.
+        """
+        keep = keep[(None,) * (3 - keep.ndim)]
+        s.alive = s.alive & keep[..., s.positions.clip(min=0)] & (s.positions >= 0)
+        s.positions = np.where(s.alive.any((0, 1)), s.positions, -1)
+        return self._drop(s)
+
+    def compact(self, s: Entry, layout: str) -> tuple[int, np.ndarray]:
+        """Compaction: blocks freed, and the flat slots [2, copies] from and to which tokens moved.
+
+        Blocks up to the last shared one stay; of the slots behind it, with n survivors, a "repack" moves all forward in
+        order, and hole filling ("fill") only those that lie behind the first n slots, into holes among these: the
+        position map remembers the order of the text. "none" does nothing.
+        """
+        if layout == "none":
+            return 0, np.empty((2, 0), np.int64)
+        start = self.block_size * int(1 + np.flatnonzero(self.references[s.blocks] > 1).max(initial=-1))
+        living = start + np.flatnonzero(s.positions[start:] >= 0)
+        source, target = living, np.arange(start, start + len(living))
+        if layout == "fill":
+            source, target = np.setdiff1d(source, target), np.setdiff1d(target, source)
+        source, target = source[source != target], target[source != target]
+        copies = np.stack([self._flat(s, source), self._flat(s, target)])
+        self._copy(*copies)
+        positions, alive = s.positions.copy(), s.alive.copy()
+        positions[source], alive[..., source] = -1, False
+        positions[target], alive[..., target] = s.positions[source], s.alive[..., source]
+        s.positions, s.alive = positions, alive
+        freed = self._drop(s)
+        s.tail = max(start, 1 + int(np.flatnonzero(s.positions >= 0).max(initial=-1)))
+        self.copied += len(source)
         return freed, copies
 
+    def living(self, s: Entry) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Living tokens in table order: flat slots [n], true positions [n], alive [layers or 1, kv_heads or 1, n]."""
+        slots = np.flatnonzero(s.positions >= 0)
+        return self._flat(s, slots), s.positions[slots], s.alive[..., slots]
 
-class Pass(NamedTuple):
-    """What an eviction and the compaction after it did to a sequence."""
+    def _take(self, blocks: int) -> np.ndarray:
+        """Blocks off the free list. Raises InputError, and changes nothing, where too few are free."""
+        if blocks > len(self.free_list):
+            raise InputError(f"{blocks} blocks are needed, {len(self.free_list)} of {len(self.references)} are free")
+        taken = np.array([self.free_list.pop() for _ in range(blocks)], np.int64)
+        self.references[taken] = 1
+        return taken
 
-    freed: int  # blocks
-    predicted: int  # blocks: those that no other sequence shares, less as many as their survivors fill
-    copies: int  # slots that moved
-    foreign: int  # slots, read or written, of blocks that other sequences share
-    seen: int  # tokens so far
-    living: int  # tokens that some head holds
+    def _release(self, blocks: np.ndarray) -> int:
+        """Give up one reference each; blocks that no sequence holds are free again. Returns how many became free."""
+        self.references[blocks] -= 1
+        gone = blocks[self.references[blocks] == 0].tolist()
+        self.free_list.extend(gone[::-1])
+        return len(gone)
+
+    def _flat(self, s: Entry, slots: np.ndarray) -> np.ndarray:
+        return s.blocks[slots // self.block_size] * self.block_size + slots % self.block_size
+
+    def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy flat slots; all are read before any is written."""
+        for tensor in self.stored:
+            tensor[torch.from_numpy(target)] = tensor[torch.from_numpy(source)]
+
+    def _drop(self, s: Entry) -> int:
+        """Give up a sequence's blocks in which all slots are dead. Returns how many became free."""
+        living = (s.positions >= 0).reshape(-1, self.block_size).any(1)
+        slots, gone = np.repeat(living, self.block_size), s.blocks[~living]
+        s.tail = s.tail - len(gone) * self.block_size if living[-1:].any() else int(slots.sum())
+        s.blocks, s.positions, s.alive = s.blocks[living], s.positions[slots], s.alive[..., slots]
+        freed = self._release(gone)
+        self.freed += freed
+        return freed
+
+
+def dense(tokens: int, block_size: int, room: int = 0) -> tuple[Ledger, Entry]:
+    """A ledger with room for more tokens, and the sequence in it."""
+    ledger = Ledger(-(-(tokens + room) // block_size), block_size)
+    ledger.append(s := ledger.new(), tokens)
+    return ledger, s
+
+
+def evict_to(ledger: Ledger, s: Entry, budget: int, random: np.random.Generator) -> None:
+    """Evict a sequence down to `budget` living tokens: random ones, but none of the newest eight."""
+    living = np.sort(s.positions[s.positions >= 0])
+    keep = np.ones(s.seen, bool)
+    gone = max(0, len(living) - budget)  # a layer that slides forgets on its own
+    keep[random.choice(living[:-8], gone, replace=False)] = False
+    ledger.evict(s, keep)
+
+
+# ---- a model on paged sequences
 
 
 class PagedRows(EngineCache):
-    """Sequences of a paged cache that have seen equally many tokens, as a cache of the engine with a row for each."""
+    """Sequences of a ledger that have seen equally many tokens, as a cache of the engine with a row for each. The
+    ledger stores the layers' keys, then their values, [flat slots, kv_heads, dim] each."""
 
-    def __init__(self, pages: PagedCache, layouts: Sequence[str] = ("none",), numbers: Sequence[int] = ()):
-        """layouts: each row's compaction after an eviction. numbers: of existing sequences; without them new ones
-        begin."""
-        super().__init__(pages.config)
-        self.pages, self.ledger, self.layouts = pages, pages.ledger, list(layouts)
-        self.numbers = list(numbers) or [self.ledger.new() for _ in layouts]
-        self.passes: list[list[Pass]] = [[] for _ in layouts]
-        self.ragged = {n: PagedLayer(self, n) for n in range(len(pages.keys))}
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Each row's entry in the ledger."""
-        return [self.ledger.sequences[number] for number in self.numbers]
+    def __init__(self, call: Call, ledger: Ledger, entries: Sequence[Entry], layouts: Sequence[str] = ("none",)):
+        """layouts: each row's compaction after an eviction."""
+        super().__init__(call.model.config)
+        self.call, self.ledger, self.entries, self.layouts = call, ledger, list(entries), list(layouts)
+        self.passes: list[list[dict[str, int]]] = [[] for _ in entries]  # of each row, what `evict` records
+        self.ragged = {n: PagedLayer(self, n) for n in range(len(ledger.stored) // 2)}
 
     @property
     def seen(self) -> int:
         """Tokens so far; every row has seen as many."""
         return self.entries[0].seen
 
-    def fork(self, *shares: int | None, layouts: Sequence[str] = ("none",)) -> PagedRows:
-        """`Ledger.fork` of a single row, with its copies: rows with the same tokens, one for each of `layouts`.
-        shares: how many of the first blocks each shares (none given: all)."""
-        numbers: list[int] = []
-        for share, _ in zip(shares or (None,) * len(layouts), layouts, strict=True):
-            number, copies = self.ledger.fork(self.numbers[0], share)
-            self.pages.copy(copies)
-            numbers.append(number)
-        return PagedRows(self.pages, layouts, numbers)
+    def fork(self, *shares: int, layouts: Sequence[str] = ("none",)) -> PagedRows:
+        """`Ledger.fork` of a single row: a row for each of `shares`, the number of blocks that it shares."""
+        entries = [self.ledger.fork(self.entries[0], share) for share in shares]
+        return PagedRows(self.call, self.ledger, entries, layouts)
 
     def free(self) -> None:
         """End the sequences."""
-        for number in self.numbers:
-            self.ledger.free(number)
+        for entry in self.entries:
+            self.ledger.free(entry)
 
     def begin(self, tokens: int) -> None:
         """Make room for the next `tokens` in all layers."""
-        written, living = [], []
-        for number in self.numbers:
-            slots, copies = self.ledger.append(number, tokens)
-            self.pages.copy(copies)
-            written.append(slots)
-            living.append(self.ledger.living(number))
+        written = np.stack([self.ledger.append(entry, tokens) for entry in self.entries])
+        living = [self.ledger.living(entry) for entry in self.entries]
         longest = max(len(flat) for flat, _, _ in living)
         kinds = np.broadcast_shapes(*(alive.shape[:2] for _, _, alive in living))
         read = np.zeros((len(living), longest), np.int64)
@@ -123,37 +219,68 @@ class PagedRows(EngineCache):
         for row, (flat, positions, alive) in enumerate(living):
             first = longest - len(flat)
             read[row, first:], where[row, ..., first:] = flat, np.where(alive, positions, -1)
-        device = self.pages.keys[0].device
-        self.written = torch.from_numpy(np.stack(written)).to(device)  # [rows, tokens]
-        self.read = torch.from_numpy(read).to(device)  # [rows, longest]
-        self.where = torch.from_numpy(where).to(device)  # [rows, layers or 1, kv_heads or 1, longest]
+        # [rows, tokens]; [rows, longest]; [rows, layers or 1, kv_heads or 1, longest]
+        self.written, self.read, self.where = (torch.from_numpy(x).to(self.call.device) for x in (written, read, where))
+
+    @torch.inference_mode()
+    def extend(self, ids: Tensor | Sequence[int], misplaced: Sequence[bool] = ()) -> Tensor:
+        """Run the next tokens [rows, new], or of a single row [new], through the model, in `installed(model)`: logits
+        [rows, vocabulary] of the last. misplaced: which rows are told storage indices for positions."""
+        tokens = torch.as_tensor(ids, device=self.call.device).view(len(self.entries), -1)
+        positions = torch.arange(self.seen, self.seen + tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        told = positions.clone()
+        for row in np.flatnonzero(misplaced):
+            told[row] += int((self.entries[row].positions >= 0).sum()) - self.seen
+        return self.call.forward(tokens, told, self, Extend(self.call, self, positions))
 
     def evict(self, keep: np.ndarray) -> None:
         """Evict all tokens but those in `keep`, bool [layers, kv_heads, seen] over true positions, from every row;
-        compact; and record what the pass did."""
+        compact; and record the pass: tokens seen, and living for some head; blocks freed, and predicted (those that no
+        other sequence shares, less as many as their survivors fill); slots that moved, and those from or to blocks that
+        other sequences share."""
         size = self.ledger.block_size
-        for number, layout, passes in zip(self.numbers, self.layouts, self.passes, strict=True):
-            freed = self.ledger.evict(number, keep)
-            entry = self.ledger.sequences[number]
-            unshared = self.ledger.references[entry.blocks] == 1
-            living = (entry.positions >= 0).reshape(-1, size).sum(1)
-            predicted = freed + int(unshared.sum()) - -(-int(living[unshared].sum()) // size)
-            more, copies = self.pages.compact(number, layout)
-            foreign = int((~np.isin(np.concatenate(copies) // size, entry.blocks[unshared])).sum())
-            passes.append(Pass(freed + more, predicted, len(copies[0]), foreign, entry.seen, int(living.sum())))
+        for entry, layout, passes in zip(self.entries, self.layouts, self.passes, strict=True):
+            freed = self.ledger.evict(entry, keep)
+            own = self.ledger.references[entry.blocks] == 1
+            own_blocks, living = entry.blocks[own], (entry.positions >= 0).reshape(-1, size).sum(1)
+            predicted = freed + len(own_blocks) - -(-int(living[own].sum()) // size)
+            more, copies = self.ledger.compact(entry, layout)
+            foreign = int((~np.isin(copies // size, own_blocks)).sum())
+            record = {"seen": entry.seen, "living": int(living.sum()), "freed": freed + more, "predicted": predicted}
+            passes.append(record | {"copies": copies.shape[1], "foreign": foreign})
+
+    def generate(
+        self, logits: Tensor, survivors: Mapping[int, np.ndarray], new_tokens: int, misplaced: Sequence[bool] = ()
+    ) -> Tensor:
+        """Decode greedily from `logits` [1, vocabulary] on rows that have read their prompt: logits of each step [rows,
+        new_tokens, vocabulary]. survivors: bool [evictable layers, kv_heads, seen] by the number of tokens seen, where
+        an eviction is due."""
+        last, steps, facts = logits.repeat(len(self.entries), 1), [], self.call.facts
+        with installed(self.call.model):
+            for step in range(new_tokens + 1):
+                if step:
+                    last = self.extend(last.argmax(1), misplaced)
+                    steps.append(last)
+                if (given := survivors.get(self.seen)) is not None:
+                    keep = np.ones((len(self.ragged), *given.shape[1:]), bool)
+                    for layer, window in facts.sliding.items():
+                        keep[layer] = np.arange(self.seen) >= self.seen - window + 1
+                    keep[list(facts.evictable)] = given
+                    self.evict(keep)
+        return torch.stack(steps, 1)
 
 
 class PagedLayer:
-    """A layer of `PagedRows`, in blocks, as `Extend` takes it. Nothing slides: what a sliding layer no longer sees goes
-    with the next eviction."""
+    """A layer of `PagedRows`, as `Extend` takes it. Nothing slides: what a sliding layer no longer sees goes with the
+    next eviction."""
 
     sums: Mapping[str, Tensor] = {}
     tail = 0
 
     def __init__(self, rows: PagedRows, number: int):
-        self.cache: Any = weakref.proxy(rows)  # a reference in a circle would keep the pages in memory
-        self.number = number
-        self.keys, self.values = (x[number].flatten(0, 1) for x in (rows.pages.keys, rows.pages.values))
+        self.cache: Any = weakref.proxy(rows)  # a reference in a circle would keep the tensors in memory
+        self.number, stored = number, rows.ledger.stored
+        self.keys, self.values = stored[number], stored[len(stored) // 2 + number]
 
     def append(self, keys: KeyValue, values: KeyValue, positions: TokenInts) -> None:
         """Store the new tokens `[rows, kv_heads, new, dim]`; the first layer of a pass makes room for all."""
@@ -170,55 +297,22 @@ class PagedLayer:
         return [(keys, values, where[:, self.number % where.shape[1]])]
 
 
-# ---- a model on paged rows
-
-
-def call_for(model: PreTrainedModel) -> Call:
-    """A call of the engine, for its `forward`."""
-    return Call(model, [Prompt([0], {})], [], [1], ModelFacts.of(model))
-
-
-@torch.inference_mode()
-def extend(call: Call, rows: PagedRows, ids: Tensor | Sequence[int], misplaced: Sequence[bool] = (False,)) -> Tensor:
-    """Run the next tokens [rows, new], or of a single row [new], through the model, in `installed(model)`: logits
-    [rows, vocabulary] of the last. misplaced: which rows are told storage indices for positions."""
-    tokens = torch.as_tensor(ids, device=rows.pages.keys[0].device).view(len(rows.numbers), -1)
-    positions = torch.arange(rows.seen, rows.seen + tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    held = [int((e.positions >= 0).sum()) for e in rows.entries]
-    shifts = [wrong * (living - rows.seen) for living, wrong in zip(held, misplaced, strict=True)]
-    told = positions + positions.new_tensor(shifts)[:, None]
-    return call.forward(tokens, told, rows, Extend(call, rows, positions))
+def empty(model: PreTrainedModel, blocks: int, block_size: int) -> PagedRows:
+    """A single row that has seen nothing, in a cache of so many blocks."""
+    call = Call(model, [Prompt([0], {})], [], [1], ModelFacts.of(model))
+    shapes = [
+        (blocks * block_size, call.facts.kv_heads[n], call.facts.outputs[n].shape[1]) for n in call.facts.attention
+    ]
+    stored = [torch.zeros(shape, dtype=model.dtype, device=call.device) for shape in 2 * shapes]
+    ledger = Ledger(blocks, block_size, stored)
+    return PagedRows(call, ledger, [ledger.new()])
 
 
 def read(
     model: PreTrainedModel, ids: Sequence[int], more: int, copies: int, block_size: int
-) -> tuple[Call, PagedRows, Tensor]:
-    """Prefill `ids` into a cache with room for `more` tokens and for `copies` of the sequence: a call, a single row,
+) -> tuple[PagedRows, Tensor]:
+    """A single row that has read `ids`, in a cache with room for `more` tokens and for `copies` of the sequence; and
     logits [1, vocabulary]."""
-    blocks = copies * (-(-(len(ids) + more) // block_size) + 1)
-    call, row = call_for(model), PagedRows(PagedCache(model, blocks, block_size))
+    row = empty(model, copies * (-(-(len(ids) + more) // block_size) + 1), block_size)
     with installed(model):
-        return call, row, extend(call, row, ids)
-
-
-def generate(
-    call: Call, rows: PagedRows, logits: Tensor, survivors: Mapping[int, np.ndarray], new_tokens: int,
-    misplaced: Sequence[bool] = (),
-) -> Tensor:  # fmt: skip
-    """Decode greedily from `logits` [1, vocabulary] on rows that have read their prompt: logits of each step [rows,
-    new_tokens, vocabulary]. survivors: bool [evictable layers, kv_heads, seen] by the number of tokens seen, where an
-    eviction is due."""
-    last, steps, facts = logits.repeat(len(rows.numbers), 1), [], call.facts
-    with installed(call.model):
-        for step in range(new_tokens + 1):
-            if step:
-                last = extend(call, rows, last.argmax(1), misplaced or [False] * len(rows.numbers))
-                steps.append(last)
-            if rows.seen in survivors:
-                given = survivors[rows.seen]
-                keep = np.ones((len(rows.ragged), *given.shape[1:]), bool)
-                for layer, window in facts.sliding.items():
-                    keep[layer] = np.arange(rows.seen) >= rows.seen - window + 1
-                keep[list(facts.evictable)] = given
-                rows.evict(keep)
-    return torch.stack(steps, 1)
+        return row, row.extend(ids)

@@ -1,25 +1,24 @@
 """From evicted tokens to freed blocks: the studies of the reclamation chapter, each a tidy table.
 
 `synthetic`, `toy` and `traffic` need only a ledger, no model; `arising` and `published` ask the engine which tokens of
-a prompt stay. `run` makes all tables, with those of `acceptance`, `latency`, `streaming`, `sparsity`, `arithmetic` and
-`quoted`.
+a prompt stay. `run` makes all tables, with those of `acceptance`, `attention` and `quoted`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
+from annotated_types import Ge
 
-from kvrepro.chapters.reclamation import acceptance, arithmetic, quoted, sparsity, streaming, survivors
-from kvrepro.chapters.reclamation.latency import latency, timed
-from kvrepro.chapters.reclamation.ledger import Ledger, evict_to
-from kvrepro.chapters.reclamation.settings import Settings
-from kvrepro.chapters.reclamation.survivors import GRANULARITIES, POLICIES, Cells, cells, kept_sets, label, once
+from kvrepro.chapters.reclamation import acceptance, attention, quoted, survivors
+from kvrepro.chapters.reclamation.paged import LAYOUTS, Entry, Ledger, dense, evict_to
+from kvrepro.chapters.reclamation.survivors import POLICIES, Cells, cells, kept_sets, label, once
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Chunked, Prefill, Prompt, Regime, Size, ensure
+from kvrepro.engine.condition import Chunked, Prefill, ProperShare, Regime, Size, ensure
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError, counted, error_line
@@ -27,64 +26,72 @@ from kvrepro.experiment import data
 from kvrepro.experiment import run as runner
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import PerItem
+from kvrepro.item import Item
+from kvrepro.paths import WORK
 
-SIZES = {  # prompts of each study; a claim on two cases needs seven (`stats.fewest`)
-    "quick": {
-        "arising": 24, "decoding": 12, "published": 6, "identity": 7, "latency": 7, "sharing": 3, "sparsity": 24,
-        "pages": 3,
-    },
-    "full": {
-        "arising": 48, "decoding": 24, "published": 48, "identity": 24, "latency": 24, "sharing": 24, "sparsity": 48,
-        "pages": 24,
-    },
-}  # fmt: skip
+SIZES = {  # prompts of each study in the quick and the full profile; a claim on two cases needs seven (`stats.fewest`)
+    "arising": (24, 48),
+    "decoding": (12, 24),
+    "published": (6, 48),
+    "identity": (7, 24),
+    "latency": (7, 24),
+    "sharing": (3, 24),
+    "sparsity": (24, 48),
+    "pages": (3, 24),
+}
 DECODING = Chunked(16, "budget")  # a prompt is read as if its tokens were generated, and evicts every 16 of them
 
 
+@dataclass(frozen=True)
+class Settings(runner.Settings):
+    """Settings of the reclamation chapter; the first three are parameters of its notebook."""
+
+    policies: tuple[str, ...] = (
+        *POLICIES,
+        *survivors.PUBLISHED,
+    )  #: who evicts: the chapter's, the catalogue's, or one's own
+    kept: tuple[ProperShare, ...] = (0.1, 0.25, 0.5, 0.9)  #: of the prompt
+    block_size: Size = 16  #: tokens
+    prompt_tokens: Size = 900  #: of each prompt, at most
+    capacity: Size = 128  #: tokens kept while answers are generated
+    max_new_tokens: Size = 6  #: of an answer
+    acceptance: Literal["catalogue", "policies"] = "catalogue"  #: whom the acceptance test tries beside `policies`
+    cadences: tuple[Size, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  #: tokens between two passes
+    timed_cadences: tuple[Size, ...] = (1, 2, 8, 32, 128, 512)  #: with real decoding; twice as long fits the context
+    budget: Annotated[int, Ge(16)] = 2048  #: tokens, for cadences without a model
+    lengths: tuple[Size, ...] = (512, 1024, 2048)  #: prompts for which the extra pass over the keys is timed, in tokens
+    quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted.NEEDS`)
+    quoted_tokens: Size = 32_768  #: of an answer to these
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quoted and not (WORK / self.quoted).is_file():
+            raise InputError(f"quoted {self.quoted!r}: no such file, give a .jsonl")
+
+
 def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> dict[str, list[int]]:
-    """Token ids by item, of `n_items` prompts (None: as many as the profile says).
-
-    Messages without a passage to cut may be as long as the model's context allows. If all layers have a sliding window,
-    no prompt is longer than the window, since budgets are shares of what the layers hold. Prompts too short for the
-    settings, or too long, are left out (`data.usable`).
-    """
+    """Token ids by item, of `n_items` prompts (None: as many as the profile says). Messages without a passage to cut
+    may be as long as the model's context allows, but no prompt is longer than a window that all layers have, since
+    budgets are shares of what they hold. Prompts of which nothing would leave are left out."""
     ensure(Size | None, n_items=n_items)
-    held, count = ModelFacts.of(loaded.model).held, n_items or data.AtMost(SIZES[settings.profile]["arising"])
-    most = settings.prompt_tokens
-    tokens, room = held(most), held(max(most, loaded.context - _needed(settings)))
-    if tokens < most:
-        print(f"reclamation: prompts of {tokens:,} tokens at most, since no layer of this model holds more")
+    after = max(acceptance.timed(settings.timed_cadences), settings.max_new_tokens)
+    room = ModelFacts.of(loaded.model).held(loaded.context - after)
+    tokens = min(settings.prompt_tokens, room)
+    if tokens < settings.prompt_tokens:
+        print(f"reclamation: prompts of {tokens:,} tokens at most, for which this model's layers and context have room")
+    count = n_items or data.AtMost(SIZES["arising"][settings.profile == "full"])
     fitting = data.load_fitting(items, count, loaded.tokenizer, tokens, settings.seed, room=room)
-    ids = {
-        item.id: data.build_prompt(item, loaded.tokenizer, room if item.context is None else tokens).ids
-        for item in fitting
-    }
-    fitting = data.usable(
-        fitting, "reclamation", lambda item: _check_length(item.id, len(ids[item.id]), settings, loaded.context)
-    )
-    return {item.id: ids[item.id] for item in fitting}
 
+    def ids(item: Item) -> list[int]:
+        return data.build_prompt(item, loaded.tokenizer, room if item.context is None else tokens).ids
 
-def _check_length(name: str, tokens: int, settings: Settings, context: int) -> None:
-    """Raise InputError for a prompt that is too short for the settings, or too long for the model's context."""
-    least, shared, needed = min(settings.kept), int(acceptance.PREFIX * tokens), _needed(settings)
-    if settings.capacity >= tokens:
-        why = f"capacity {settings.capacity} >= {tokens} tokens of a prompt: nothing leaves; lower it"
-    elif round(least * tokens) < 16:
-        why = f"kept {least:g} of {tokens} tokens are {least * tokens:.0f}, fewer than 16: raise it"
-    elif settings.block_size > shared:
-        why = f"block_size {settings.block_size} > {shared} tokens that prompts share: lower it"
-    elif tokens + needed > context:
-        exceeding = f"{tokens} tokens of a prompt and {needed} after it exceed the model's {context}"
-        why = f"{exceeding}: lower prompt_tokens, timed_cadences or max_new_tokens"
-    else:
-        return
-    raise InputError(f"item {name}: {why}")
+    def check(item: Item) -> None:
+        if len(ids(item)) <= max(settings.capacity, 2 * settings.block_size):
+            raise InputError(
+                f"of the {len(ids(item))} tokens of item {item.id} none leaves: lower capacity, block_size"
+            )
 
-
-def _needed(settings: Settings) -> int:
-    """Most tokens that follow a prompt."""
-    return max(timed(settings.timed_cadences), settings.max_new_tokens)
+    return {item.id: ids(item) for item in data.usable(fitting, "reclamation", check)}
 
 
 # ---- what a survivor set gives back
@@ -103,7 +110,7 @@ def reclaim(keep: np.ndarray, block_size: int = 16) -> dict[str, float]:
     tokens, held = keep.shape[-1], keep.sum(-1)  # held [layers, kv_heads]
     blocks = -(-tokens // block_size)
     row: dict[str, float] = {"tokens": tokens, "blocks": blocks}
-    for name, layout in (("plain", "none"), ("repack", "repack"), ("fill", "fill")):
+    for name, layout in zip(("plain", "repack", "fill"), LAYOUTS, strict=True):
         ledger, _ = compacted(keep, layout, block_size)
         row[f"freed_{name}"], row[f"copies_{name}"] = ledger.freed, ledger.copied
     row["share_plain"], row["share_repack"] = row["freed_plain"] / blocks, row["freed_repack"] / blocks
@@ -117,20 +124,12 @@ def reclaim(keep: np.ndarray, block_size: int = 16) -> dict[str, float]:
     return row
 
 
-def compacted(keep: np.ndarray, layout: str, block_size: int = 16) -> tuple[Ledger, int]:
+def compacted(keep: np.ndarray, layout: str, block_size: int = 16) -> tuple[Ledger, Entry]:
     """A ledger after an eviction and a compaction by `layout`, and the sequence in it."""
-    ledger, number = dense(keep.shape[-1], block_size)
-    ledger.evict(number, keep)
-    ledger.compact(number, layout)
-    return ledger, number
-
-
-def dense(tokens: int, block_size: int, room: int = 0) -> tuple[Ledger, int]:
-    """A ledger with room for more tokens, and the sequence in it."""
-    ledger = Ledger(-(-(tokens + room) // block_size), block_size)
-    number = ledger.new()
-    ledger.append(number, tokens)
-    return ledger, number
+    ledger, sequence = dense(keep.shape[-1], block_size)
+    ledger.evict(sequence, keep)
+    ledger.compact(sequence, layout)
+    return ledger, sequence
 
 
 # ---- patterns made by hand
@@ -168,12 +167,13 @@ def decoded(tokens: int, budget: int, random: np.random.Generator) -> np.ndarray
 
 def synthetic(tokens: int = 16_000, block_size: int = 16, draws: int = 20, seed: int = 0) -> pd.DataFrame:
     """`reclaim` of every pattern: `draws` times (column `draw`) if it is random, else once."""
-    return pd.DataFrame([
+    rows = [
         {"pattern": name, "block_size": block_size, "draw": draw, **reclaim(keep, block_size)}
         for draw in range(draws)
         for name, keep in patterns(tokens, np.random.default_rng([seed, draw]), block_size).items()
         if draw == 0 or "random" in name or "runs" in name
-    ])  # fmt: skip
+    ]
+    return pd.DataFrame(rows)
 
 
 def toy() -> pd.DataFrame:
@@ -195,32 +195,33 @@ def traffic(
         span = max(tokens, every)
         passes, alive = span // every, budget + (np.arange(1, span + 1) % every).mean()
         for draw in range(draws):
-            copied = {layout: _copied(every, passes, layout, budget, block_size, draw) for layout in ("repack", "fill")}
-            for layout, copies in copied.items():
-                share, ratio = 2 * copies / (passes * every) / alive, copies / (copied["repack"] or np.nan)
-                cell = {"every": every, "layout": layout, "draw": draw, "share": share, "copies_ratio": ratio}
-                rows.append(cell | {"copies_per_pass": copies / passes})
+            repacked = 0
+            for layout in ("repack", "fill"):
+                random = np.random.default_rng(draw)
+                ledger, sequence = dense(budget, block_size, passes * every + block_size)
+                for _ in range(passes):
+                    ledger.append(sequence, every)
+                    evict_to(ledger, sequence, budget, random)
+                    ledger.compact(sequence, layout)
+                copies = ledger.copied
+                repacked = repacked or copies
+                row = {"every": every, "layout": layout, "draw": draw, "share": 2 * copies / (passes * every) / alive}
+                rows.append(row | {"copies_ratio": copies / (repacked or np.nan), "copies_per_pass": copies / passes})
     return pd.DataFrame(rows)
-
-
-def _copied(every: int, passes: int, layout: str, budget: int, block_size: int, seed: int) -> int:
-    """Slots that move in so many passes."""
-    random = np.random.default_rng(seed)
-    ledger, number = dense(budget, block_size, passes * every + block_size)
-    for _ in range(passes):
-        ledger.append(number, every)
-        evict_to(ledger, number, budget, random)
-        ledger.compact(number, layout)
-    return ledger.copied
 
 
 # ---- patterns that policies make
 
 
 def arising(
-    loaded: Loaded, ids: list[int], kept: Sequence[float], policies: Sequence[str], block_size: int = 16,
-    granularities: Sequence[str] = GRANULARITIES, regime: Regime = Prefill(),  # noqa: B008
-) -> pd.DataFrame:  # fmt: skip
+    loaded: Loaded,
+    ids: list[int],
+    kept: Sequence[float],
+    policies: Sequence[str],
+    block_size: int = 16,
+    granularities: Sequence[str] = survivors.GRANULARITIES,
+    regime: Regime = Prefill(),  # noqa: B008
+) -> pd.DataFrame:
     """`reclaim` of what each policy keeps of a prompt: rows (policy, granularity, kept). regime: when it evicts."""
     named = [
         (cell | {"kept": share}, c)
@@ -234,43 +235,39 @@ def published(
     loaded: Loaded, ids: list[int], kept: Sequence[float], policies: Sequence[str], block_size: int = 16
 ) -> pd.DataFrame:
     """`reclaim` of what policies keep with their own heads, windows and layers, after the prefill."""
-    named: Cells = [({"policy": label(p), "kept": share}, once(p, share)) for p in policies for share in kept]
+    named: Cells = [({"policy": label(p), "kept": s}, once(p, s)) for p in policies for s in kept]
     return _reclaimed(loaded, ids, named, block_size)
 
 
 def _reclaimed(loaded: Loaded, ids: list[int], named: Cells, block_size: int) -> pd.DataFrame:
     """Where a policy raises, its row has the reason in the column `error` and nothing else."""
-    keeps = kept_sets(loaded, ids, [c for _, c in named])
-    return pd.DataFrame([
-        cell | ({"error": error_line(keep)} if isinstance(keep, Exception) else reclaim(keep, block_size))
-        for (cell, _), keep in zip(named, keeps, strict=True)
-    ])  # fmt: skip
+    rows = []
+    for (cell, _), keep in zip(named, kept_sets(loaded, ids, [c for _, c in named]), strict=True):
+        found = {"error": error_line(keep)} if isinstance(keep, Exception) else reclaim(keep, block_size)
+        rows.append(cell | found)
+    return pd.DataFrame(rows)
 
 
 # ---- all studies
 
 
 def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) -> dict[str, pd.DataFrame]:
-    """Every study's table, by the name that the claims use. Raises InputError for settings that do not suit these
-    prompts, this model or these policies."""
+    """Every study's table, by the name that the claims use. What a policy cannot do with this model or a prompt is left
+    out, and printed. Raises InputError for a model in which one set of tokens cannot serve all layers, and where a
+    study has nothing left."""
     engine.check_shared(loaded.model)
-    labels = [label(name) for name in settings.policies]
-    if repeated := {name for name in labels if labels.count(name) > 1}:
-        raise InputError(f"two of the policies are called {min(repeated)}: give each a title of its own")
-    for name, ids in prompts.items():
-        _check_length(name, len(ids), settings, loaded.context)
-    studies, block_size = _studies(loaded, prompts, settings), settings.block_size
-    times = PerItem("reclamation", "passes", {"all": settings.lengths}, streaming.passes)
+    times = PerItem("reclamation", "passes", {"all": settings.lengths}, attention.passes)
     tables = {
-        "synthetic": synthetic(seed=settings.seed, block_size=block_size),
+        "synthetic": synthetic(seed=settings.seed, block_size=settings.block_size),
         "toy": toy(),
-        "traffic": traffic(settings.cadences, settings.budget, block_size=block_size),
-        "wall": streaming.wall(),
+        "traffic": traffic(settings.cadences, settings.budget, block_size=settings.block_size),
+        "wall": attention.wall(),
         "passes": runner.run(times, None, settings).drop(columns="item"),
-        "memory": arithmetic.memory(),
+        "memory": quoted.memory(),
     }
-    for name, (function, arguments) in studies.items():
-        items = dict(islice(prompts.items(), None if name == "arising" else SIZES[settings.profile][name]))
+    for name, (function, arguments) in _studies(settings).items():
+        most = None if name == "arising" else SIZES[name][settings.profile == "full"]
+        items = dict(islice(prompts.items(), most))
         job = PerItem("reclamation", name, items, function, arguments, alone=name == "latency")
         tables[name] = _without_failed(name, runner.run(job, loaded, settings))
     if settings.quoted:
@@ -279,31 +276,15 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
     return tables
 
 
-def _without_failed(name: str, table: pd.DataFrame) -> pd.DataFrame:
-    """A study's table without the rows of policies that raised; prints which did."""
-    if "error" not in table:
-        return table
-    for policy, rows in table.dropna(subset="error").groupby("policy"):
-        items = rows["item"].unique()
-        where = f"{counted(len(items), 'item')}, the first {items[0]}"
-        print(f"reclamation/{name}: {policy} is left out of {where}: {rows.error.iloc[0]}")
-    return table[table.error.isna()].drop(columns="error").infer_objects()
-
-
-def _studies(
-    loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings
-) -> dict[str, tuple[Callable[..., pd.DataFrame], dict[str, Any]]]:
-    """The studies with a model: the function that computes each, and its arguments. Policies that cannot run with this
-    model are left out. Raises InputError where none is left."""
-    policies, shares, block = settings.policies, sorted({min(settings.kept), 0.5}), {"block_size": settings.block_size}
+def _studies(settings: Settings) -> dict[str, tuple[Callable[..., pd.DataFrame], dict[str, Any]]]:
+    """The studies with a model: the function that computes each, and its arguments."""
+    shares, block = sorted({min(settings.kept), 0.5}), {"block_size": settings.block_size}
+    # The chapter's and a reader's own at every granularity, or if there are none of these, all; the catalogue's and a
+    # reader's own as published, or those from which the chapter's come.
+    varied = [p for p in settings.policies if p in POLICIES or is_own(p)] or list(settings.policies)
+    whole = [p for p in settings.policies if p not in POLICIES] or [POLICIES[p][0] for p in settings.policies]
     catalogue = [name for name, p in CATALOGUE.items() if p.frees and not p.shared]
-    compressing_once = survivors.published(policies)
-    tried = dict.fromkeys([*(catalogue if settings.acceptance == "catalogue" else ()), *compressing_once])
-    accepted = runnable(loaded, prompts, list(tried), [settings.capacity])
-    at_shares = runnable(loaded, prompts, [name for name in compressing_once if name in accepted], shares)
-    varied = [name for name in survivors.varied(policies) if name in POLICIES or name in at_shares]
-    if not at_shares or not varied:
-        raise InputError(f"policies {', '.join(policies)}: this model can have none of them")
+    accepted = list(dict.fromkeys([*(catalogue if settings.acceptance == "catalogue" else ()), *whole]))
     decode = [name for name in varied if DECODING.name not in find(POLICIES.get(name, (name,))[0]).refuses]
     decoding = {"kept": shares[:1], "policies": decode, "granularities": ["per head"], "regime": DECODING}
     answers = {"budget": settings.capacity, "new_tokens": settings.max_new_tokens}
@@ -311,41 +292,23 @@ def _studies(
     return {
         "arising": (arising, {"kept": settings.kept, "policies": varied} | block),
         **({"decoding": (arising, decoding | block)} if decode else {}),
-        "published": (published, {"kept": shares, "policies": at_shares} | block),
+        "published": (published, {"kept": shares, "policies": whole} | block),
         "identity": (acceptance.identity, chapters | answers | block),
-        "latency": (latency, {"cadences": settings.timed_cadences, "seed": settings.seed} | block),
+        "latency": (acceptance.latency, {"cadences": settings.timed_cadences, "seed": settings.seed} | block),
         "sharing": (acceptance.sharing, answers | block),
-        "sparsity": (sparsity.sparsity, {}),
-        "pages": (sparsity.pages, {"kept": shares} | block),
+        "sparsity": (attention.sparsity, {}),
+        "pages": (attention.pages, {"kept": shares} | block),
     }
 
 
-def runnable(
-    loaded: Loaded, prompts: Mapping[str, list[int]], policies: Sequence[str], budgets: Sequence[int | float]
-) -> list[str]:
-    """Those of `policies` that run with this model, these prompts and all of these budgets. For each other one of the
-    catalogue a printed line says why not; a reader's own policy that cannot run raises InputError.
-
-    Budgets are checked on the shortest prompt. A trial on its first 128 tokens shows whether what a policy has learned
-    fits the model's weights; a reader's own policy is tried on the longest prompt.
-    """
-    shortest, longest, possible = min(prompts.values(), key=len), max(prompts.values(), key=len), []
-    for name in policies:
-        try:
-            engine.check_conditions(loaded.model, [Prompt(shortest, {})], [once(name, budget) for budget in budgets])
-            if not find(name).frees:
-                raise InputError("it chooses pages anew for every query and frees nothing")
-            [keep] = kept_sets(loaded, longest if is_own(name) else shortest[:128], [once(name, 0.5)])
-            if isinstance(keep, Exception):
-                raise keep
-        except Exception as error:
-            refused = isinstance(error, InputError)
-            if is_own(name) and not refused:
-                message = f"{name} raised {error_line(error)}: mend it, or leave it out of `policies`"
-                raise InputError(message) from error
-            if is_own(name) or not refused:
-                raise
-            print(f"{name} is left out: {error}")
-        else:
-            possible.append(name)
-    return possible
+def _without_failed(name: str, table: pd.DataFrame) -> pd.DataFrame:
+    """A study's table without the rows of policies that raised; prints which did. Raises InputError if all did."""
+    if "error" not in table:
+        return table
+    for policy, rows in table.dropna(subset="error").groupby("policy"):
+        items = rows["item"].unique()
+        where = f"{counted(len(items), 'item')}, the first {items[0]}"
+        print(f"reclamation/{name}: {policy} is left out of {where}: {rows.error.iloc[0]}")
+    if table.error.notna().all():
+        raise InputError(f"{name}: none of the policies can be run: {table.error.iloc[0]}")
+    return table[table.error.isna()].drop(columns="error").infer_objects()

@@ -17,11 +17,12 @@ from kvrepro.engine.attention import installed
 from kvrepro.engine.condition import Condition, Prefill, Prompt, Regime, ensure
 from kvrepro.engine.decode import decode
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.policy import find, is_own, own
+from kvrepro.engine.policy import find, own
 from kvrepro.engine.prefill import read
 from kvrepro.engine.rows import Call, Rows
 from kvrepro.engine.rows import kept_sets as kept_by_layer
 from kvrepro.engine.shapes import PreTrainedModel
+from kvrepro.errors import InputError
 from kvrepro.experiment.answers import REPEAT
 from kvrepro.experiment.models import Loaded
 
@@ -69,14 +70,21 @@ def cells(policies: Sequence[str], granularities: Sequence[str], budget: int, re
 
 
 def kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -> list[np.ndarray | Exception]:
-    """Which tokens of a prompt stay under each condition, bool [layers, kv_heads, tokens], or what a policy raised."""
-    if not conditions:
-        return []
+    """Which tokens of a prompt stay under each condition, bool [layers, kv_heads, tokens], or why there are none: the
+    prompt or the model cannot meet it, or its policy raised."""
+    kept: dict[Condition, np.ndarray | Exception] = {}
+    for c in conditions:
+        try:
+            engine.check_conditions(loaded.model, [Prompt(ids, {})], [c])
+        except InputError as error:
+            kept[c] = error
+    met = [c for c in conditions if c not in kept]
     repeat = loaded.tokenizer.encode(REPEAT, add_special_tokens=False) if loaded.tokenizer else ()
-    [answers] = engine.generate(
-        loaded.model, [ids], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True, repeat=repeat, errors="return"
-    )
-    return [answer if isinstance(answer, Exception) else np.stack(answer.kept_sets or ()) for answer in answers]
+    how: dict[str, Any] = {"max_new_tokens": 1, "stop_ids": (), "kept_sets": True, "repeat": repeat, "errors": "return"}
+    [answers] = engine.generate(loaded.model, [ids], met, **how) if met else [[]]
+    for c, answer in zip(met, answers, strict=True):
+        kept[c] = answer if isinstance(answer, Exception) else np.stack(answer.kept_sets or ())
+    return [kept[c] for c in conditions]
 
 
 @torch.inference_mode()
@@ -100,14 +108,3 @@ def while_decoding(model: PreTrainedModel, ids: list[int], c: Condition, new_tok
 def label(policy: str) -> str:
     """A policy's name in tables: one of `POLICIES` as it is, any other by its title."""
     return policy if policy in POLICIES else find(policy).title
-
-
-def varied(policies: Sequence[str]) -> list[str]:
-    """The policies to try at every granularity: the chapter's and a reader's own, or all if there are none of these."""
-    return [name for name in policies if name in POLICIES or is_own(name)] or list(policies)
-
-
-def published(policies: Sequence[str]) -> list[str]:
-    """The policies to try as published: the catalogue's and a reader's own, or if there are none of these, those from
-    which the chapter's come."""
-    return [name for name in policies if name not in POLICIES] or [POLICIES[name][0] for name in policies]

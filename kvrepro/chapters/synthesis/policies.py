@@ -3,8 +3,7 @@ aggregator and pooling.
 
 They are named by file, as a reader's own: `Condition("kvrepro/chapters/synthesis/policies.py:ATTENTION_UNIFORM", 0.1,
 Prefill(), switches=(("aggregate", "max"), ("pool", "average")))`. They protect nothing; the condition says what is
-protected, so that guards can be crossed with everything else. A policy refers to its own scorer only, so that an edit
-of another scorer does not make its rows stale.
+protected, so that guards can be crossed with everything else.
 """
 
 import itertools
@@ -30,8 +29,6 @@ SCORERS: dict[str, Callable[..., Scores]] = {
     "attention of all": cumulative.h2o,
     **{name: partial(window.windowed, importance=indicator) for name, indicator in OF_WINDOW.items()},
 }
-
-
 SPLITS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "per head": {"allocate": allocate.joint, "budget": "per head"},  # heads of a layer compete
@@ -40,14 +37,10 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 NAMES = {pair: " ".join(pair).replace(" ", "_").upper() for pair in itertools.product(SCORERS, SPLITS)}
 
-
-def _policy(scorer: str, split: str) -> Policy:
+for (scorer, split), name in NAMES.items():
     parameters: dict[str, object] = {"window": 16}
     if scorer in OF_WINDOW:
         parameters |= {"aggregate": "mean", "pool": "none", "kernel": 5, "over": "all"}
     needs = ("mass",) if scorer == "attention of all" else ()
-    title, score = f"Composed: {scorer}, {split}", SCORERS[scorer]
-    return Policy(title, "this chapter", score, parameters, needs=needs, **SPLITS[split])
-
-
-globals().update({name: _policy(*pair) for pair, name in NAMES.items()})
+    title = f"Composed: {scorer}, {split}"
+    globals()[name] = Policy(title, "this chapter", SCORERS[scorer], parameters, needs=needs, **SPLITS[split])

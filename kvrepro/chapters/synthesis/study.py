@@ -1,25 +1,38 @@
-"""The chapter's rows: common items under the grid and under published methods, on every model of a family."""
+"""The parts of eviction methods, crossed, and the chapter's rows: common items under this grid and under published
+methods, on every model of a family.
 
+A cell of the grid has a level of each factor, or None where the factor does not exist for it: scores that do not come
+from single queries have nothing to aggregate. There are thousands of cells; `design` chooses some, such that any two
+levels of different factors meet about equally often. Then main effects and interactions of two factors can be told
+apart.
+"""
+
+import itertools
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
+import torch
+import torch.nn.functional as F
+from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor
 
-from kvrepro.chapters.synthesis import grid, kept
-from kvrepro.chapters.synthesis.settings import Settings
-from kvrepro.engine.condition import Condition, Generation, Prompt
+from kvrepro.chapters.synthesis.policies import NAMES, OF_WINDOW, SCORERS, SPLITS
+from kvrepro.engine.attention import attend, read_once
+from kvrepro.engine.condition import Condition, DecodeCap, Generation, Odd, Prefill, Prompt, ProperShare, Size
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.policy import check, is_own
-from kvrepro.errors import InputError
+from kvrepro.engine.generate import generate
+from kvrepro.engine.policy import is_own
 from kvrepro.experiment import data, measure, models
-from kvrepro.experiment.answers import able
+from kvrepro.experiment import run as runner
+from kvrepro.experiment.answers import unmet
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.run import Answers, run
+from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
 
 TASKS = {  # of the embedded world, and what each stands for
@@ -28,26 +41,144 @@ TASKS = {  # of the embedded world, and what each stands for
     "entries": "a long answer",
 }
 ITEMS = f"tinyworld:{','.join(TASKS)}"
+# Items; cells on the first model, and on each of the others. With 32 cells shares of variance are far off (small-mha,
+# 48 items: 8 to 15% for factors that explain 0 to 4% with 240 cells, and -45% for the rest); from 48 cells on they are
+# not. The main effects have 21 columns.
+SIZES = {"quick": (6, 140, 48), "full": (48, 240, 240)}
 BESIDE = {"quick": ("small-mha", "small-gqa-seed-0"), "full": tuple(models.embedded())}  # other models of the run
+FILE = "kvrepro/chapters/synthesis/policies.py"
+FACTORS: dict[str, tuple[str, ...]] = {
+    "scorer": tuple(SCORERS),
+    "aggregator": ("mean", "mean_var", "defensive"),
+    "pooling": ("none", "average", "max"),
+    "guard": ("none", "sinks", "ends"),
+    "split": tuple(SPLITS),
+    "quota": ("none", "parts"),
+    "regime": ("question seen", "question unseen", "decode cap"),
+}
+RIVALS = ("key_diff", "dropkv", "snapkv", "h2o", "defensive_kv")  # whom the finding on KeyDiff compares
+PUBLISHED = "streaming_llm snapkv ada_kv dropkv key_diff k_norm h2o defensive_kv layer_defensive_kv".split()
+COMPARED = ("key_diff", "dropkv", "snapkv", "random")  # whose kept tokens are looked at
+MEASURES = {
+    "evidence": "evidence's tokens held",
+    "distinct": "unlikeness of kept keys",
+    "mass": "attention of the last query held",
+    "shift": "shift of a head's output",
+}
 
 
-class Size(NamedTuple):
-    """Items; cells of the grid on the first model, and on each of the others.
+@dataclass(frozen=True)
+class Settings(runner.Settings):
+    """Settings of the synthesis."""
 
-    The main effects have 21 columns. With 32 cells their shares of variance are far off (small-mha, 48 items: 8 to 15%
-    for factors that explain 0 to 4% with 240 cells, and -45% for the rest); from 48 cells on they are not.
+    family: tuple[str, ...] | None = None  #: models beside `model`; None: for an embedded one the profile's, else none
+    measure: Literal["score", "rest_f1"] = "score"  #: of answers; "rest_f1": without the first word
+    cells: Annotated[int, Ge(8)] | None = None  #: None: the profile's; below 48 no shares of variance
+    tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
+    kept: tuple[ProperShare, ...] = (0.05, 0.1, 0.2)  #: shares of the compressed tokens that stay
+    guarded: Annotated[float, Gt(0), Lt(0.5)] = 0.1  #: of the budget, at each end
+    parts: Annotated[int, Ge(2)] = 4  #: of a prompt, each with its share of the budget under a quota
+    window: Size = 16  #: last queries that the scorers of a window observe
+    kernel: Odd = 5  #: tokens that are pooled
+    interval: Size = 8  #: generated tokens between two evictions under a cap
+    answer_words: Size = 24  #: an answer is read and judged as far as that
+    block_size: Size = 16  #: tokens of a block of the paged cache
+    draws: Annotated[int, Ge(1), Le(100_000)] = 1000  #: resamples of items for intervals of shares
+
+    @property
+    def middle(self) -> float:
+        """The share at which the heads' kept tokens are looked at."""
+        return sorted(self.kept)[len(self.kept) // 2]
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Spans that a quota counts."""
+        return tuple(f"part {i + 1}" for i in range(self.parts))
+
+
+# ---- the grid
+
+
+def factors(kept: Sequence[float]) -> dict[str, tuple[object, ...]]:
+    """Every factor with its levels, including the shares kept."""
+    return {**FACTORS, "kept": tuple(kept)}
+
+
+def cells(kept: Sequence[float], *, kv_heads: int = 2, slides: bool = False, asks: bool = True) -> pd.DataFrame:
+    """Every cell that exists, a column per factor; None where it does not have the factor.
+
+    Also left out are heads that compete within a layer if it has only one (`kv_heads`), one set of tokens for all
+    layers if some layers slide and hold other tokens than the rest (`slides`), and "question unseen" for prompts that
+    mark no question (`asks`).
     """
+    every = factors(kept)
+    frame = pd.DataFrame(itertools.product(*every.values()), columns=list(every)).astype(object)
+    frame.loc[~frame.scorer.isin(OF_WINDOW), ["aggregator", "pooling"]] = None
+    frame.loc[frame.scorer == "position", "split"] = None  # the same tokens everywhere, however a budget is shared out
+    frame.loc[frame.regime == "decode cap", "quota"] = None  # a quota is set once, for a prompt
+    gone = {"split": ["per head"] * (kv_heads == 1) + ["one set"] * slides, "regime": ["question unseen"] * (not asks)}
+    frame = frame[~frame.split.isin(gone["split"]) & ~frame.regime.isin(gone["regime"])]
+    return frame.where(frame.notna(), None).drop_duplicates().reset_index(drop=True)
 
-    items: int
-    cells: int
-    others: int
+
+def design(frame: pd.DataFrame, count: int, seed: int = 0) -> pd.DataFrame:
+    """`count` of the cells, or all if there are fewer, in an order of which every beginning is balanced, too.
+
+    Each step takes the cell whose pairs of levels are, on average, the rarest so far, in relation to how often a pair
+    would occur by chance. Among equals a random number decides.
+    """
+    codes = [pd.factorize(frame[name])[0] for name in frame]  # -1: does not have the factor
+    sizes = [code.max() + 1 for code in codes]
+    pairs = [(a, b) for a, b in itertools.combinations(range(len(codes)), 2) if sizes[a] > 1 and sizes[b] > 1]
+    at = np.stack([np.where((codes[a] < 0) | (codes[b] < 0), -1, codes[a] * sizes[b] + codes[b]) for a, b in pairs], 1)
+    counts = [np.zeros(sizes[a] * sizes[b] + 1) for a, b in pairs]  # by pair of levels; the last: no such pair
+    existing, lot = (at >= 0).sum(1).clip(min=1), np.random.default_rng(seed).random(len(frame))
+    taken: list[int] = []
+    for _ in range(min(count, len(frame))):
+        frequency = sum(met[at[:, i]] * (len(met) - 1) for i, met in enumerate(counts)) / existing + 1e-6 * lot
+        frequency[taken] = np.inf
+        rarest = int(frequency.argmin())
+        taken.append(rarest)
+        for i, met in enumerate(counts):
+            met[at[rarest, i]] += at[rarest, i] >= 0
+    return frame.iloc[taken].reset_index(drop=True)
 
 
-def size(profile: str, n_items: int | None = None, cells: int | None = None) -> Size:
-    """The profile's size, with `n_items` and `cells` in place of its numbers where they are given."""
-    most, first, others = {"quick": (6, 140, 48), "full": (48, 240, 240)}[profile]
-    first = first if cells is None else cells
-    return Size(data.AtMost(most) if n_items is None else n_items, first, min(first, others))
+def condition(cell: Mapping[str, Any], settings: Settings) -> Condition:
+    """The engine's condition for a cell."""
+    switches: dict[str, object] = {"window": settings.window}
+    if cell["aggregator"] is not None:
+        switches |= {"aggregate": cell["aggregator"], "pool": cell["pooling"], "kernel": settings.kernel}
+    if cell["guard"] == "sinks":
+        switches["sinks"] = 4
+    policy, share = f"{FILE}:{NAMES[cell['scorer'], cell['split'] or 'uniform']}", float(cell["kept"])
+    parts = settings.part_names if cell["quota"] == "parts" else ()
+    until = "question" if cell["regime"] == "question unseen" else ""
+    prefill = Prefill(until=until, fair=1.0 if parts else None, spans=parts)
+    regime = DecodeCap(settings.interval) if cell["regime"] == "decode cap" else prefill
+    side = settings.guarded if cell["guard"] == "ends" else 0.0
+    given = tuple(sorted(switches.items()))
+    return Condition(policy, share, regime, side, side, reading="as_described", switches=given)
+
+
+def levels(rows: pd.DataFrame) -> pd.DataFrame:
+    """The levels of the cells that stored rows belong to, a column per factor but the share; None for other rows."""
+    switches = pd.DataFrame([json.loads(text) for text in rows.switches], rows.index)
+    switches = switches.reindex(columns=["aggregate", "pool", "sinks"])
+    pairs = {f"{FILE}:{name}": pair for pair, name in NAMES.items()}
+    scorer, split = (rows.policy.map({policy: pair[i] for policy, pair in pairs.items()}) for i in range(2))
+    capped = rows.regime == "decode cap"
+    unseen = np.where(rows.until == "question", "question unseen", "question seen")
+    table = pd.DataFrame({"scorer": scorer, "aggregator": switches["aggregate"], "pooling": switches["pool"]})
+    table["guard"] = np.where(rows.prefix > 0, "ends", np.where(switches.sinks.notna(), "sinks", "none"))
+    table["split"] = split.where(scorer != "position")
+    table["quota"] = pd.Series(np.where(rows.fair.notna(), "parts", "none"), rows.index).where(~capped)
+    table["regime"] = np.where(capped, "decode cap", unseen)
+    table = table.where(scorer.notna()).astype(object)
+    return table.where(table.notna(), None)
+
+
+# ---- items and rows
 
 
 def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
@@ -58,27 +189,12 @@ def family(model: str, named: Sequence[str] | None, profile: str) -> list[str]:
     return list(dict.fromkeys([model, *named]))
 
 
-def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
-    """Items as in `data.load_fitting`, with answers cut to `settings.answer_words` words and evidence in proportion:
-    long answers of the embedded world follow the order of the prompt. Prompts that are too short for a cell of the grid
-    are left out."""
-    fitting = data.load_fitting(items, n_items, loaded.tokenizer, settings.tokens, settings.seed)
-    cut = [_cut(loaded, item, settings) for item in fitting]
-    smallest = _cells(loaded, [with_parts(loaded, item, settings) for item in cut], [min(settings.kept)])
-    cells = smallest.drop_duplicates(["scorer", "guard", "regime", "quota"])  # no other factor asks for more tokens
-    every = [grid.condition(cell, settings) for cell in cells.to_dict("records")]
-    return able(_study(cut, [*every, *kept.conditions(middle(settings))], settings), loaded)
-
-
-def _cells(loaded: Loaded, prompts: Sequence[Prompt], shares: Sequence[float]) -> pd.DataFrame:
-    """The grid's cells for a model and its prompts at these shares."""
-    facts, asks = ModelFacts.of(loaded.model), all("question" in prompt.spans for prompt in prompts)
-    return grid.cells(shares, kv_heads=max(facts.kv_heads.values()), slides=bool(facts.sliding), asks=asks)
-
-
-def middle(settings: Settings) -> float:
-    """The share at which the heads' kept tokens are looked at."""
-    return sorted(settings.kept)[len(settings.kept) // 2]
+def questions(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> list[Item]:
+    """Items as in `data.load_fitting` (None: as many as the profile says), with answers cut to `settings.answer_words`
+    words and evidence in proportion: long answers of the embedded world follow the order of the prompt."""
+    count = data.AtMost(SIZES[settings.profile][0]) if n_items is None else n_items
+    fitting = data.load_fitting(items, count, loaded.tokenizer, settings.tokens, settings.seed)
+    return [_cut(loaded, item, settings) for item in fitting]
 
 
 def _cut(loaded: Loaded, item: Item, settings: Settings) -> Item:
@@ -99,10 +215,8 @@ def _cut(loaded: Loaded, item: Item, settings: Settings) -> Item:
 def with_parts(loaded: Loaded, item: Item, settings: Settings) -> Prompt:
     """The item's prompt. The text before its question (all text without one) has equal parts, which a quota counts."""
     prompt = data.build_prompt(item, loaded.tokenizer, settings.tokens)
-    end = min(prompt.spans.get("question", [len(prompt.ids)]))
-    names = grid.part_names(settings)
-    edges = [end * i // len(names) for i in range(len(names) + 1)]
-    parts = {name: list(range(a, b)) for name, a, b in zip(names, edges[:-1], edges[1:], strict=True)}
+    end, count = min(prompt.spans.get("question", [len(prompt.ids)])), settings.parts
+    parts = {name: [*range(end * i // count, end * (i + 1) // count)] for i, name in enumerate(settings.part_names)}
     return replace(prompt, spans=prompt.spans | parts)
 
 
@@ -124,65 +238,108 @@ def kept_of(item: Item, prompt: Prompt, answer: Generation, block_size: int) -> 
     }
 
 
-def planned(
-    loaded: Loaded, prompts: Sequence[Prompt], cells: int, policies: Sequence[str], settings: Settings
-) -> list[Condition]:
-    """The conditions of a run: the full cache, published methods, and `cells` cells of the grid.
-
-    Methods of the catalogue whose window is larger than their share of the shortest prompt are left out, and a printed
-    line says so; a reader's own policy raises InputError instead.
-    """
-    chosen = grid.design(_cells(loaded, prompts, settings.kept), cells, settings.seed)
-    shortest, methods = min(len(prompt.ids) for prompt in prompts), []
-    for condition in grid.published(policies, settings):
-        try:
-            check(condition, shortest)
-            methods.append(condition)
-        except InputError as error:
-            if is_own(condition.policy):
-                raise
-            print(f"{condition.label} is left out: {error}")
-    return [Condition(), *methods, *(grid.condition(cell, settings) for cell in chosen.to_dict("records"))]
-
-
 def answers(
-    loaded: Loaded, items: Sequence[Item], cells: int, policies: Sequence[str], settings: Settings
+    loaded: Loaded, items: Sequence[Item], count: int, policies: Sequence[str], settings: Settings
 ) -> pd.DataFrame:
-    """Rows of one model, as `tidy` gives them."""
-    prompts = [with_parts(loaded, item, settings) for item in items]
-    conditions = planned(loaded, prompts, cells, policies, settings)
-    return tidy(run(_study(items, conditions, settings), loaded, settings))
+    """Rows of one model, as `tidy` gives them: the full cache, published methods at every share with the question seen,
+    and `count` cells of the grid."""
+    facts = ModelFacts.of(loaded.model)
+    asks = all("question" in with_parts(loaded, item, settings).spans for item in items)
+    every = cells(settings.kept, kv_heads=max(facts.kv_heads.values()), slides=bool(facts.sliding), asks=asks)
+    chosen = design(every, count, settings.seed).to_dict("records")
+    methods = [Condition(p, s, Prefill(), reading="as_described") for p in policies for s in settings.kept]
+    conditions = [Condition(), *methods, *(condition(cell, settings) for cell in chosen)]
+    prompt_of, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
+    most = max(item.new_tokens(settings.answer_words) for item in items)
+    study = Answers("synthesis", "grid", items, conditions, most, settings.tokens, prompt_of, note)
+    return tidy(run(study, loaded, settings))
 
 
 def tidy(rows: pd.DataFrame) -> pd.DataFrame:
-    """The runner's rows with their `grid.levels`, `kept`, `kind` ("full", "published", "grid"), `method`, `score`, and
-    what `kept_of` says of the kept set."""
+    """The runner's rows with their `levels`, `kept`, `kind` ("full", "published", "grid"), `method`, `score`, and what
+    `kept_of` says of the kept set."""
     rows = rows.reset_index(drop=True)
-    levels = grid.levels(rows)
-    kind = rows.policy.where(rows.policy == "full", "published").mask(levels.scorer.notna(), "grid")
+    of_cells = levels(rows)
+    kind = rows.policy.where(rows.policy == "full", "published").mask(of_cells.scorer.notna(), "grid")
     shown = rows[["model", "item", "task", "prediction", "rest_f1", "evidence_at"]]
     shown = shown.assign(kind=kind, kept=rows.share, method=rows.policy.where(kind == "published"))
     notes = [json.loads(note) if isinstance(note, str) else {} for note in rows.note]  # {}: it failed
-    return pd.concat([shown.assign(score=measure.scores(rows)), levels, pd.DataFrame(notes)], axis=1)
-
-
-def _study(items: Sequence[Item], conditions: Sequence[Condition], settings: Settings) -> Answers:
-    prompt_of, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
-    most = max(item.new_tokens(settings.answer_words) for item in items)
-    return Answers("synthesis", "grid", items, conditions, most, settings.tokens, prompt_of, note)
+    return pd.concat([shown.assign(score=measure.scores(rows)), of_cells, pd.DataFrame(notes)], axis=1)
 
 
 def of_family(
-    first: Loaded, others: Sequence[str], items: str, size: Size, policies: Sequence[str], settings: Settings
+    first: Loaded, others: Sequence[str], items: str, n_items: int | None, policies: Sequence[str], settings: Settings
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of every model, and the tables of `kept.of_items` at the middle share. In the quick profile the models after
-    the first run fewer policies: `grid.RIVALS` and a reader's own."""
-    few = [name for name in policies if name in grid.RIVALS or is_own(name)]
-    rows, of_heads = [], []
+    """Rows of every model, and the tables of `of_heads`. In the quick profile the models after the first run fewer
+    policies: `RIVALS` and a reader's own."""
+    few = [name for name in policies if name in RIVALS or is_own(name)]
+    rows, heads = [], []
     for name in [None, *others]:
         loaded = first if name is None else models.load(name, first.device, settings.dtype, settings.enable_thinking)
-        chosen = questions(loaded, items, size.items, settings)
+        chosen = questions(loaded, items, n_items, settings)
         model_policies = list(policies) if name is None or settings.profile == "full" else few
-        rows.append(answers(loaded, chosen, size.cells if name is None else size.others, model_policies, settings))
-        of_heads.append(kept.of_items(loaded, chosen, middle(settings), settings))
-    return pd.concat(rows, ignore_index=True), pd.concat(of_heads, ignore_index=True)
+        most, fewer = SIZES[settings.profile][1:]
+        most = settings.cells or most
+        count = most if name is None else min(most, fewer)
+        rows.append(answers(loaded, chosen, count, model_policies, settings))
+        arguments = {"policies": COMPARED, "share": settings.middle, "tokens": settings.tokens}
+        looked_at = run(PerItem("synthesis", "kept", chosen, of_heads, arguments), loaded, settings)
+        heads.append(looked_at.assign(model=loaded.name))
+    return pd.concat(rows, ignore_index=True), pd.concat(heads, ignore_index=True)
+
+
+# ---- what heads keep, and how that changes attention
+
+
+def of_heads(loaded: Loaded, item: Item, policies: Sequence[str], share: float, tokens: int) -> pd.DataFrame:
+    """What each policy, as its paper describes it, keeps of a prompt: rows (policy, layer, head of keys and values).
+
+    evidence: share of the evidence's tokens; distinct: 1 - the mean cosine of two different kept keys; mass: share of
+    the last query's attention, mean over the query heads; shift: length of the change of a query head's output at the
+    last query, over the output's length, mean over the query heads.
+    """
+    prompt = data.build_prompt(item, loaded.tokenizer, tokens)
+    every = [Condition(p, share, Prefill(), reading="as_described") for p in policies]
+    conditions = [c for c in every if c not in unmet(loaded, prompt, every)]
+    [kept] = generate(loaded.model, [prompt], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True)
+    layers, parts = last_attention(loaded, prompt.ids), []
+    for c, answer in zip(conditions, kept, strict=True):
+        for (layer, (key, value, p)), keep in zip(layers.items(), answer.kept_sets, strict=True):
+            mask = torch.as_tensor(keep, device=key.device)
+            evidence = mask[:, prompt.spans.get("evidence", [])].float().mean(1)  # nan without evidence
+            measures = {"evidence": evidence} | of_layer(key, value, p, mask)
+            columns = {measure: values.tolist() for measure, values in measures.items()}
+            parts.append(pd.DataFrame({"policy": c.policy, "layer": layer, "head": range(len(mask)), **columns}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def of_layer(key: Tensor, value: Tensor, p: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    """Measures of one layer, each [kv_heads]. key, value: [kv_heads, tokens, dim]; p: the last query's attention,
+    [kv_heads, group, tokens]; kept: bool [kv_heads, tokens]."""
+    count = kept.sum(1)
+    unit = F.normalize(key.float(), dim=-1) * kept[..., None]
+    likeness = (unit.sum(1).square().sum(1) - count) / (count * (count - 1)).clamp(min=1)
+    left = p * kept[:, None]
+    mass = left.sum(-1)
+    before, after = p @ value.float(), (left / mass.clamp(min=1e-9)[..., None]) @ value.float()
+    shift = (after - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=1e-9)
+    return {"distinct": 1 - likeness, "mass": mass.mean(1), "shift": shift.mean(1)}
+
+
+def last_attention(loaded: Loaded, ids: Sequence[int]) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+    """By layer, of those that evict: keys and values [kv_heads, tokens, dim], the last query's attention [kv_heads,
+    group, tokens]."""
+    seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    class Looking:
+        def attend(
+            self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: Any, sliding: int | None = None
+        ):
+            at = torch.arange(len(ids), device=query.device)[None]
+            parts, last = [(key, value, at[:, None])], []
+            attend(query[:, :, -1:], at[:, -1:], parts, scaling, sliding, lambda p, _: last.append(p[0, :, :, 0]))
+            seen[layer] = key[0], value[0], last[0].float()
+            return attend(query, at, parts, scaling, sliding, prompt=True)
+
+    read_once(loaded.model, ids, Looking())
+    return {layer: seen[layer] for layer in ModelFacts.of(loaded.model).evictable}

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 import tiny
 
-from kvrepro.chapters.reclamation import acceptance, members
-from kvrepro.chapters.reclamation.settings import Settings
+from kvrepro.chapters.reclamation import acceptance
+from kvrepro.chapters.reclamation.study import Settings
 from kvrepro.chapters.reclamation.survivors import JOINT
 from kvrepro.experiment import verdict
 
@@ -77,7 +77,7 @@ def test_one_counterexample_refutes_an_identity_and_is_named():
     rows.loc[(rows["item"] == "p3") & (rows.layout == "repack"), "as_predicted"] = 0.5
     frame = judged(identity=compared(rows))
     assert (frame.verdict["R6"], frame.members["R6"]) == ("not reproduced", "1 holds, 1 fails")
-    assert frame.decided_by["R6"].startswith("repack: 2 of 14 cases, worst at item p3")
+    assert frame.decided_by["R6"].startswith("repack: 2 of 14 cases, worst at p3")
 
 
 def test_a_case_that_no_broken_cache_would_fail_counts_for_nothing():
@@ -88,9 +88,7 @@ def test_a_case_that_no_broken_cache_would_fail_counts_for_nothing():
     assert frame.n[["R6", "R6b"]].tolist() == [12, 6]
     assert frame.members["R6g"].startswith("1 open, 1 fails")  # one of seven prompts in one control, all in the other
     rows.loc[rows.layout == "storage positions", "identical"] = 0.0
-    claim = {"study": "identity", "column": "noticed_tokens"}
-    [noticed] = members.members(claim, {"identity": compared(rows)})
-    assert noticed.what.data.a[rows.layout == "storage positions"].eq(1).all()
+    assert compared(rows).noticed_tokens[rows.layout == "storage positions"].eq(1).all()
 
 
 def test_a_prefix_outlives_compactions_and_the_control_breaks_it(loaded):

@@ -1,4 +1,5 @@
-"""What the guide quotes: answers are read, and rows are held against what is printed."""
+"""Sums of memory against numbers worked out by hand; what the guide quotes: answers are read, and rows are held against
+what is printed."""
 
 from types import SimpleNamespace
 
@@ -6,7 +7,7 @@ import pandas as pd
 import pytest
 
 from kvrepro.chapters.reclamation import quoted
-from kvrepro.chapters.reclamation.settings import Settings
+from kvrepro.chapters.reclamation.study import Settings
 from kvrepro.experiment import verdict
 
 
@@ -45,3 +46,21 @@ def test_the_quoted_claims_are_judged_once_there_are_rows():
     same = rows().assign(prediction="5", decode_seconds=[1.0 + 0.01 * (i % 7) for i in range(200)])
     frame = judged(same)
     assert frame.verdict["R5d"] == "not reproduced"
+
+
+def test_bytes_of_a_token_and_tokens_beside_the_weights():
+    token = 2 * 64 * 8 * 128 * 2  # keys and values, layers, KV heads, dimensions, bytes
+    rows = quoted.memory().set_index("check").value
+    assert rows["tokens in 24 x 10^9 bytes, four bits for every weight"] == (24_000_000_000 - 16_400_000_000) // token
+    ends = 2 * 151_936 * 5_120  # embeddings and output layer, two bytes a weight; the others 4.15625 bits
+    held = 2 * ends + (32_800_000_000 - ends) * 4.15625 / 8
+    assert rows["tokens in 24 x 2^30 bytes"] == (24 * 2**30 - held) // token == 24_512
+    assert rows["smaller by GQA"].tolist()[0] == 32 / 8
+
+
+def test_one_model_with_four_times_as_many_query_heads_refutes_eight_and_is_named():
+    table, model = quoted.memory(), SimpleNamespace(name="none")
+    few = table[(table.check != "smaller by GQA") | (table.value >= 8)]
+    for rows, expected in ((table, "not reproduced"), (few, "reproduced")):
+        frame = verdict.verdicts("reclamation", {"memory": rows}, model, Settings(), ["R8"])
+        assert frame.verdict.tolist() == [expected]

@@ -1,19 +1,22 @@
 """The reclamation studies: closed forms, policies that keep what they say, generation, verdicts from tables."""
 
-import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import families
 import numpy as np
-import pandas as pd
 import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvrepro as kv
 from kvrepro.chapters.reclamation import study as r
-from kvrepro.chapters.reclamation.settings import Settings
+from kvrepro.chapters.reclamation import survivors as s
+from kvrepro.chapters.reclamation.study import Settings
 from kvrepro.engine.catalogue import CATALOGUE
+from kvrepro.engine.condition import DecodeCap, Prefill
+from kvrepro.engine.generate import generate
 from kvrepro.engine.policy import own
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, verdict
@@ -66,35 +69,9 @@ def test_reclaim_obeys_its_arithmetic(data):
     )
 
 
-SETTINGS = {"kept": [0.2, 0.5], "capacity": 40, "max_new_tokens": 2, "cadences": [1, 4], "timed_cadences": [1, 4],
-            "budget": 64, "block_size": 16, "lengths": [32], "progress": False}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"block_size": 0}, "block_size 0: "),
-        ({"block_size": 64}, "item a: block_size 64 > 60 tokens that prompts share"),
-        ({"timed_cadences": [256]}, "item a: 100 tokens of a prompt and 513 after it exceed the model's 512"),
-        ({"cadences": []}, "cadences []: "),
-        ({"policies": ["snapkv", "snapkv"]}, "policies ['snapkv', 'snapkv']: give a list of at least one, each once"),
-        ({"policies": ["snapkv", "twin"]}, "two of the policies are called SnapKV"),
-        ({"policies": ["lru"]}, "policies lru: this model can have none of them"),
-        ({"kept": [0.01]}, "item a: kept 0.01 of 100 tokens are 1, fewer than 16"),
-        ({"capacity": 100}, "item a: capacity 100 >= 100 tokens of a prompt"),
-    ],
-)
-def test_settings_are_refused_before_anything_is_computed(loaded, changed, message, tmp_path):
-    own("twin", CATALOGUE["snapkv"])
-
-    def run():
-        settings = Settings(tmp_path, **{**SETTINGS, "acceptance": "policies", **changed})
-        r.run(loaded, dict(zip("ab", tiny.prompts(100, 120), strict=True)), settings)
-
-    with pytest.raises(InputError, match=re.escape(message)) as refused:
-        run()
-    assert "\n" not in str(refused.value)
-    assert not list(tmp_path.iterdir())
+def test_a_prompt_of_which_nothing_leaves_is_left_out(tmp_path):
+    with pytest.raises(InputError, match="of the 2.. tokens of item .* none leaves: lower capacity, block_size"):
+        r.prompts(kv.load(), "tinyworld:needle", 2, Settings(tmp_path, prompt_tokens=300, capacity=300))
 
 
 @pytest.mark.parametrize("family", ["LFM2", "Qwen3.5"])
@@ -113,7 +90,7 @@ def test_every_claim_has_a_row_and_a_missing_study_is_said():
     assert by_claim.verdict["R1"] == by_claim.verdict["R2"] == "reproduced"
     assert by_claim.verdict["R1e"] == "partly"  # even spacing holds, the lot does not
     assert by_claim.verdict["R5"] == "not testable here"
-    assert by_claim.note["R6b"] == "the study 'identity' was not run"
+    assert by_claim.note["R6b"] == "not run: it needs the study accepted"
     assert (frame.reading == "any").all()
 
 
@@ -124,7 +101,47 @@ def test_hole_filling_copies_a_fraction_of_what_a_repack_copies():
     assert rows.copies_per_pass[600, "repack"].between(1, 64).all()
 
 
-def test_a_policy_that_raises_is_left_out_and_named(capsys):
-    rows = pd.DataFrame({"item": ["a", "a"], "policy": ["x", "y"], "shared": [None, True], "error": ["E: no", None]})
-    assert r._without_failed("identity", rows).to_dict("records") == [{"item": "a", "policy": "y", "shared": True}]
-    assert capsys.readouterr().out == "reclamation/identity: x is left out of 1 item, the first a: E: no\n"
+def test_a_policy_that_raises_or_cannot_run_is_left_out_and_named(loaded, capsys):
+    """A prompt too short for the budget, a policy of another regime, and one whose scorer raises."""
+    broken = own("broken", replace(CATALOGUE["k_norm"], title="Broken", score=lambda o: 1 / 0))
+    rows = r.published(loaded, tiny.prompts(100)[0], [0.2], ["k_norm", "lru", "snapkv", broken])
+    errors = rows.set_index("policy").error
+    assert errors[errors.notna()].index.tolist() == ["LRU", "SnapKV", "Broken"]
+    whole = r._without_failed("published", rows.assign(item="a"))
+    assert whole.policy.tolist() == ["K-norm"]
+    assert "published: Broken is left out of 1 item, the first a: ZeroDivisionError" in capsys.readouterr().out
+    with pytest.raises(InputError, match="published: none of the policies can be run: "):
+        r._without_failed("published", rows[1:].assign(item="a"))
+
+
+# ---- who chooses the survivors
+
+
+PAIRS = [(p, g) for p in s.POLICIES for g in (s.JOINT if p != "sinks_recency" else s.JOINT[:1])]
+
+
+def keep(policy: str, granularity: str, budget: int = 40) -> np.ndarray:
+    """Who stays of a prompt of 200 tokens, [layers, kv_heads, tokens]."""
+    chosen = s.condition(policy, granularity, budget, Prefill())
+    [[answer]] = generate(tiny.model(), tiny.prompts(200), [chosen], max_new_tokens=1, stop_ids=(), kept_sets=True)
+    return np.stack(answer.kept_sets)
+
+
+@pytest.mark.parametrize(("policy", "granularity"), PAIRS)
+def test_a_granularity_is_who_chooses_for_itself(policy, granularity):
+    kept = keep(policy, granularity)
+    assert kept.sum() == 40 * 6
+    assert kept[..., -1].all()
+    if granularity != "joint":
+        assert (kept.sum(-1) == 40).all()
+    alike = {axis: bool((kept == kept.take([0], axis)).all()) for axis in (0, 1)}
+    one_set = granularity == "one set"
+    assert alike == {0: one_set, 1: one_set or granularity == "per layer"}
+
+
+def test_an_evicted_token_is_never_kept_again():
+    for granularity in s.JOINT:
+        conditions = [s.condition("cumulative", granularity, 40, regime) for regime in (Prefill(), DecodeCap(4))]
+        [[once, again]] = generate(tiny.model(), tiny.prompts(120), conditions, max_new_tokens=20, stop_ids=())
+        assert once.kept_positions == again.kept_positions
+        assert sum(again.kept) == 43 * 3  # three tokens each since the last eviction

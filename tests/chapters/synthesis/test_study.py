@@ -1,15 +1,70 @@
-"""The chapter's rows: items, prompts with parts, conditions that do what their cells say, rows beside their cells."""
+"""The grid, and the chapter's rows: every cell once, a balanced choice, conditions that do what their cells say, rows
+beside their cells, and what heads keep, on closed forms and against a plain softmax."""
 
+import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 
 import kvrepro as kv
-from kvrepro.chapters.synthesis import grid, study
-from kvrepro.chapters.synthesis.settings import Settings
+from kvrepro.chapters.reclamation.study import reclaim
+from kvrepro.chapters.synthesis import study
+from kvrepro.chapters.synthesis.policies import OF_WINDOW, SPLITS
+from kvrepro.engine.condition import Generation, Prompt
+from kvrepro.engine.policy import check
+from kvrepro.experiment import store
 
-SETTINGS = Settings(tokens=600, progress=False, workers=1)
+SETTINGS = study.Settings(tokens=600, progress=False, workers=1)
+NOTE = json.dumps({"held": 0.1, "freed": 0.5, "freed_compacted": 0.9, "evidence_heads": 0.3})
+
+
+def test_the_grid_holds_every_cell_that_exists_once():
+    """Counted by hand: window scorers have 3 x 3 more, position one split, a decode cap no quota."""
+    cells = study.cells(SETTINGS.kept)
+    of_scorers = 3 * 9 * 4 + 4 * 4 + 1  # scorer, aggregator, pooling, split
+    assert len(cells) == of_scorers * 3 * (2 * 2 + 1) * 3  # guard, regime and quota, share
+    assert not cells.duplicated().any()
+    assert (cells.aggregator.notna() == cells.scorer.isin(OF_WINDOW)).all()
+
+
+def test_no_two_cells_ask_the_same_of_the_engine_and_all_can_be_asked():
+    cells = study.cells((0.1,)).to_dict("records")
+    conditions = [study.condition(cell, SETTINGS) for cell in cells]
+    assert len(set(conditions)) == len(conditions)
+    for condition in conditions:
+        check(condition, prompt_tokens=1880)
+
+
+@pytest.mark.parametrize("count", [40, 160])
+def test_any_two_levels_meet_about_as_often_as_by_chance(count):
+    chosen = study.design(study.cells(SETTINGS.kept), 200)[:count]  # every beginning is balanced
+    assert not chosen.duplicated().any()
+    for a, b in itertools.combinations(chosen, 2):
+        both = chosen.dropna(subset=[a, b])
+        table = pd.crosstab(both[a], both[b]).to_numpy()
+        if {a, b} != {"quota", "regime"}:
+            even = np.outer(table.sum(1), table.sum(0)) / table.sum()
+            assert abs(table - even).max() <= 2.5, (a, b)
+
+
+def test_rows_know_the_cell_that_they_belong_to(tmp_path):
+    cells = study.design(study.cells([0.1, 0.2]), 80)
+    conditions = [study.condition(cell, SETTINGS) for cell in cells.to_dict("records")]
+    published = kv.Condition("snapkv", 0.1, kv.Prefill(), reading="as_described")
+    columns = {"model": "m", "task": "t", "token_f1": 0.5, "note": NOTE}
+    every = enumerate([*conditions, published, kv.Condition()])
+    store.add(tmp_path, [columns | condition.columns() | {"key": str(i), "item": "i"} for i, condition in every])
+    rows = study.tidy(store.read(tmp_path))
+    of_grid = rows[rows.kind == "grid"].reset_index(drop=True)
+    factors = list(study.FACTORS)
+    pd.testing.assert_frame_equal(of_grid[factors].fillna("-"), cells[factors].fillna("-"), check_dtype=False)
+    assert list(of_grid.kept) == list(cells.kept)
+    assert rows.kind.value_counts().to_dict() == {"grid": len(cells), "published": 1, "full": 1}
+    assert rows[rows.kind == "published"].method.item() == "snapkv"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +91,7 @@ def cell(**levels) -> dict:
 
 def test_parts_are_what_stands_before_the_question_cut_evenly(loaded, items):
     prompt = study.with_parts(loaded, items[0], SETTINGS)
-    parts = [prompt.spans[name] for name in grid.part_names(SETTINGS)]
+    parts = [prompt.spans[name] for name in SETTINGS.part_names]
     assert sum(parts, []) == list(range(min(prompt.spans["question"])))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -49,13 +104,13 @@ def test_composed_policies_are_the_catalogues_where_they_coincide(loaded, items)
         (cell(scorer="random"), kv.Condition("random", 0.1, kv.Prefill(), reading="as_described")),
     ]
     for levels, published in given:
-        ours, theirs = sets(loaded, items[0], [grid.condition(levels, SETTINGS), published])
+        ours, theirs = sets(loaded, items[0], [study.condition(levels, SETTINGS), published])
         assert (ours == theirs).all(), levels
 
 
 def test_every_split_keeps_the_budget_and_one_set_is_one_set(loaded, items):
     of_window = {"scorer": "attention", "aggregator": "mean", "pooling": "max"}
-    by_split = sets(loaded, items[1], [grid.condition(cell(**of_window, split=s), SETTINGS) for s in grid.SPLITS])
+    by_split = sets(loaded, items[1], [study.condition(cell(**of_window, split=s), SETTINGS) for s in SPLITS])
     uniform, per_head, joint, one_set = by_split
     budget = uniform[0, 0].sum()
     assert (uniform.sum(-1) == budget).all()
@@ -69,7 +124,7 @@ def test_every_split_keeps_the_budget_and_one_set_is_one_set(loaded, items):
 
 def test_guards_and_quotas_hold(loaded, items):
     free = {"scorer": "random", "kept": 0.2}
-    ends, quota = sets(loaded, items[0], [grid.condition(cell(**free, **more), SETTINGS) for more in (
+    ends, quota = sets(loaded, items[0], [study.condition(cell(**free, **more), SETTINGS) for more in (
         {"guard": "ends"}, {"quota": "parts"}
     )])  # fmt: skip
     side = int(0.1 * ends[0, 0].sum())
@@ -77,21 +132,65 @@ def test_guards_and_quotas_hold(loaded, items):
     assert ends[..., :side].all()
     assert ends[..., -side:].all()
     prompt = study.with_parts(loaded, items[0], SETTINGS)
-    counts = [quota[..., prompt.spans[name]].sum(-1) for name in grid.part_names(SETTINGS)[:-1]]
+    counts = [quota[..., prompt.spans[name]].sum(-1) for name in SETTINGS.part_names[:-1]]
     assert all((abs(count - counts[0]) <= 1).all() for count in counts)
 
 
-def test_rows_stand_beside_their_cells(loaded, items, tmp_path, capsys):
+def test_rows_stand_beside_their_cells(loaded, items, tmp_path):
     settings = replace(SETTINGS, results=tmp_path)
     rows = study.answers(loaded, items, 12, ["snapkv"], settings)
-    assert len(rows) == 3 * (12 + 2 + 1)
-    assert "snapkv 5% prefill as described is left out: budget 29 < 32" in capsys.readouterr().out
-    assert not rows.duplicated(["item", "kind", "method", *grid.factors(())]).any()
-    evicting = rows[rows.kind != "full"]
+    assert len(rows) == 3 * (12 + 3 + 1)
+    assert rows[rows.held.isna()].method.tolist() == ["snapkv"] * 3  # 29 tokens, fewer than its window has
+    assert not rows.duplicated(["item", "kind", "method", *study.factors(())]).any()
+    evicting = rows[(rows.kind != "full") & rows.held.notna()]
     assert (abs(evicting.held - evicting.kept.astype(float)) < 0.01).all()
     assert (rows[rows.kind == "full"].held == 1).all()
     assert (evicting.freed <= evicting.freed_compacted).all()
     one_set = evicting[evicting.split == "one set"]
     assert one_set.freed.mean() > evicting[evicting.split == "uniform"].freed.mean()
     random = study.answers(loaded, items, 12, ["snapkv"], settings)
-    assert random.score.tolist() == rows.score.tolist()  # read, not computed
+    assert random.score.equals(rows.score)  # read, not computed
+
+
+def test_blocks_are_counted_as_in_the_chapter_on_reclamation():
+    keep = np.random.default_rng(0).random((3, 2, 100)) < 0.03
+    generation = Generation([], [], [], "", 0, 0, 0, 0, 0.0, 0.0, "torch", kept_sets=list(keep))
+    prompt = Prompt(list(range(100)), {"evidence": [3, 4, 60]})
+    measures, reclaimed = study.kept_of(None, prompt, generation, 16), reclaim(keep, 16)
+    assert measures["freed"] == pytest.approx(reclaimed["share_plain"])
+    assert measures["freed_compacted"] == pytest.approx(reclaimed["share_repack"])
+    assert measures["held"] == pytest.approx(1 - reclaimed["evicted"])
+    assert measures["evidence_heads"] == pytest.approx(keep[..., [3, 4, 60]].mean())
+
+
+def layer(keys: torch.Tensor, mask: list[bool], p: list[float]) -> dict[str, float]:
+    """One head with values that are unit vectors, one per token."""
+    tokens = len(mask)
+    measures = study.of_layer(
+        keys[None], torch.eye(tokens)[None], torch.tensor(p)[None, None], torch.tensor(mask)[None]
+    )
+    return {name: float(value[0]) for name, value in measures.items()}
+
+
+def test_distinct_mass_and_shift_on_closed_forms():
+    """Attention (.5, .3, .2); without the last token its output moves from (.5, .3, .2) to (.625, .375, 0)."""
+    same, apart = torch.ones(3, 4), torch.eye(3, 4)
+    measures = layer(apart, [True, True, False], [0.5, 0.3, 0.2])
+    assert measures["distinct"] == pytest.approx(1)
+    assert measures["mass"] == pytest.approx(0.8)
+    moved, whole = torch.tensor([0.125, 0.075, -0.2]), torch.tensor([0.5, 0.3, 0.2])
+    assert measures["shift"] == pytest.approx(float(moved.norm() / whole.norm()))
+    assert layer(same, [True, True, False], [0.5, 0.3, 0.2])["distinct"] == pytest.approx(0, abs=1e-6)
+    assert layer(apart, [True, True, True], [0.5, 0.3, 0.2])["shift"] == pytest.approx(0, abs=1e-6)
+
+
+def test_layers_hold_the_attention_of_the_models_own_last_query():
+    loaded = kv.load()
+    [item] = kv.load_items("tinyworld:needle", n_items=1, seed=0, tokens=300)
+    ids = kv.build_prompt(item, loaded.tokenizer, 400).ids
+    layers = study.last_attention(loaded, ids)
+    loaded.model.set_attn_implementation("eager")
+    attentions = loaded.model(torch.tensor([ids]), output_attentions=True).attentions
+    for number, (key, value, p) in layers.items():
+        assert key.shape == value.shape == (2, len(ids), 64)
+        torch.testing.assert_close(p.flatten(0, 1), attentions[number][0, :, -1], atol=1e-4, rtol=1e-3)

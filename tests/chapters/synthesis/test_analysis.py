@@ -1,4 +1,5 @@
-"""Shares of variance on made-up tables whose effects are known, and effects beside those of a mixed model."""
+"""Shares of variance on made-up tables whose effects are known, and effects beside those of a mixed model; the frontier
+on points whose frontier is known."""
 
 import itertools
 
@@ -7,7 +8,7 @@ import pandas as pd
 import pytest
 from statsmodels.regression.mixed_linear_model import MixedLM
 
-from kvrepro.chapters.synthesis import variance
+from kvrepro.chapters.synthesis import analysis
 
 LEVELS = {"a": "pqr", "b": "xy", "c": "klmn"}
 A, B = {"p": -0.3, "q": 0.0, "r": 0.3}, {"x": -0.1, "y": 0.1}
@@ -26,9 +27,9 @@ def table(items: int = 12, noise: float = 0.2, seed: int = 0, both: float = 0.0)
 
 
 def parts(rows: pd.DataFrame, draws: int = 200):
-    conditions, scores = variance.wide(rows, list(LEVELS), "score")
-    d = variance.design(conditions)
-    return variance.shares(d, scores, draws).set_index("term"), d, conditions, scores
+    conditions, scores = analysis.wide(rows, list(LEVELS), "score")
+    d = analysis.design(conditions)
+    return analysis.shares(d, scores, draws).set_index("term"), d, conditions, scores
 
 
 def test_shares_are_those_of_the_effects_without_bias():
@@ -38,7 +39,7 @@ def test_shares_are_those_of_the_effects_without_bias():
     assert values["a"] == pytest.approx(0.06 / total, abs=0.02)
     assert values["b"] == pytest.approx(0.01 / total, abs=0.01)
     assert values["item"] == pytest.approx(0.0225 / total, abs=0.03)
-    for nothing in ("c", "a x b", "a x c", "b x c", variance.BEYOND):
+    for nothing in ("c", "a x b", "a x c", "b x c", analysis.BEYOND):
         assert abs(values[nothing]) < 0.003, nothing
 
 
@@ -62,13 +63,24 @@ def test_intervals_hold_the_truth_usually():
 def test_effects_are_those_of_the_mixed_model():
     rows = table(60, noise=0.2, seed=3)
     _, _, conditions, scores = parts(rows, 2)
-    effects = variance.effects(conditions, scores).set_index(["factor", "level"]).value
+    effects = analysis.effects(conditions, scores).set_index(["factor", "level"]).value
     for level, value in (("p", -0.3), ("q", 0.0), ("r", 0.3)):
         assert effects["a", level] == pytest.approx(value, abs=0.03)
     plain = rows.groupby("a").score.mean() - rows.score.mean()  # a full table: plain means are the effects
     for level in LEVELS["a"]:
         assert effects["a", level] == pytest.approx(plain[level], abs=1e-9)
-    columns = np.concatenate([np.ones((len(scores), 1)), *(variance.coded(conditions[name])[0] for name in LEVELS)], 1)
+    columns = np.concatenate([np.ones((len(scores), 1)), *(analysis.coded(conditions[name])[0] for name in LEVELS)], 1)
     y, groups = scores.to_numpy().T.ravel(), np.repeat(np.arange(scores.shape[1]), len(scores))
     fit = MixedLM(y, np.tile(columns, (scores.shape[1], 1)), groups).fit()
     assert effects["a", "p"] == pytest.approx(fit.fe_params[1], abs=1e-6)
+
+
+def test_the_frontier_of_a_quarter_circle_is_the_circle():
+    """Points at angles on the circle, each with one that costs the same and scores less, and one dearer and equal."""
+    angle = np.linspace(0.1, 1.4, 9)
+    best = pd.DataFrame({"held": 1 - np.cos(angle), "value": np.sin(angle), "on": True})
+    below, dearer = best.assign(value=best.value - 0.05, on=False), best.assign(held=best.held + 0.3, on=False)
+    table = pd.concat([below, best, dearer]).sample(frac=1, random_state=0)
+    on_frontier = analysis.frontier(table, "held")
+    assert on_frontier.on.all()
+    assert on_frontier.value.tolist() == pytest.approx(np.sin(angle))

@@ -1,4 +1,6 @@
-"""How much of the spread of scores each factor explains: a mixed model of items x conditions.
+"""How much of the spread of scores each factor explains, and what a score costs.
+
+The spread is that of a mixed model of items x conditions:
 
     score = mean + factors + interactions of two factors + item + rest
 
@@ -13,18 +15,45 @@ solve these moment equations (as in Henderson's methods for variance components;
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
-from kvrepro.errors import InputError
-from kvrepro.experiment import stats
+from kvrepro.experiment import figure, stats
 
 Columns = dict[tuple[str, ...], np.ndarray]  # of a factor, or of two
 SMALL = 1e-8  # of a column that others explain
 BEYOND = "conditions, beyond these"
 ENOUGH = 100  # from so many conditions on, interactions of two factors can be told apart
+COSTS = {"held": "keys and values held", "unfreed": "blocks not freed"}  # shares; less is better
+
+
+# ---- what explains the scores
+
+
+def by_model(
+    rows: pd.DataFrame, factors: Sequence[str], score: str, draws: int = 1000
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(`shares`, `effects`) of each model's rows, with a column `model`; interactions where conditions suffice."""
+    all_shares, all_effects = [], []
+    for name, model_rows in rows.groupby("model", sort=False):
+        conditions, scores = wide(model_rows, factors, score)
+        d = design(conditions, interactions=len(conditions) >= ENOUGH)
+        all_shares.append(shares(d, scores, draws).assign(model=name))
+        all_effects.append(effects(conditions, scores).assign(model=name))
+    if not all_shares:  # no answer has words after the first
+        return pd.DataFrame(columns=["term", "value", "low", "high", "n", "model"]), pd.DataFrame()
+    return pd.concat(all_shares, ignore_index=True), pd.concat(all_effects, ignore_index=True)
+
+
+def wide(rows: pd.DataFrame, factors: Sequence[str], score: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(conditions, scores [conditions, items]): the conditions that every item has."""
+    rows = rows.dropna(subset=[score])  # answers of one word have no score of the words after it
+    filled = rows.assign(**{name: rows[name].astype(object).where(rows[name].notna(), "-") for name in factors})
+    table = filled.pivot_table(score, list(factors), "item", aggfunc="first", sort=False).dropna()
+    conditions = table.index.to_frame(index=False)
+    return conditions.where(conditions != "-", None), table.reset_index(drop=True)
 
 
 def coded(levels: pd.Series) -> tuple[np.ndarray, list]:
@@ -44,49 +73,24 @@ def design(conditions: pd.DataFrame, interactions: bool = True) -> tuple[Columns
     """
     columns_of = {name: columns for name in conditions if (columns := coded(conditions[name])[0]).shape[1]}
     constant = np.ones((len(conditions), 1))
-    main = np.concatenate([constant, *columns_of.values()], 1)
     bases: Columns = {}
     carriers: Columns = {}
     for name, columns in columns_of.items():
         others = [other for other_name, other in columns_of.items() if other_name != name]
         carriers[name,] = _free(columns, constant)
-        bases[name,] = _free(columns, np.concatenate([constant, *others], 1))
+        bases[name,] = _free(columns, constant, *others)
     for a, b in itertools.combinations(columns_of, 2) if interactions else ():
         products = (columns_of[a][:, :, None] * columns_of[b][:, None, :]).reshape(len(conditions), -1)
-        if (basis := _free(products, main)).shape[1]:
-            factors = np.concatenate([constant, columns_of[a], columns_of[b]], 1)
-            bases[a, b], carriers[a, b] = basis, _free(products, factors)
+        if (basis := _free(products, constant, *columns_of.values())).shape[1]:
+            bases[a, b], carriers[a, b] = basis, _free(products, constant, columns_of[a], columns_of[b])
     return bases, carriers
 
 
-def _free(columns: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _free(columns: np.ndarray, *others: np.ndarray) -> np.ndarray:
     """An orthonormal basis of the part of `columns` that `others` do not explain."""
-    rest = columns - others @ np.linalg.lstsq(others, columns, rcond=None)[0]
+    rest = columns - (known := np.concatenate(others, 1)) @ np.linalg.lstsq(known, columns, rcond=None)[0]
     left, sizes, _ = np.linalg.svd(rest, full_matrices=False)
     return left[:, sizes > SMALL * max(1.0, float(np.abs(columns).max()))]
-
-
-def wide(rows: pd.DataFrame, factors: Sequence[str], score: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(conditions, scores [conditions, items]): the conditions that every item has. Raises InputError where two rows
-    have the same item and condition."""
-    rows = rows.dropna(subset=[score])  # answers of one word have no score of the words after it
-    if (repeated := rows.duplicated([*factors, "item"])).any():
-        count = int(repeated.sum())
-        raise InputError(f"{count} rows share their item and all of {', '.join(factors)}: name more factors")
-    filled = rows.assign(**{name: rows[name].astype(object).where(rows[name].notna(), "-") for name in factors})
-    table = filled.pivot_table(score, list(factors), "item", aggfunc="first", sort=False).dropna()
-    conditions = table.index.to_frame(index=False)
-    return conditions.where(conditions != "-", None), table.reset_index(drop=True)
-
-
-def _unmixed(bases: Columns, carriers: Columns) -> np.ndarray:
-    """[terms + 1, terms + 1]: a matrix from what the bases take up (last: all differences between conditions) to each
-    term's variance over conditions (last: the variance beyond all terms)."""
-    taken = [[float(((basis.T @ c) ** 2).sum()) for c in carriers.values()] for basis in bases.values()]
-    sizes = np.array([*(c.shape[1] for c in carriers.values()), len(next(iter(bases.values()))) - 1], float)
-    own = [[basis.shape[1]] for basis in bases.values()]
-    mixing = np.vstack([np.hstack([taken, own]), sizes])
-    return sizes[:, None] * np.linalg.pinv(mixing)
 
 
 def shares(d: tuple[Columns, Columns], scores: pd.DataFrame, draws: int = 1000, seed: int = 0) -> pd.DataFrame:
@@ -109,31 +113,17 @@ def shares(d: tuple[Columns, Columns], scores: pd.DataFrame, draws: int = 1000, 
         common = np.stack([np.einsum("di,ik,dk->d", weights, gram * others, weights) / pairs for gram in grams], 1)
     item = weights @ mean**2 / n - (weights @ mean / n) ** 2
     total = weights @ np.diag(grams[-1]) / n + item
-    values = (
-        np.column_stack([common @ _unmixed(bases, carriers).T, item]) / np.where(total > SMALL, total, np.nan)[:, None]
-    )
+    # What the bases take up (last: all differences) of each term's variance (last: the variance beyond all terms).
+    taken = [[float(((basis.T @ c) ** 2).sum()) for c in carriers.values()] for basis in bases.values()]
+    own = [[basis.shape[1]] for basis in bases.values()]
+    sizes = np.array([*(c.shape[1] for c in carriers.values()), len(y) - 1], float)
+    unmixed = sizes[:, None] * np.linalg.pinv(np.vstack([np.hstack([taken, own]), sizes]))
+    values = np.column_stack([common @ unmixed.T, item]) / np.where(total > SMALL, total, np.nan)[:, None]
     rows = []
     for i, term in enumerate([*(" x ".join(term) for term in bases), BEYOND, "item"]):
         estimate = stats.spread_of(float(values[0, i]), values[1:, i], n, limits=stats.UNIT)
         rows.append((term, *estimate.triple, n))
     return pd.DataFrame(rows, columns=["term", "value", "low", "high", "n"])
-
-
-def by_model(
-    rows: pd.DataFrame, factors: Sequence[str], score: str, draws: int = 1000
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(shares, effects) of each model's rows, with a column `model`; interactions where conditions suffice. Without
-    rows both are empty."""
-    all_shares, all_effects = [], []
-    for name, model_rows in rows.groupby("model", sort=False):
-        conditions, scores = wide(model_rows, factors, score)
-        d = design(conditions, interactions=len(conditions) >= ENOUGH)
-        all_shares.append(shares(d, scores, draws).assign(model=name))
-        all_effects.append(effects(conditions, scores).assign(model=name))
-    if not all_shares:
-        numbers = {name: pd.Series(dtype=float) for name in ("value", "low", "high", "n")}
-        return pd.DataFrame({"term": pd.Series(dtype=str), **numbers, "model": pd.Series(dtype=str)}), pd.DataFrame()
-    return pd.concat(all_shares, ignore_index=True), pd.concat(all_effects, ignore_index=True)
 
 
 def effects(conditions: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
@@ -151,3 +141,33 @@ def effects(conditions: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
         for level, values in zip(levels, [*coefficients, -coefficients.sum(0)], strict=True):
             rows.append((name, level, *stats.interval(values).triple, scores.shape[1]))
     return pd.DataFrame(rows, columns=["factor", "level", "value", "low", "high", "n"])
+
+
+# ---- what a score costs
+
+
+def costs(rows: pd.DataFrame, score: str = "score") -> pd.DataFrame:
+    """A row per model and condition: `name`, kind, scorer, mean score with its interval, and means of its `COSTS`."""
+    keys = ["model", "name", "kind", "scorer"]
+    frame = rows.assign(name=[_name(row) for row in rows.to_dict("records")], unfreed=1 - rows.freed)
+    means = frame.groupby(keys, sort=False, dropna=False)[list(COSTS)].mean()
+    return stats.means(frame, keys, score).merge(means, on=keys)
+
+
+def _name(row: Mapping[str, object]) -> str:
+    """A row's condition as text: a published method, or the levels of a cell without those that mean "none"."""
+    if row["kind"] == "full":
+        return "full cache"
+    if row["kind"] == "published":
+        return f"{figure.look(row['method']).name}, {row['kept']:.0%}"
+    of_window = f" ({row['aggregator']}, pooled: {row['pooling']})" if row["aggregator"] else ""
+    guard = f"guard: {row['guard']}" if row["guard"] != "none" else ""
+    quota = "quota" if row["quota"] == "parts" else ""
+    words = (f"{row['scorer']}{of_window}", guard, row["split"], quota, row["regime"], f"{row['kept']:.0%}")
+    return ", ".join(str(word) for word in words if word)
+
+
+def frontier(table: pd.DataFrame, cost: str) -> pd.DataFrame:
+    """The rows that no other row beats, by cost: no other is at least as good in score and cost and better in one."""
+    ordered = table.sort_values([cost, "value"], ascending=[True, False], kind="stable")
+    return ordered[ordered.value > ordered.value.cummax().shift(fill_value=-np.inf)]

@@ -17,7 +17,6 @@ import pandas as pd
 import yaml
 
 from kvrepro.engine.policy import READINGS as READINGS  # of the verdicts
-from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError
 from kvrepro.paths import DATA, write_table
 
@@ -37,26 +36,13 @@ COLUMNS = """
 
 
 def load_claims(chapter: str, folder: Path = DATA / "claims") -> dict[str, Any]:
-    """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`, ids checked to be unique, and
-    what they presume to be claims of the same file. Those whose ids are listed under "timed" rest on seconds.
+    """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`. What they presume is among them.
+    Those whose ids are listed under "timed" rest on seconds.
 
     A claim whose rule could never hold, or never fail, when data/error_rates.csv tried it has these rows as `tried`, by
     reading, and its first form has its own.
     """
-    path = Path(folder) / f"{chapter}.yml"
-    if not path.is_file():
-        raise InputError(f"no claims for chapter {chapter!r}: {path} does not exist")
-    book: dict[str, Any] = yaml.load(path.read_text(encoding="utf-8"), Loader=LOADER)
-    ids = [claim["id"] for claim in book["claims"]]
-    if len(ids) != len(set(ids)):
-        raise InputError(f"{path}: claim ids repeat: {sorted({i for i in ids if ids.count(i) > 1})}")
-    presumed = {claim["id"]: claim["presumes"] for claim in book["claims"] if claim.get("presumes")}
-    for chain in [[name] for name in presumed]:
-        while premise := presumed.get(chain[-1]):
-            if premise not in ids or premise in chain:
-                fault = "goes round in a circle" if premise in chain else "is no claim of this file"
-                raise InputError(f"{path}: {chain[-1]} presumes {premise}, which {fault}: name another claim, or none")
-            chain.append(premise)
+    book: dict[str, Any] = yaml.load((folder / f"{chapter}.yml").read_text(encoding="utf-8"), Loader=LOADER)
     tried = one_sided(chapter)
     for claim in book["claims"]:
         claim["tried"] = tried.get(claim["id"], {})
@@ -216,25 +202,3 @@ def over(top: pd.Series, bottom: pd.Series, upper: str = "high") -> tuple[float,
     once = top.low == top.high or bottom.low == bottom.high
     low, high = (np.nan, np.nan) if once else (top.low / bottom[upper], top[upper] / bottom.low)
     return rows * (top.seconds / bottom.seconds), rows * low, rows * high, min(runs, default=None)
-
-
-def timed(frame: pd.DataFrame, tests: Mapping[str, str]) -> pd.DataFrame:
-    """The verdicts, with the claims of `tests` (claim -> what its interval is) marked as resting on stored timings."""
-    stored_test = frame.claim.map(tests)
-    test = stored_test.where(frame.test != "none").fillna(frame.test)
-    return frame.assign(test=test, model=frame.model.mask(stored_test.notna(), STORED))
-
-
-def claims_on_own(claims: Iterable[dict[str, Any]], policies: Iterable[str]) -> list[dict[str, Any]]:
-    """The general claims, those over one of their book's `sets` of policies, put to each of the reader's own policies.
-
-    A new claim's id is the old one with the policy's title: `P4 Mine`. Claims that name their policies are left out.
-    """
-    general = [c for c in claims if isinstance(dict(c.get("over") or {}).get("policy"), str)]
-    return [
-        claim | {
-            "id": f"{claim['id']} {find(name).title}", "over": {**claim["over"], "policy": [name]},
-            "statement": f"Asked of {find(name).title}: {claim['statement']}", "tried": {},
-        }
-        for name in filter(is_own, dict.fromkeys(policies)) for claim in general
-    ]  # fmt: skip

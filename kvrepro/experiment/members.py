@@ -372,5 +372,6 @@ def verdicts(
     readings, own, whose = language.readings, list(language.general()), book.get("whose", "")
     claims_of_book, run = book["claims"], {"model": model, "profile": profile}
     frame = judge.verdicts(claims_of_book, language.members, readings, own=own, whose=whose, **run)
-    stored = {claim["id"]: language.entries(claim, "any").get("stored") for claim in claims_of_book}
-    return claims.timed(frame, {name: interval for name, interval in stored.items() if interval})
+    stored = frame.claim.map({claim["id"]: language.entries(claim, "any").get("stored") for claim in claims_of_book})
+    test = stored.where(frame.test != "none").fillna(frame.test)
+    return frame.assign(test=test, model=frame.model.mask(stored.notna(), claims.STORED))

@@ -175,12 +175,6 @@ def test_a_single_case_decides_an_exact_claim_and_none_leaves_it():
         table({"at_most": 0}, [Member("all", Sample(scores(0.5, 9)))], exact=True)
 
 
-def policies(means, n=60, seed=0) -> pd.DataFrame:
-    rng = np.random.default_rng(seed)
-    shared = rng.normal(0, 0.1, n)
-    return pd.DataFrame({name: shared + mean + rng.normal(0, 0.05, n) for name, mean in means.items()})
-
-
 def paired(gap: float, n: int = 40, seed: int = 0) -> Sample:
     rng = np.random.default_rng(seed)
     b = rng.uniform(0.2, 0.5, n)
@@ -333,23 +327,6 @@ def test_parts_are_asked_as_strictly_as_their_number_and_that_of_the_members_say
     assert (j.state, j.refuted, j.decided_by) == ("fails", False, "m0, two")
     [j] = judge.judge({"id": "X", "rule": {"at_least": 0.5}}, [Member("", {"x": Band(0.9, 0.1)})])
     assert (j.label, j.decided_by) == ("", "x")
-
-
-def test_a_spread_has_a_part_for_each_pair():
-    frame, full = policies({"x": 0.5, "y": 0.6, "z": 0.7}, 9), pd.Series(np.linspace(0.8, 1, 9))
-    m = judge.pairs(frame, "all", each=3)
-    assert (m.label, m.some, list(m.what)) == ("all", False, ["x against y", "x against z", "y against z"])
-    part = m.what["x against z"]
-    assert (part.contrast, part.each, part.data.to_dict("list")) == (
-        "difference", 3, {"a": frame.x.tolist(), "b": frame.z.tolist()},
-    )  # fmt: skip
-    share = judge.pairs(frame, "all", ceiling=full, some=True)
-    part = share.what["y against z"]
-    assert (share.some, part.contrast, list(part.data)) == (True, "difference_of_ceiling", ["x", "y", "full"])
-    assert part.estimate().value == pytest.approx((frame.y - frame.z).mean() / full.mean())
-    with pytest.raises(NotTestable, match=r"^0 of the conditions of a spread were run: it needs two$"):
-        judge.pairs(frame[[]], "all")
-    assert len(judge.pairs(frame[["x", "y"]], "all").what) == 1
 
 
 # ------------------------------------------------------------------ exact cases, tests, and what was refused

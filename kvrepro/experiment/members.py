@@ -202,7 +202,7 @@ class Case:
         """Every row as a case of an exact claim."""
         rows = self.rows().dropna(subset=self._column)
         names = [name for name in self.claim.get("cases", ["item"]) if name in rows]
-        texts = [_described(row) for row in rows[names].to_dict("records")]
+        texts = [_described(dict(zip(names, row, strict=True))) for row in rows[names].to_numpy()]
         return Facts(rows[self._column].astype(float).set_axis(texts))
 
 

@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrepro.chapters.leakage.prompts import PARTS
 from kvrepro.engine import policy
 from kvrepro.engine.condition import Condition, Offline, Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment.claims import READINGS
 from kvrepro.item import Item
 
+ORDERS = ("normal", "flipped")  # the defense before the directive, and after it
+PARTS = ("defense", "directive")
 FIVE = ("streaming_llm", "h2o", "k_norm", "snapkv", "tova")  # the paper's
 TWO = ("defensive_kv", "dropkv")  # not in the paper
 LAMBDAS = (0.2, 0.4, 0.6, 0.8)  # between default (0) and fair (1)

@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.chapters.leakage import scores
-from kvrepro.chapters.leakage.cells import FIVE
+from kvrepro.chapters.leakage.cells import FIVE, ORDERS
 from kvrepro.chapters.leakage.estimates import Means, mean_of, optimality, rank_curves
-from kvrepro.chapters.leakage.prompts import ORDERS
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.experiment import claims, history, judge
 from kvrepro.experiment.judge import Drawn, Facts, Member, NotTestable, Sample, Unpaired

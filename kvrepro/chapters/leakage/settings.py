@@ -1,16 +1,18 @@
 """Settings of the leakage chapter, its notebook's parameters among them, and the sizes of its studies."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Literal
 
 from kvrepro.chapters.leakage.cells import FIVE, TWO, Cell
-from kvrepro.chapters.leakage.prompts import suited
 from kvrepro.engine import policy
 from kvrepro.engine.condition import ProperShare, Size, ensure_once_each
 from kvrepro.engine.policy import Rule
 from kvrepro.errors import InputError
-from kvrepro.experiment import run
+from kvrepro.experiment import data, run
 from kvrepro.experiment.claims import READINGS
+
+QUESTIONS = ("longbench", "protection-panel", "ruler")  # items of other chapters, without a system prompt to obey
 
 
 @dataclass(frozen=True)
@@ -88,3 +90,25 @@ class Settings(run.Settings):
             }
             sizes = replace(sizes, systems=self.n_items, **others)
         return replace(sizes, tokens=self.max_new_tokens or sizes.tokens)
+
+
+def suited(items: str) -> str:
+    """The items that this chapter takes when the whole book is run with `items`: "tinyworld", "ifeval", or a .jsonl
+    file with a system and a user turn in every row (`prompts.read`). Items without a system prompt are replaced by
+    "ifeval". Raises InputError for unknown items."""
+    kind = items.partition(":")[0]
+    if kind in ("tinyworld", "ifeval"):
+        return kind
+    if items.endswith(".jsonl") and (path := data.find_file(items)):
+        rows = data.by_line(path, _of_row, "messages, or context and question")
+        return items if all(row.is_prompt for row in rows) else "ifeval"
+    if kind not in QUESTIONS:
+        way_out = "use tinyworld, ifeval, or the path of a .jsonl file of system prompts"
+        raise InputError(f"unknown items {items!r}: {way_out}")
+    return "ifeval"
+
+
+def _of_row(row: dict, number: int) -> SimpleNamespace:
+    """Whether a row holds a system prompt: a system and a user turn, and neither `context` nor `question`."""
+    roles, asked = [turn["role"] for turn in row.get("messages") or []], row.get("context") or row.get("question")
+    return SimpleNamespace(id=number, is_prompt=roles == ["system", "user"] and not asked)

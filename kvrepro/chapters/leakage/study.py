@@ -3,15 +3,14 @@
 rows = main(loaded, settings)  # one row per (item, cell); a cell that an item cannot meet has an error
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import pandas as pd
 
 from kvrepro.chapters.leakage import prompts, scores
 from kvrepro.chapters.leakage.cells import DEBIAS, LIBRARY, Cell, cells
-from kvrepro.chapters.leakage.english import english, trec, wording
-from kvrepro.chapters.leakage.prompts import ORDERS, prompt
+from kvrepro.chapters.leakage.prompts import prompt, systems
 from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Offline, Prompt
@@ -24,6 +23,7 @@ from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
 
 FACTS = [*"ratio variant reading system order request rules words asked".split(), *scores.MEASURES]
+TIMED = 8  # tokens of an answer whose time is taken
 
 
 def answers(
@@ -52,17 +52,19 @@ def answers(
     return stored.iloc[places].reset_index(drop=True).assign(**pd.DataFrame(facts).reindex(columns=FACTS))
 
 
-# ---- the chapter's studies
+def secret(settings: Settings) -> list[Item]:
+    """The system prompts of the main study. Raises InputError where there are fewer than were asked for."""
+    items = systems(settings.sizes.systems, settings=settings)
+    if settings.n_items is not None and (available := len({item.meta["system"] for item in items})) < settings.n_items:
+        asked = f"n_items is {settings.n_items}, but {settings.items} has {available} system prompts"
+        raise InputError(f"{asked}: ask for no more")
+    return items
 
 
 def main(loaded: Loaded, settings: Settings) -> pd.DataFrame:
     """System prompts with a defense, in both orders: every policy without a cure, and the cures of the paper's five
     policies and of the reader's own, with the defense first. The first policy's dial is run in both orders."""
-    items, sizes = secret(settings), settings.sizes
-    if settings.n_items is not None and (available := len({item.meta["system"] for item in items})) < settings.n_items:
-        asked = f"n_items is {settings.n_items}, but {settings.items} has {available} system prompts"
-        raise InputError(f"{asked}: ask for no more")
-    every, own = settings.policies, settings.main
+    items, sizes, every, own = secret(settings), settings.sizes, settings.policies, settings.main
     first = ["streaming_llm"] if "streaming_llm" in every else every[:1]
     grid = cells(every, sizes.ratios, readings=READINGS) + cells(first, sizes.dial, ("fair", *DEBIAS))
     cures = cells(own, sizes.varied, ("whitelist", "fair", "ends"), READINGS) + cells(own, sizes.rest, ("opening",))
@@ -93,11 +95,30 @@ def alone(loaded: Loaded, settings: Settings) -> pd.DataFrame:
 
 
 def examples(loaded: Loaded, settings: Settings) -> pd.DataFrame | None:
-    """Labelled examples behind a defense: the dial of two of the paper's policies. None where there are none."""
-    items = labelled(loaded, settings)
+    """Labelled examples behind a defense: the dial of two of the paper's policies. None, which is printed, where the
+    data set is missing or none fits the model."""
+    try:
+        drawn = prompts.examples(settings.sizes.examples, settings)
+    except InputError as error:
+        print(f"leakage: no labelled examples: {error}")
+        return None
+    long = {item.meta["system"] for item in drawn if not fits(loaded, item, settings.sizes.tokens)}
+    if long:
+        print(f"leakage: {len(long)} sets of labelled examples are too long for the model: left out")
+    items = [item for item in drawn if item.meta["system"] not in long]
     pair = [name for name in settings.main if name in LIBRARY]
     grid = cells(pair, settings.sizes.varied[::2], ("default", "fair", *DEBIAS))
     return answers(loaded, items, [grid] * len(items), settings) if items else None
+
+
+def fits(loaded: Loaded, item: Item, tokens: int) -> bool:
+    """Whether the model's context holds an item's prompt and `tokens` more, all of which it rotates alike."""
+    try:
+        text = prompt(loaded, item)
+        engine.check_conditions(loaded.model, [text], [Condition(regime=Offline(until="request"))], tokens)
+        return len(text.ids) + tokens <= loaded.context
+    except InputError:
+        return False
 
 
 def controls(loaded: Loaded, settings: Settings) -> pd.DataFrame:
@@ -108,12 +129,13 @@ def controls(loaded: Loaded, settings: Settings) -> pd.DataFrame:
     study = Answers("leakage", "unasked", first, [Condition()], settings.sizes.tokens, prompt=request_alone)
     unasked = run(study, loaded, settings)
     texts = [("refusal", item, scores.refusal(item)) for item in items]
-    texts += [("preamble", item, item.meta["references"].get("preamble", "")) for item in items]
+    texts += [("preamble", item, item.meta["references"]["preamble"]) for item in items]
     texts += [("no_system_prompt", item, text) for item, text in zip(first, unasked.prediction, strict=True)]
-    return pd.DataFrame([
-        {"control": name, "order": item.meta["order"], "request": item.meta["request"]} | scores.score(item, text)
-        for name, item, text in texts
-    ])  # fmt: skip
+    rows = []
+    for name, item, text in texts:
+        facts = {"control": name, "order": item.meta["order"], "request": item.meta["request"]}
+        rows.append(facts | scores.score(item, text))
+    return pd.DataFrame(rows)
 
 
 def request_alone(loaded: Loaded, item: Item) -> Prompt:
@@ -128,67 +150,22 @@ def timing(loaded: Loaded, settings: Settings) -> pd.DataFrame:
     Cells run one after the other, on one prompt at a time, after one run to warm up. A cell whose budget an item cannot
     meet has no rows for it.
     """
-    sizes, tokens = settings.sizes, 8
+    sizes = settings.sizes
     items = [item for item in secret(settings) if item.meta["request"] == "follow"][: sizes.timed]
     grid = cells(["h2o"], [sizes.varied[len(sizes.varied) // 2]], ("default", "whitelist", "fair"))[1:]
-    given = {"cells": [(cell.variant, cell.condition) for cell in grid], "tokens": tokens, "repeats": sizes.repeats}
+    given = {"conditions": {cell.variant: cell.condition for cell in grid}, "repeats": sizes.repeats}
     return run(PerItem("leakage", "timing", items, seconds, given, alone=True), loaded, settings)
 
 
-def seconds(
-    loaded: Loaded, item: Item, cells: Sequence[tuple[str, Condition]], tokens: int, repeats: int
-) -> pd.DataFrame:
-    """`timing` of one item."""
+def seconds(loaded: Loaded, item: Item, conditions: Mapping[str, Condition], repeats: int) -> pd.DataFrame:
+    """`timing` of one item. conditions: by variant."""
     text, rows = prompt(loaded, item), []
-    impossible = unmet(loaded, text, [condition for _, condition in cells])
+    impossible = unmet(loaded, text, list(conditions.values()))
     for repeat in range(repeats + 1):
-        for variant, condition in cells:
-            if condition in impossible:
-                continue
-            [[answer]] = engine.generate(loaded.model, [text], [condition], max_new_tokens=tokens, stop_ids=())
-            times = {"compress": answer.prefill_seconds, "decode": 100 * answer.decode_seconds / tokens}
-            rows.append({"variant": variant, "repeat": repeat} | times)
+        for variant, condition in conditions.items():
+            if condition not in impossible:
+                [[answer]] = engine.generate(loaded.model, [text], [condition], max_new_tokens=TIMED, stop_ids=())
+                times = {"compress": answer.prefill_seconds, "decode": 100 * answer.decode_seconds / TIMED}
+                rows.append({"variant": variant, "repeat": repeat} | times)
     frame = pd.DataFrame(rows, columns=["variant", "repeat", "compress", "decode"])
     return frame[frame.repeat > 0]
-
-
-# ---- system prompts
-
-
-def systems(n: int, orders: Sequence[str], settings: Settings) -> list[Item]:
-    """n system prompts in each order, of the embedded world or in English."""
-    if settings.items == "tinyworld":
-        return prompts.systems(n, settings.seed, orders)
-    return english(settings.items, n, settings.seed, orders, wording(settings.wording))
-
-
-def secret(settings: Settings) -> list[Item]:
-    """The system prompts of the main study."""
-    return systems(settings.sizes.systems, ORDERS, settings)
-
-
-def labelled(loaded: Loaded, settings: Settings) -> list[Item]:
-    """The embedded world's labelled examples, or those of TREC's that fit the model. If the data set is missing, there
-    are none, and this is printed."""
-    n = settings.sizes.examples
-    if settings.items == "tinyworld":
-        return prompts.examples(n, settings.seed)
-    try:
-        drawn = trec(n, settings.seed, wording(settings.wording), settings.words)
-    except InputError as error:
-        print(f"leakage: no labelled examples: {error}")
-        return []
-    long = {item.meta["system"] for item in drawn if not fits(loaded, item, settings.sizes.tokens)}
-    if long:
-        print(f"leakage: {len(long)} sets of labelled examples are too long for the model: left out")
-    return [item for item in drawn if item.meta["system"] not in long]
-
-
-def fits(loaded: Loaded, item: Item, tokens: int) -> bool:
-    """Whether the model's context holds an item's prompt and `tokens` more, all of which it rotates alike."""
-    try:
-        text = prompt(loaded, item)
-        engine.check_conditions(loaded.model, [text], [Condition(regime=Offline(until="request"))], tokens)
-        return len(text.ids) + tokens <= loaded.context
-    except InputError:
-        return False

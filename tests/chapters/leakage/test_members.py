@@ -7,13 +7,13 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from kvrepro.chapters.leakage import cells, estimates, members, prompts, scores
+from kvrepro.chapters.leakage import cells, estimates, members, scores
 from kvrepro.chapters.leakage.estimates import Means
 from kvrepro.experiment import claims, stats
 from kvrepro.experiment.judge import NotTestable
 
 
-def frame(value, systems=8, policies=cells.FIVE, variants=("default",), ratios=(0.3, 0.5, 0.9), orders=prompts.ORDERS):
+def frame(value, systems=8, policies=cells.FIVE, variants=("default",), ratios=(0.3, 0.5, 0.9), orders=cells.ORDERS):
     """Rows whose `x` is value(order, policy, variant, ratio), the same for all systems; the uncompressed cache once."""
     cells = [("full", "default", 0.0)] + [(p, v, r) for p in policies for v in variants for r in ratios]
     return pd.DataFrame(
@@ -140,7 +140,7 @@ def kept_rows(rate, layers=1, variants=("default",), systems=8, ratios=(0.3, 0.5
     parts = [
         frame(lambda o, p, v, r, part=part, layer=layer: rate(o, p, v, part, layer), systems=systems, ratios=ratios,
               variants=variants, policies=policies).assign(part=part, layer=layer)
-        for part in prompts.PARTS for layer in range(layers)
+        for part in cells.PARTS for layer in range(layers)
     ]  # fmt: skip
     return pd.concat(parts, ignore_index=True).rename(columns={"x": "kept"})
 
@@ -300,7 +300,7 @@ def test_what_was_changed_says_so_with_the_verdict_of_its_first_form():
 def test_n_is_that_of_the_rows_behind_a_contrast():
     s = study_of(obeying, rising)
     keep = frame(lambda o, p, v, r: 1 - r, systems=3).rename(columns={"x": "kept"})
-    keep = pd.concat([keep.assign(part=part, layer=0) for part in prompts.PARTS])
+    keep = pd.concat([keep.assign(part=part, layer=0) for part in cells.PARTS])
     verdicts = evaluate(with_kept(s, keep)).set_index("claim")
     for claim in ("L4c", "L5", "L5b", "L9", "L9b", "L9c"):
         assert verdicts.verdict[claim] == "not testable here", claim

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from kvrepro.chapters.leakage import prompts
-from kvrepro.errors import InputError
 from kvrepro.experiment import models
 from kvrepro.world import world
 from kvrepro.world.instructions import INSTRUCTIONS
@@ -108,8 +107,3 @@ def test_examples_ask_for_the_mark_of_a_word_that_they_do_not_show():
             noun = item.messages[1]["content"].rstrip("?").split()[-1]
             assert f"Mark {noun} " not in item.messages[0]["content"]
             assert f" {item.answer}." in item.messages[0]["content"]
-
-
-def test_no_system_prompt_is_refused():
-    with pytest.raises(InputError, match="orders of|at least 1"):
-        prompts.systems(0)

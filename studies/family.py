@@ -58,9 +58,7 @@ def _of_protection(space: dict[str, Any]) -> pd.DataFrame:
 
 def _of_leakage(space: dict[str, Any]) -> pd.DataFrame:
     """The answers of each reading to the default variant with the defense first, where following was measured."""
-    studies = [leakage.Study.of(space["tables"], reading) for reading in space["settings"].readings]
-    parts = [s.answers.assign(asked=s.instructions) for s in studies]
-    rows = pd.concat(parts, ignore_index=True)
+    rows = leakage.tidied(space["tables"], None, space["settings"])["following"]
     rows = rows[(rows.order == "normal") & (rows.variant == "default") & rows.followed.notna()]
     return rows[["system", "order", "variant", "policy", "ratio", "followed", "following", "reading", "asked"]]
 

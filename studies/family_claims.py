@@ -11,7 +11,6 @@ from pathlib import Path
 import pandas as pd
 
 from kvrepro.chapters.leakage import members as leakage
-from kvrepro.chapters.leakage.members import Study
 from kvrepro.chapters.protection import members as protection
 from kvrepro.chapters.protection.study import Settings
 from kvrepro.experiment import claims, judge, models
@@ -23,7 +22,6 @@ TABLE, JUDGED = DATA / "family.csv", DATA / "family_claims.csv"  # verdicts by m
 FULL = DATA / "full_profile.csv"  # verdicts of the default model's full profile
 RATES = ["wrongly_reproduced", "wrongly_not_reproduced", "can_hold", "can_fail"]  # of `studies.error_rates`
 ROWS = "family.parquet"  # what a run keeps of its rows for these claims, beside its verdicts
-FOLLOWS = 0.5  # share of instructions that a model must follow uncompressed, as in the leakage chapter
 Members = list["Member | NotTestable"]
 KV_HEADS = {"small-mqa": 1, "small-gqa": 2, "small-gqa-seed-0": 2, "small-gqa-seed-2": 2, "small-mha": 4}
 KV_HEADS |= {"small-sliding": 2, "tiny-gqa": 2}
@@ -109,13 +107,13 @@ def _named(model: str, member: Member | NotTestable) -> Member | NotTestable:
 
 def _of_leakage(claim: Mapping, rows: Mapping[str, pd.DataFrame]) -> Members:
     """By pair of models and policy: the share of following that the first model loses, minus the other's."""
-    studies = {name: Study("", frame, instructions=frame.asked.iloc[0]) for name, frame in rows.items() if len(frame)}
-    if claim.get("mean") == "prompts":
-        studies = {name: leakage.by_prompt(s) for name, s in studies.items()}
-    able = {name: s for name, s in studies.items() if s.follow.uncompressed() >= FOLLOWS}
+    column = claim.get("column", "following")
+    able = {
+        name: answers for name, answers in rows.items() if answers[column][answers.ratio == 0].mean() >= leakage.ABLE
+    }
     members: Members = []
     for a, b in pairs(able, claim["models"]):
-        parts = leakage.CONTRASTS[claim["contrast"]](replace(able[a], other=able[b]))
+        parts = leakage.spread(able[a], able[b], column)
         members.append(Member(f"{a} against {b}", parts, some=bool(claim.get("some"))))
     if not members:
         raise NotTestable(f"{len(able)} models follow half of their instructions: no two of them to compare")

@@ -161,7 +161,7 @@ class Case:
         """One side's values by unit and by value of `mean_over`."""
         rows, mean = self.rows(**self.sides[side]), self.claim["mean_over"]
         wide = rows.pivot_table(index=self._per, columns=mean, values=self._column)
-        if self.claim.get("whole"):
+        if self.claim.get("whole") and mean not in self.sides[side]:
             units = self.table.rows.dropna(subset=self._column)[self._per].unique()
             wide = wide.reindex(units).dropna(axis=1)
         return wide

@@ -6,7 +6,6 @@ from typing import Any
 
 from kvrepro.engine import policy
 from kvrepro.engine.condition import Condition, Offline, Prompt
-from kvrepro.errors import InputError
 from kvrepro.experiment.claims import READINGS
 from kvrepro.item import Item
 
@@ -16,7 +15,13 @@ FIVE = ("streaming_llm", "h2o", "k_norm", "snapkv", "tova")  # the paper's
 TWO = ("defensive_kv", "dropkv")  # not in the paper
 LAMBDAS = (0.2, 0.4, 0.6, 0.8)  # between default (0) and fair (1)
 DEBIAS = tuple(f"debias {x:g}" for x in LAMBDAS)
-HELD = {"whitelist": "phrase", "opening": "core"}  # variant -> the span that always stays
+SHARED: dict[str, float] = {"fair": 1.0, **dict(zip(DEBIAS, LAMBDAS, strict=True))}  # variants that share the budget
+HELD: dict[str, dict[str, Any]] = {  # the other variants, and what always stays
+    "default": {},
+    "whitelist": {"whitelist": ("phrase",)},
+    "opening": {"whitelist": ("core",)},
+    "ends": {"prefix": 0.1, "suffix": 0.1},
+}
 FAIR_DIFFERS = ("streaming_llm", "h2o", "snapkv", "tova")  # whose fair variant in the public code is not the paper's
 LIBRARY = ("snapkv", "tova")  # whose defaults in kvpress, which the paper takes, are the catalogue's "as_run"
 # kvpress' SnapKV, for the fair variant "as_described", where the catalogue would give that of SnapKV's paper
@@ -43,28 +48,16 @@ class Cell:
     @property
     def condition(self) -> Condition:
         """The cell as a condition of the engine, without the window that a prompt gets (`on`)."""
-        before = Offline(until="request")
+        before, held = Offline(until="request"), {}
         if not self.ratio:
             return Condition("full", regime=before)
-        name, _, number = self.variant.partition(" ")
-        if name not in ("default", "fair", "debias", "ends", *HELD):
-            variants = f"default, {', '.join(HELD)}, fair, debias <lambda>, ends"
-            raise InputError(f"unknown variant {self.variant!r}: choose {variants}")
-        shared, reading = name in ("fair", "debias"), "as_described"
-        if self.policy in LIBRARY and not shared:
-            reading = "as_run"
-        elif shared and self.policy in FAIR_DIFFERS:
-            reading = self.reading
-        extra: dict[str, Any] = {}
-        if name in HELD:
-            extra["whitelist"] = (HELD[name],)
-        elif shared:
-            before = Offline(until="request", fair=float(number or 1), spans=PARTS)
-        elif name == "ends":
-            extra |= {"prefix": 0.1, "suffix": 0.1}
-        if self.policy == "snapkv" and reading == "as_described":
-            extra["switches"] = KVPRESS
-        return Condition(self.policy, round(1 - self.ratio, 6), before, reading=reading, **extra)
+        if self.variant in SHARED:
+            before = Offline(until="request", fair=SHARED[self.variant], spans=PARTS)
+            reading = self.reading if self.policy in FAIR_DIFFERS else "as_described"
+        else:
+            held, reading = HELD[self.variant], "as_run" if self.policy in LIBRARY else "as_described"
+        switches = KVPRESS if self.policy == "snapkv" and reading == "as_described" else ()
+        return Condition(self.policy, round(1 - self.ratio, 6), before, reading=reading, switches=switches, **held)
 
     def on(self, item: Item, text: Prompt) -> Condition:
         """The cell as a condition for one item, whose prompt is `text`.
@@ -78,17 +71,16 @@ class Cell:
         if not isinstance(window, int) or window <= 1:
             return condition
         if self.policy in ("snapkv", *TWO):
-            scale = WINDOWS["embedded" if item.meta.get("wording", "embedded") == "embedded" else "english"]
+            scale = WINDOWS["embedded" if "wording" not in item.meta else "english"]
             window = scale[self.reading if self.policy == "snapkv" else "as_run"]
         n = min(text.spans["request"])
         budget = policy.budget_of(condition, n)
-        window = max(1, min(window, budget))
-        switches = (*condition.switches, ("window", window))
+        recent = window = max(1, min(window, budget))
         must_stay = {at for name in condition.whitelist for at in text.spans.get(name, ()) if at < n}
         must_stay |= set(range(policy.guarded(condition, budget, parameters)[0]))
-        recent = window
         while recent and len(must_stay | set(range(n - recent, n))) > budget:
             recent -= 1
+        switches = (*condition.switches, ("window", window))
         if recent < window and parameters.get("recent") == "window":
             switches = (*switches, ("recent", recent))
         return replace(condition, switches=switches)
@@ -96,9 +88,7 @@ class Cell:
 
 def differs(name: str, variant: str) -> bool:
     """Whether a cell differs between the public code and the paper. The dial (debias) has no public code."""
-    if variant.startswith("debias"):
-        return False
-    return name == "snapkv" or (variant == "fair" and name in FAIR_DIFFERS)
+    return variant not in DEBIAS and (name == "snapkv" or (variant == "fair" and name in FAIR_DIFFERS))
 
 
 def cells(
@@ -111,9 +101,9 @@ def cells(
         Cell(name, ratio, variant, reading)
         for name in policies
         for variant in variants
-        if not (variant.startswith("debias") and policy.find(name).across)  # such budgets are known after all layers
+        if not (variant in DEBIAS and policy.find(name).across)  # such budgets are known after all layers
         for reading in readings
         for ratio in ratios
-        if ratio and (reading == "as_described" or differs(name, variant))
+        if reading == "as_described" or differs(name, variant)
     ]
     return [Cell("full", 0.0), *chosen]

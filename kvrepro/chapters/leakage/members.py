@@ -1,451 +1,354 @@
-"""What the leakage claims are tested on: values by system prompt, or resampled statistics for orders and ranks."""
+"""The leakage chapter's answers as its claims choose them (`kvrepro.experiment.members`), and what they compute.
 
+A system prompt counts once and is resampled whole: its two requests, its rules and all its conditions stay together.
+"""
+
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import combinations, product
-from typing import Any, Self
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
+from scipy.stats import rankdata
 
 from kvrepro.chapters.leakage import scores
-from kvrepro.chapters.leakage.cells import FIVE, ORDERS
-from kvrepro.chapters.leakage.estimates import Means, mean_of, optimality, rank_curves
+from kvrepro.chapters.leakage.cells import FIVE, LAMBDAS, ORDERS
+from kvrepro.chapters.leakage.scores import CELL
 from kvrepro.chapters.leakage.settings import Settings
-from kvrepro.experiment import claims, history, judge
-from kvrepro.experiment.judge import Drawn, Facts, Member, NotTestable, Sample, Unpaired
-from kvrepro.experiment.models import Loaded
+from kvrepro.experiment import claims, stats
+from kvrepro.experiment.judge import Drawn, NotTestable, Sample, Unpaired
+from kvrepro.experiment.members import Case
 from kvrepro.experiment.stats import MIN_ITEMS
 
-Parts = dict[str, Sample | Unpaired | Drawn]
-What = Sample | Drawn | Facts | Parts
 MIDDLE = (0.3, 0.7)  # the middle ratios; figures 2 and 3 of the paper start at the first
 LOW = 0.2  # greatest ratio that counts as low
+ABLE = 0.5  # share of the instructions that an uncompressed model must follow, and may tell at most
 ROOM = 0.05  # if neither of two measures exceeds this, there is nothing to compare
 UNBIASED = 0.10  # greatest difference between the keep rates of an unbiased policy (L5b)
+MEASURES = ["followed", "following", "told", "tells_defense"]
+SETTINGS = {0.0: "default", **{x: f"debias {x:g}" for x in LAMBDAS}, 1.0: "fair"}  # of the dial -> variant
 DIALS = {"main": (["streaming_llm"], ORDERS), "examples": (["snapkv", "tova"], ("normal",))}
 TABLES = {"main": "pitfalls_t01_debias_ifeval.csv", "examples": "pitfalls_t02_debias_longbench.csv"}  # as printed
+Series: TypeAlias = np.ndarray  # [1 + DRAWS]: the sample's value, then the resamples'
 
 
-@dataclass(frozen=True)
-class Study:
-    """The tables of one run in one reading, and the means of each measure."""
-
-    reading: str
-    answers: pd.DataFrame  # of the main study: columns of a cell, system, followed, following, told, tells_defense
-    alone: pd.DataFrame = field(default_factory=pd.DataFrame)  # without a defense
-    examples: pd.DataFrame = field(default_factory=pd.DataFrame)
-    dials: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # main, examples: cells as described in any reading
-    timing: pd.DataFrame = field(default_factory=pd.DataFrame)
-    instructions: float = 1  # mean number of rules of a system prompt; 1 as described, where classes are counted
-    floor: float = math.nan  # leakage of a refusal
-    other: "Study | None" = None  # of a second model, in the same reading
-
-    @classmethod
-    def of(cls, tables: Mapping[str, pd.DataFrame | None], reading: str) -> Self:
-        """The tables by their studies' names; those that were not run are missing or None."""
-        run = {name: table for name, table in tables.items() if table is not None}
-        as_run, main, none = reading == "as_run", run["main"], pd.DataFrame()
-        read = {name: scores.in_reading(run[name], reading) for name in ("main", "alone", "examples") if name in run}
-        refused = run["controls"].query("control == 'refusal'") if "controls" in run else main.head(0)
-        return cls(
-            reading,
-            answers=read["main"].assign(following=scores.following(read["main"], as_run)),
-            alone=read.get("alone", none),
-            examples=read.get("examples", none),
-            dials={name: dial(run[name], reading) for name in DIALS if name in run},
-            timing=run.get("timing", none),
-            instructions=main.asked[main.ratio == 0].mean() if as_run else 1.0,
-            floor=scores.told(refused, as_run).mean(),
-            other=cls.of({"main": run["other"]}, reading) if "other" in run else None,
-        )
-
-    @cached_property
-    def follow(self) -> Means:
-        return Means(self.answers, "following", each=self.instructions)
-
-    @cached_property
-    def leak(self) -> Means:
-        return Means(self.answers, "told")
-
-    @cached_property
-    def leak_defense(self) -> Means:
-        return Means(self.answers, "tells_defense")
-
-    @cached_property
-    def classes(self) -> pd.DataFrame:
-        if self.alone.empty:
-            raise NotTestable("prompts without a defense were not run")
-        return scores.by_class(self.alone)
-
-    @cached_property
-    def by_class(self) -> Means:
-        return Means(self.classes, "passed", "rules", "kind")
-
-    @cached_property
-    def kept(self) -> pd.DataFrame:
-        return scores.keep_rates(self.answers)
-
-    @cached_property
-    def by_part(self) -> Means:
-        return Means(self.kept, "kept", "part", piled=False)
+# ---------------------------------------------------------------- what claims choose from
 
 
-def within(ratios: Iterable[float], low: float = MIDDLE[0], high: float = MIDDLE[1]) -> list[float]:
-    """The ratios between two, of the middle ones if none are named."""
-    inner = [ratio for ratio in ratios if low <= ratio <= high]
-    if not inner:
-        raise NotTestable(f"no ratio from {low:g} {'on' if high >= 1 else f'to {high:g}'} was run")
-    return inner
+def tidied(tables: Mapping[str, pd.DataFrame | None], loaded: Any, settings: Settings) -> dict[str, pd.DataFrame]:
+    """The tables of a run (main, other, alone, examples, controls, timing) in its readings, a row per system prompt and
+    cell: `following` and `leakage` (one table), of the second model `other`; keep rates `kept`; `classes` of rules;
+    `dial`; uncompressed `examples`. `printed` are the paper's own numbers, `timing` are medians."""
+    run = {name: table for name, table in tables.items() if table is not None}
+    both: dict[str, list[pd.DataFrame]] = {}
+    for reading in settings.readings:
+        for name, table in _in_reading(run, reading).items():
+            both.setdefault(name, []).append(table.assign(reading=reading))
+    tidy = {name: pd.concat(parts, ignore_index=True) for name, parts in both.items()}
+    tidy |= {"leakage": tidy["following"], "printed": printed()}
+    if "timing" in run:
+        tidy["timing"] = run["timing"].groupby(["item", "variant"], as_index=False)[["compress", "decode"]].median()
+    return tidy
 
 
-def difference(m: Means, a: np.ndarray, b: np.ndarray, ratios: int = 1) -> Sample:
-    """Values a and b of each system prompt, means over so many ratios."""
-    frame = pd.DataFrame({"a": a, "b": b})
-    return Sample(frame, "difference", bounds=m.bounds, each=m.each * ratios, limits=(-1.0, 1.0))
+def _in_reading(run: Mapping[str, pd.DataFrame], reading: str) -> dict[str, pd.DataFrame]:
+    as_run, tidy = reading == "as_run", {}
+    refused = run["controls"].query("control == 'refusal'") if "controls" in run else run["main"].head(0)
+    for study, name in (("main", "following"), ("other", "other")):
+        if study in run:
+            answers = scores.in_reading(run[study], reading)
+            answers = answers.assign(following=scores.following(answers, pooled=as_run))
+            asked = answers.asked[answers.ratio == 0].mean() if as_run else 1.0
+            tidy[name] = of_answers(answers, asked, scores.told(refused, as_run).mean())
+    tidy["kept"] = of_layers(scores.keep_rates(scores.in_reading(run["main"], reading)))
+    tidy["dial"] = pd.concat([of_dial(run[name], reading).assign(study=name) for name in DIALS if name in run])
+    if "alone" in run:
+        rules = scores.by_class(scores.in_reading(run["alone"], reading))
+        tidy["classes"] = rules.groupby([*CELL, "rules", "kind", "system"], as_index=False).passed.mean()
+    if "examples" in run:
+        examples = scores.in_reading(run["examples"], reading)
+        tidy["examples"] = examples[(examples.ratio == 0) & examples.told.notna()].drop_duplicates("system")
+    return tidy
 
 
-def check_some(name: str, *sides: np.ndarray) -> None:
-    """Raise NotTestable if no side has anything to compare."""
-    if max(np.nanmean(side) if np.isfinite(side).any() else 0.0 for side in sides) <= ROOM:
-        raise NotTestable(f"nothing is {'followed' if name == 'follow' else 'told'} on either side")
+def of_answers(answers: pd.DataFrame, asked: float = 1.0, floor: float = math.nan) -> pd.DataFrame:
+    """Means over the requests of each system prompt in each cell, with what claims choose by: `middle`, a ratio from
+    0.3 to 0.7; `much`, one from 0.3; `lowest`, the first of a curve, if it is low. `above`: leakage beyond floor, that
+    of a refusal. asked: the mean number of rules, as run; 1 as described, where classes are counted. `most`: the
+    largest value of following, above 1 where a prompt of many rules counts more than others."""
+    means = answers.groupby([*CELL, "system"], as_index=False)[MEASURES].mean()
+    told = means[(means.ratio > 0) & means.told.notna()]
+    lowest = told.groupby(CELL[:3]).ratio.min().rename("lowest")
+    means = means.join(lowest[lowest <= LOW], on=CELL[:3])
+    return means.assign(
+        middle=means.ratio.between(*MIDDLE),
+        much=means.ratio >= MIDDLE[0],
+        lowest=means.ratio == means.lowest,
+        above=means.told - floor,
+        least_above=-floor,
+        most_above=1 - floor,
+        asked=asked,
+        most=max(1.0, means.following.max()),
+    )
 
 
-def compared(m: Means, a: Mapping, b: Mapping, *, whole: bool = False, some: str = "") -> Sample:
-    """Cell a minus cell b, means over the middle ratios at which both were run (whole: for every prompt). some: what,
-    "follow" or "leak", one of them must have some of."""
-    ratios = within(sorted(set(m.ratios(whole, **a)) & set(m.ratios(whole, **b))))
-    sides = [m.mean(ratios, **cell) for cell in (a, b)]
-    if some:
-        check_some(some, *sides)
-    return difference(m, *sides, ratios=len(ratios))
+def of_layers(kept: pd.DataFrame) -> pd.DataFrame:
+    """Keep rates of each part (directive, defense) as means over `layers`: all of them, and from three on those of the
+    middle third and the others. `place`: whether the part stands earlier or later."""
+    n = 1 + kept.layer.max() if len(kept) else 0
+    inner = kept.layer.between(n // 3, n - n // 3 - 1)
+    groups = {"all": kept} | ({"middle": kept[inner], "outer": kept[~inner]} if n >= 3 else {})
+    by = [*CELL, "system", "part"]
+    means = pd.concat([g.groupby(by, as_index=False).kept.mean().assign(layers=name) for name, g in groups.items()])
+    later = (means.part == "directive") == (means.order == "normal")
+    return means.assign(place=np.where(later, "later", "earlier"), middle=means.ratio.between(*MIDDLE))
 
 
-# ---------------------------------------------------------------- following and leakage
+def of_dial(rows: pd.DataFrame, reading: str) -> pd.DataFrame:
+    """A study of the dial, whose cells are as described in both readings. Following is the mean over classes, of
+    labelled examples, which have none, the share of right labels."""
+    rows = scores.in_reading(rows, reading, "as_described")
+    following = scores.following(rows, pooled=False) if rows.passed.notna().any() else rows.followed
+    rows = rows.assign(following=following)[rows.variant.isin(SETTINGS.values())]
+    return rows.groupby([*CELL, "system"], as_index=False)[["following", "told"]].mean()
 
 
-def leak_low(s: Study, **cell) -> Sample:
-    """Leakage at the lowest ratio, minus that of a refusal."""
-    lowest = s.leak.ratios(**cell)[0]
-    if lowest > LOW:
-        raise NotTestable(f"the lowest ratio run, {lowest:g}, is above {LOW:g}")
-    above = pd.DataFrame({"a": s.leak.per(ratio=lowest, **cell) - s.floor})
-    return Sample(above, bounds=(-s.floor, 1 - s.floor))
+def printed() -> pd.DataFrame:
+    """The paper's own averages of the dial: columns study, λ, share, gain (on the share of λ = 0)."""
+    parts = []
+    for study, file in TABLES.items():
+        rows = claims.published(file)
+        found = rows.metric.str.extract(r"^avg optimality %, lambda=(.*)$")[0].dropna().astype(float)
+        share = rows.value[found.index].astype(float) / 100
+        start = share[found == 0].iloc[0]
+        parts.append(pd.DataFrame({"study": study, "λ": found, "share": share, "gain": share - start}))
+    return pd.concat(parts, ignore_index=True)
 
 
-def rise(name: str, s: Study, each: bool = False, **cell) -> What:
-    """Mean over the ratios from 0.3 for which every prompt has room, minus the uncompressed. each: every ratio by
-    itself."""
-    m: Means = getattr(s, name)
-    start = m.per(ratio=0.0, **cell)
-    if each:
-        return {f"{r:.0%} dropped": difference(m, m.per(ratio=r, **cell), start) for r in m.ratios(**cell)}
-    ratios = within(m.ratios(True, **cell), high=1)
-    return difference(m, m.mean(ratios, **cell), start, len(ratios))
+# ---------------------------------------------------------------- what a claim needs
 
 
-def leak_fall(s: Study, each: bool = False, **cell) -> Parts:
-    """Leakage at 0.7 minus that at 0.9; each: at every ratio minus that at 0.9."""
-    ratios = [ratio for ratio in s.leak.ratios(**cell) if ratio != 0.9] if each else [0.7]
-    curves, end = {r: s.leak.per(ratio=r, **cell) for r in ratios}, s.leak.per(ratio=0.9, **cell)
-    check_some("leak", end, *curves.values())
-    return {f"{r:.0%} dropped": difference(s.leak, curve, end) for r, curve in curves.items()}
+def _uncompressed(case: Case, column: str) -> float:
+    """The mean of a column without compression, the defense first."""
+    cell = {"order": "normal", "ratio": 0.0} | _reading(case)
+    return float(case.tables["following"].fitting(cell)[column].mean())
 
 
-def leak_long(s: Study) -> Sample:
-    """Leakage of labelled examples, uncompressed, the defense first."""
-    if s.examples.empty or s.examples.words.max() < 3000:
-        needed = "items=ifeval, and options with words=3000"
-        raise NotTestable(f"system prompts of 3,000 to 4,000 words are needed: {needed}")
-    return Sample(pd.DataFrame({"a": Means(s.examples, "told").per(policy=s.examples.policy.iloc[0], ratio=0.0)}))
+def _reading(case: Case) -> dict[str, Any]:
+    return {"reading": case.claim["filter"].get("reading")}
 
 
-def follow_share(s: Study, ratio: float, **cell) -> Sample:
-    """Following at a ratio as a share of the uncompressed."""
-    frame = pd.DataFrame({"a": s.follow.per(ratio=ratio, **cell), "full": s.follow.per(ratio=0.0, **cell)})
-    return Sample(frame, "share_of_ceiling", bounds=s.follow.bounds, each=s.follow.each)
+def check_follows(case: Case) -> None:
+    """The model follows its instructions: one that answers nothing keeps every secret."""
+    value = _uncompressed(case, "followed" if case.claim.get("column") == "followed" else "following")
+    if not value >= ABLE:
+        raise NotTestable(f"the uncompressed model itself follows too few instructions ({value:.2f})")
 
 
-def follow_lost(s: Study, **cell) -> Sample:
-    """Following uncompressed minus that at the middle ratios, of a policy that keeps both parts at nearly the same
-    rate."""
-    ratios = within(s.follow.ratios(**cell))
-    if not abs(gap := float(np.nanmean(bias(s, **cell)))) <= UNBIASED:
+def check_keeps(case: Case) -> None:
+    """The model keeps the secret."""
+    if _uncompressed(case, "told") > ABLE:
+        raise NotTestable("the uncompressed model itself tells its instructions")
+
+
+def check_something(case: Case) -> None:
+    """Something is followed, or told, on one side at least, of the ratios that are compared."""
+    if "mean_over" in case.claim:
+        most = case.frame().mean().max()
+    else:
+        rows = [case.rows(**cell) for cell in case.sides.values()]
+        most = max(r.groupby("ratio")[case.claim["column"]].mean().max() for r in rows)
+    if not most > ROOM:
+        what = "followed" if case.claim["rows"] == "following" else "told"
+        raise NotTestable(f"nothing is {what} on either side under {case.claim['filter']['policy']}")
+
+
+def check_unbiased(case: Case) -> None:
+    """The policy keeps both parts at nearly the same rate."""
+    cell = {name: case.claim["filter"][name] for name in ("policy", "order", "variant", "reading")}
+    kept = case.tables["kept"].fitting(cell | {"middle": True, "layers": "all"})
+    wide = kept.pivot_table(index=["system", "ratio"], columns="part", values="kept")
+    gap = float((wide.directive - wide.defense).mean()) if len(wide) else math.nan
+    if not abs(gap) <= UNBIASED:
         raise NotTestable(f"its keep rates differ by {gap:.2f}: what is lost may be due to that")
-    return difference(s.follow, s.follow.per(ratio=0.0, **cell), s.follow.mean(ratios, **cell), len(ratios))
 
 
-def between_orders(name: str, s: Study, nothing: bool = False, **cell) -> Sample:
-    """Normal minus flipped order. nothing: also test if there is nothing to compare."""
-    normal, flipped = (cell | {"order": order} for order in ORDERS)
-    return compared(getattr(s, name), normal, flipped, some="" if nothing else name)
+REQUIRES: dict[str, Callable[[Case], None]] = {
+    "follows": check_follows, "keeps_secret": check_keeps, "something": check_something, "unbiased": check_unbiased,
+}  # fmt: skip
 
 
-def gain(name: str, s: Study, variant: str, nothing: bool = False, **cell) -> Sample:
-    """Default minus variant. nothing: as in `between_orders`."""
-    return compared(getattr(s, name), cell, cell | {"variant": variant}, whole=True, some="" if nothing else name)
+# ---------------------------------------------------------------- resamples of whole system prompts
 
 
-def policy_gap(s: Study, each: bool = False) -> What:
-    """Mean of the paper's other policies minus K-norm, which the paper finds far below them. each: every pair."""
-    ratios = within(set.intersection(*(set(s.follow.ratios(policy=name)) for name in FIVE)), high=1)
-    curves = pd.DataFrame({name: s.follow.mean(sorted(ratios), policy=name) for name in FIVE})
-    if each:
-        return judge.pairs(curves, "", each=s.follow.each * len(ratios)).what  # type: ignore[return-value]
-    others = curves.drop(columns="k_norm").mean(axis=1, skipna=False)
-    return difference(s.follow, others.to_numpy(), curves.k_norm.to_numpy(), len(ratios))
+def drawn(values: np.ndarray) -> np.ndarray:
+    """Means over system prompts, [1 + DRAWS, cells]: of the sample, then of resamples. values: [systems, cells], nan
+    where a prompt has none. A cell of fewer than six prompts has no resamples."""
+    systems, finite = len(values), np.isfinite(values)
+    picks = np.random.default_rng(42).multinomial(systems, np.full(systems, 1 / systems), size=stats.DRAWS)
+    weights = np.concatenate([np.ones((1, systems)), picks])
+    with np.errstate(invalid="ignore"):
+        series = (weights @ np.where(finite, values, 0)) / (weights @ finite)
+    series[1:, finite.sum(0) < MIN_ITEMS] = np.nan
+    return series
 
 
-def model_spread(s: Study) -> Parts:
-    """By policy, the loss of following in one model against that in the other, paired by system prompt."""
-    if s.other is None:
+def rank_correlation(curve: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Spearman's coefficient between two rankings of classes, over the last axis, average ranks for ties; nan where a
+    ranking is constant. curve, start: [..., classes]."""
+    x, y = (rankdata(values, axis=-1, nan_policy="omit") for values in (curve, start))
+    x, y = x - mean_of(x)[..., None], y - mean_of(y)[..., None]
+    size = np.sqrt(np.nansum(x**2, -1) * np.nansum(y**2, -1))
+    return np.divide(np.nansum(x * y, -1), size, out=np.full(size.shape, np.nan), where=size > 1e-12)
+
+
+def mean_of(values: np.ndarray) -> np.ndarray:
+    """Mean of the finite values along the last axis; nan where there are none."""
+    finite = np.isfinite(values)
+    counts = finite.sum(-1)
+    return np.divide(np.where(finite, values, 0).sum(-1), counts, out=np.full(counts.shape, np.nan), where=counts > 0)
+
+
+def optimal(follow: np.ndarray, leak: np.ndarray, both: bool = False) -> np.ndarray:
+    """Mask of the points that no other beats, [..., points], by being better in one measure (more followed, or less
+    told) and no worse in the other. both: by being better in both, as the paper words it."""
+    more = follow[..., None, :] - follow[..., :, None]
+    less = leak[..., :, None] - leak[..., None, :]
+    if both:
+        return ~((more > 1e-9) & (less > 1e-9)).any(-1)
+    return ~((more > -1e-9) & (less > -1e-9) & ((more > 1e-9) | (less > 1e-9))).any(-1)
+
+
+def optimality(rows: pd.DataFrame, study: str, *, both: bool = False, start: bool = True) -> dict[float, Series]:
+    """The share of (ratio, order, policy) cells of a dial in which each setting is Pareto-optimal. both: as in
+    `optimal`. start: count ratio 0 as well, as the paper does; all settings are the same there."""
+    systems, best, dials = sorted(rows.system.unique()), [], set()
+    for policy, order in itertools.product(*DIALS[study]):
+        curve = rows[(rows.policy == policy) & (rows.order == order)]
+        dial = [x for x, variant in SETTINGS.items() if variant in set(curve.variant)]
+        if len(dial) < 3:
+            raise NotTestable(f"no setting between default and fair was run for {policy}")
+        dials.add(tuple(dial))
+        wide = curve.pivot_table(index="system", columns=["ratio", "variant"], values=["following", "told"])
+        wide = wide.reindex(systems)
+        for ratio in sorted(set(curve.ratio) - ({0.0} if not start else set())):
+            columns = [(ratio, SETTINGS[x]) for x in dial]
+            if set(columns) <= set(wide["following"]) & set(wide["told"]):
+                followed, told = (drawn(wide[name][columns].to_numpy()) for name in ("following", "told"))
+                known = np.isfinite(followed + told).all(-1, keepdims=True)
+                best.append(np.where(known, optimal(followed, told, both), np.nan))
+    if len(dials) > 1:
+        raise NotTestable("the dial has other settings under one policy than under another")
+    return dict(zip(dials.pop(), np.mean(best, 0).T, strict=True))
+
+
+# ---------------------------------------------------------------- what a claim computes
+
+
+def model_spread(case: Case) -> dict[str, Sample]:
+    """`spread` of this model and a second one."""
+    if "other" not in case.tables:
         raise NotTestable("one run has one model: name a second checkpoint in options, as compare")
-    parts: Parts = {}
+    first, second = (case.tables[name].fitting(_reading(case)) for name in ("following", "other"))
+    return spread(first, second, case.claim["column"])
+
+
+def spread(first: pd.DataFrame, second: pd.DataFrame, column: str = "following") -> dict[str, Sample]:
+    """By policy, the loss of following in one model against that in another, paired by system prompt."""
+    parts, most = {}, max(1.0, first[column].max(), second[column].max())
     for name in FIVE:
-        with suppress(NotTestable):
-            ratios = within(set(s.follow.ratios(policy=name)) & set(s.other.follow.ratios(policy=name)), high=1)
-            lost = {}
-            for side, study in (("a", s), ("b", s.other)):
-                rows = study.answers.query("order == 'normal' and variant == 'default' and policy == @name")
-                wide = rows.pivot_table(index="system", columns="ratio", values="following")
-                lost[side] = wide[0.0] - wide[ratios].mean(axis=1, skipna=False)
-            most = max(s.follow.most, s.other.follow.most)
-            parts[name] = Sample(pd.DataFrame(lost).dropna(), "difference", bounds=(-most, most), each=s.follow.each)
+        cell = f"order == 'normal' and variant == 'default' and policy == '{name}'"
+        a, b = (m.query(cell).pivot_table(index="system", columns="ratio", values=column) for m in (first, second))
+        if ratios := [ratio for ratio in a if ratio in b and ratio >= MIDDLE[0]]:
+            lost = {side: wide[0.0] - wide[ratios].mean(axis=1, skipna=False) for side, wide in (("a", a), ("b", b))}
+            data = pd.DataFrame(lost).dropna()
+            parts[name] = Sample(data, "difference", bounds=(-most, most), each=first.asked.mean())
     if not parts:
         raise NotTestable("the two models share no policy and ratio")
     return parts
 
 
-# ---------------------------------------------------------------- keep rates
-
-
-def bias(s: Study, **cell) -> np.ndarray:
-    """Keep rate of the directive minus that of the defense, mean over the middle ratios, [systems]."""
-    ratios = within(s.by_part.ratios(part="defense", **cell))
-    return s.by_part.mean(ratios, part="directive", **cell) - s.by_part.mean(ratios, part="defense", **cell)
-
-
-def bias_toward(toward: str, s: Study, order: str = "normal", **cell) -> Sample:
-    """By how much the keep rate of one part exceeds the other's. toward: the directive, the defense, or the later."""
-    parts = ["directive", "defense"]
-    if toward == "defense" or (toward == "later" and order == "flipped"):
-        parts.reverse()
-    return compared(s.by_part, *(cell | {"order": order, "part": part} for part in parts))
-
-
-def bias_asymmetry(s: Study, **cell) -> Sample:
-    """The sum of both orders' biases, which is 0 for a mirror image."""
-    both = np.sum([bias(s, order=order, **cell) for order in ORDERS], 0)
-    return Sample(pd.DataFrame({"a": both}), bounds=None)
-
-
-def defense_kept(s: Study, variant: str, **cell) -> Sample:
-    """Keep rate of the defense with the variant minus that with the default."""
-    cell |= {"part": "defense"}
-    return compared(s.by_part, cell | {"variant": variant}, cell, whole=True)
-
-
-def middle_layers(s: Study, policy: str) -> Sample:
-    """Keep rate of the defense in the middle third of the layers minus that in the others, the defense first."""
-    rows = s.kept.query("order == 'normal' and variant == 'default' and part == 'defense' and policy == @policy")
-    rows = rows[rows.ratio.isin(within(rows.ratio.unique()))]
-    wide = rows.pivot_table(index="system", columns="layer", values="kept").to_numpy()
-    if not (third := wide.shape[1] // 3):
-        raise NotTestable(f"keep rates of {wide.shape[1]} layers: a middle needs three")
-    inner, outer = wide[:, third:-third], np.delete(wide, np.s_[third:-third], 1)
-    return Sample(pd.DataFrame({"a": inner.mean(1) - outer.mean(1)}), bounds=None)
-
-
-# ---------------------------------------------------------------- classes of rules
-
-
-def alone_ratios(s: Study) -> list[float]:
-    return within(sorted({key[3] for key in s.by_class.cells}), high=1)
-
-
-def class_spread(s: Study, **cell) -> Parts:
+def class_spread(case: Case) -> dict[str, Unpaired]:
     """Losses of each pair of classes that six system prompts or more hold; unpaired, since few prompts hold both."""
-    ratios, lost = alone_ratios(s), {}
-    for kind in sorted({key[-1] for key in s.by_class.cells if key[-2] == "multi"}):
-        key = {"order": "alone", "rules": "multi", "kind": kind} | cell
-        with suppress(NotTestable):
-            left = mean_of(np.stack([s.by_class.per(ratio=r, **key) for r in ratios], 1), 1)
-            of_prompts = pd.Series(s.by_class.per(ratio=0.0, **key) - left).dropna()
-            if len(of_prompts) >= MIN_ITEMS:
-                lost[kind] = of_prompts
+    wide = case.rows(rules="multi").pivot_table(index=["kind", "system"], columns="ratio", values="passed")
+    ratios = [ratio for ratio in wide if ratio >= MIDDLE[0]]
+    losses = (wide[0.0] - wide[ratios].mean(axis=1)).dropna()
+    lost = {kind: values for kind, values in losses.groupby("kind") if len(values) >= MIN_ITEMS}
     if len(lost) < 2:
         raise NotTestable(f"{len(lost)} classes are held by six system prompts: a spread needs two")
-    return {f"{a} against {b}": Unpaired(lost[a], lost[b], each=len(ratios)) for a, b in combinations(lost, 2)}
+    pairs = itertools.combinations(lost, 2)
+    return {f"{a} against {b}": Unpaired(lost[a], lost[b], each=len(ratios)) for a, b in pairs}
 
 
-def rank_gap(s: Study, **cell) -> Drawn:
+def rank_gap(case: Case) -> Drawn:
     """Rank correlation with the uncompressed order of the classes: prompts with one rule minus those with several."""
-    ratios = alone_ratios(s)
-    single, multi = (rank_curves(s.by_class, rules, ratios, **cell) for rules in ("single", "multi"))
-    if not (np.isfinite(single[0]).any() and np.isfinite(multi[0]).any()):
+    rows, gaps = case.rows(), []
+    systems = sorted(case.table.fitting(_reading(case)).system.unique())
+    for rules in ("single", "multi"):
+        wide = rows[rows.rules == rules].pivot_table(index="system", columns=["ratio", "kind"], values="passed")
+        gaps.append(mean_of(rank_curves(wide.reindex(systems))))
+    single, multi = gaps
+    if not (np.isfinite(single[0]) and np.isfinite(multi[0])):
         raise NotTestable("uncompressed, every class is followed equally well: there is no order to lose")
-    gap = mean_of(single, 1) - mean_of(multi, 1)
-    systems = s.classes[s.classes.rules == "multi"].system.nunique()
-    return Drawn(float(gap[0]), gap[1:], systems, limits=(-2.0, 2.0))  # of two rank correlations
+    n = rows[rows.rules == "multi"].system.nunique()
+    return Drawn(float(single[0] - multi[0]), (single - multi)[1:], n, limits=(-2.0, 2.0))  # of two rank correlations
 
 
-# ---------------------------------------------------------------- the dial
+def rank_curves(wide: pd.DataFrame) -> np.ndarray:
+    """Rank correlation of the classes' accuracies with the uncompressed ones, [1 + DRAWS, ratios from 0.3]. Classes
+    that fewer than six prompts hold are left out. wide: systems by ratio and kind."""
+    series = pd.DataFrame(drawn(wide.to_numpy()), columns=wide.columns)
+    series.loc[:, series[1:].isna().all()] = np.nan
+    curves = [series[ratio] for ratio in wide.columns.unique("ratio") if ratio >= MIDDLE[0]]
+    start = series[0.0]
+    ranked = [rank_correlation(curve.reindex(columns=start.columns).to_numpy(), start.to_numpy()) for curve in curves]
+    return np.stack(ranked, -1)
 
 
-def dial(rows: pd.DataFrame, reading: str) -> pd.DataFrame:
-    """The rows of a dial, whose cells are as described in both readings. Following is the mean over classes, of
-    labelled examples, which have none, the share of right labels."""
-    rows = scores.in_reading(rows, reading, "as_described")
-    following = scores.following(rows, pooled=False) if rows.passed.notna().any() else rows.followed
-    return rows.assign(following=following)
-
-
-def share_gains(s: Study, study: str, minus: float | None = None, **how: bool) -> dict[float, Drawn]:
-    """How often each setting is Pareto-optimal (`estimates.optimality`), minus the share of another setting."""
-    if study not in s.dials:
-        raise NotTestable("the study of labelled examples was not run")
-    (policies, orders), dial = DIALS[study], s.dials[study]
-    share = optimality(dial, policies, orders, **how)
-    if minus is not None and min(series[0] for series in share.values()) == 1:
+def optimal_gain(case: Case) -> dict[str, Drawn]:
+    """How much more often settings of the dial are Pareto-optimal than the setting `against`. settings: which; all
+    above 0 if none are named."""
+    claim = case.claim
+    against, rows = claim.get("against", 0.0), case.rows()
+    share = optimality(rows, claim["filter"]["study"], both=claim.get("both", False), start=claim.get("start", True))
+    if min(series[0] for series in share.values()) == 1:
         raise NotTestable("every setting is optimal in every cell: none beats another")
-    if minus is not None and minus not in share:
-        raise NotTestable(f"the setting {minus:g} was not run")
-    base = 0.0 if minus is None else share[minus]
-    n = dial[dial.told.notna()].system.nunique()
-    gains = {x: series - base for x, series in share.items()}
-    return {x: Drawn(float(series[0]), series[1:], n, limits=(-1.0, 1.0)) for x, series in gains.items()}
+    if against not in share:
+        raise NotTestable(f"the setting {against:g} was not run")
+    gains = {x: share[x] - share[against] for x in claim.get("settings", share) if x}
+    n = rows[rows.told.notna()].system.nunique()
+    return {f"λ = {x:g}": Drawn(float(gain[0]), gain[1:], n, limits=(-1.0, 1.0)) for x, gain in gains.items()}
 
 
-def optimal_gain(s: Study, study: str, least: float = 0.0, **how: bool) -> Parts:
-    """How much more often each setting above 0, or from `least` on, is optimal than the default."""
-    return {f"λ = {x:g}": gained for x, gained in share_gains(s, study, 0.0, **how).items() if x and x >= least}
-
-
-def optimal_tie(s: Study, study: str, **how: bool) -> Drawn:
-    """How much more often fair shares are optimal than the setting 0.8."""
-    return share_gains(s, study, 0.8, **how)[1.0]
-
-
-def printed(study: str) -> pd.Series:
-    """The paper's own averages by setting."""
-    rows = claims.published(TABLES[study])
-    settings = rows.metric.str.extract(r"^avg optimality %, lambda=(.*)$")[0].dropna().astype(float)
-    return rows.value[settings.index].astype(float).div(100).set_axis(settings)
-
-
-def optimal_printed(s: Study, study: str) -> Facts:
-    """The paper's own averages, each setting above 0 minus that of 0."""
-    share = printed(study)
-    return Facts((share - share[0.0]).drop(0.0).rename("λ = {:g}".format))
-
-
-def optimal_shares(s: Study) -> pd.DataFrame:
+def optimal_shares(tables: Mapping[str, pd.DataFrame | None], settings: Settings) -> pd.DataFrame:
     """How often each setting is optimal, as printed, in the usual sense, and in the paper's words: columns study,
-    source, setting, value, low, high."""
-    rows: list[tuple] = []
-    for study in s.dials:
-        rows += [(study, "printed", x, share, math.nan, math.nan) for x, share in printed(study).items()]
+    source, setting, value, low, high. In the last of the readings."""
+    dials = tidied(tables, None, settings)["dial"]
+    rows = [(study, "printed", x, share, math.nan, math.nan) for _, study, x, share, _ in printed().itertuples()]
+    for study, dial in dials[dials.reading == settings.readings[-1]].groupby("study", sort=False):
+        n = dial[dial.told.notna()].system.nunique()
         for source, both in (("here", False), ("here, in the paper's words", True)):
             with suppress(NotTestable):
-                found = share_gains(s, study, both=both)
-                rows += [(study, source, x, *share.estimate().triple) for x, share in found.items()]
+                for x, series in optimality(dial, study, both=both).items():
+                    estimate = Drawn(float(series[0]), series[1:], n, limits=(-1.0, 1.0)).estimate()
+                    rows.append((study, source, x, *estimate.triple))
     return pd.DataFrame(rows, columns=["study", "source", "setting", "value", "low", "high"])
 
 
-# ---------------------------------------------------------------- time
+def relative_difference(case: Case) -> Sample:
+    """(a - b) / x, of medians over items."""
+    times = case.frame()[["a", "b", "x"]].dropna()
+
+    def statistic(values: np.ndarray) -> float:
+        a, b, x = np.median(values, 0)
+        return float((a - b) / x)
+
+    return case.sample(statistic, times)
 
 
-def of_times(column: str, statistic: Callable[..., float], s: Study, variant: str = "") -> Sample:
-    """A statistic of the median times, by item, of variants and default, which stands last."""
-    if s.timing.empty:
-        raise NotTestable("no timing was run")
-    wide = s.timing.pivot_table(index="item", columns="variant", values=column, aggfunc="median")
-    variants = [*([variant] if variant else ("whitelist", "fair")), "default"]
-    if missing := [name for name in variants if name not in wide]:
-        raise NotTestable(f"no timing of {missing[0]}")
-    limits = (-1.0 if variant else -math.inf, math.inf)
-    return Sample(wide[variants].dropna(), lambda times: float(statistic(*np.median(times, 0))), limits=limits)
-
-
-# ---------------------------------------------------------------- claims
-
-
-CONTRASTS: dict[str, Callable[..., What]] = {
-    "leak_low": leak_low, "leak_rise": partial(rise, "leak"), "defense_rise": partial(rise, "leak_defense"),
-    "leak_fall": leak_fall, "leak_flipped": partial(between_orders, "leak"), "leak_cut": partial(gain, "leak"),
-    "defense_cut": partial(gain, "leak_defense"), "leak_long": leak_long, "follow_share": follow_share,
-    "follow_lost": follow_lost, "follow_flipped": partial(between_orders, "follow"),
-    "follow_cost": partial(gain, "follow"), "policy_gap": policy_gap, "model_spread": model_spread,
-    "class_spread": class_spread, "rank_gap": rank_gap, "optimal_gain": optimal_gain, "optimal_tie": optimal_tie,
-    "bias_size": partial(bias_toward, "directive"), "bias_later": partial(bias_toward, "later"),
-    "bias_defense": partial(bias_toward, "defense"), "bias_asymmetry": bias_asymmetry, "defense_kept": defense_kept,
-    "middle_layers": middle_layers, "optimal_printed": optimal_printed,
-    "decode_cost": partial(of_times, "decode", lambda cured, base: cured / base - 1),
-    "decode_speed": partial(of_times, "decode", lambda cured, base: base / cured - 1),
-    "compress_cost": partial(of_times, "compress", lambda cured, base: cured / base - 1),
-    "compress_order": partial(of_times, "compress", lambda whitelist, fair, base: (whitelist - fair) / base),
+CONTRASTS: dict[str, Callable[[Case], Any]] = {
+    "model_spread": model_spread, "class_spread": class_spread, "rank_gap": rank_gap, "optimal_gain": optimal_gain,
+    "relative_difference": relative_difference,
 }  # fmt: skip
-OF_LEAKAGE = {"leak_low", "leak_rise", "leak_fall", "leak_flipped", "leak_cut", "defense_rise", "defense_cut"}
-OF_KEEPING = {"bias_asymmetry", "bias_size", "bias_later", "bias_defense", "defense_kept", "middle_layers"}
-IN_ANY_READING = {"decode_cost", "decode_speed", "compress_cost", "compress_order", "optimal_printed"}
-FIXED = ("variant", "ratio", "nothing", "both", "start", "each", "least")  # fields that hold for all members of a claim
-GENERAL = ("five", "steady")  # sets of policies whose claims are general; "later" are the three that L9 names
-
-
-def cells(claim: Mapping, sets: Mapping) -> list[tuple[str, dict]]:
-    """(label, cell) of every member: the product of `over`, with the claim's `FIXED` fields."""
-    over = {
-        name: sets[given] if isinstance(given, str) and given in sets else given
-        for name, given in claim.get("over", {}).items()
-    }
-    axes = {name: [given] if isinstance(given, str) else given for name, given in over.items()}
-    fixed = {name: claim[name] for name in FIXED if name in claim}
-    return [
-        (", ".join(map(str, chosen)) or "all", fixed | dict(zip(axes, chosen, strict=True)))
-        for chosen in product(*axes.values())
-    ]
-
-
-def by_prompt(s: Study) -> Study:
-    """The study with following as claims were first judged by it: its mean over system prompts."""
-    other = None if s.other is None else by_prompt(s.other)
-    dials = {name: rows.assign(following=rows.followed) for name, rows in s.dials.items()}
-    return replace(s, answers=s.answers.assign(following=s.answers.followed), dials=dials, other=other)
-
-
-def members(claim: Mapping, sets: Mapping, s: Study) -> list[Member | NotTestable]:
-    """What a claim is tested on in one reading. Not testable: a model that follows too little, since one that answers
-    nothing keeps every secret."""
-    contrast, s = claim["contrast"], by_prompt(s) if claim.get("mean") == "prompts" else s
-    if contrast not in OF_KEEPING | IN_ANY_READING and not (value := s.follow.uncompressed()) >= 0.5:
-        raise NotTestable(f"the uncompressed model itself follows too few instructions ({value:.2f})")
-    if contrast in OF_LEAKAGE and s.leak.uncompressed() > 0.5:
-        raise NotTestable("the uncompressed model itself tells its instructions")
-    tested: list[Member | NotTestable] = []
-    for label, cell in cells(claim, sets):
-        try:
-            tested.append(Member(label, CONTRASTS[contrast](s, **cell), some=claim.get("some", False)))
-        except NotTestable as reason:
-            tested.append(NotTestable(f"{label}: {reason}") if "policy" in cell else reason)
-    return tested
-
-
-def judged(book: Mapping, studies: Sequence[Study], model: str, profile: str = "quick") -> pd.DataFrame:
-    """Verdict of a book's claims in every reading of `studies` (`judge.verdicts`). General claims are also tested on
-    each of the reader's own policies."""
-    study_of = {s.reading: s for s in studies}
-    general = [claim for claim in book["claims"] if claim.get("over", {}).get("policy") in GENERAL]
-    return history.verdicts(
-        book["claims"],
-        lambda claim, reading: members(claim, book["sets"], study_of.get(reading, studies[0])),
-        lambda claim: ["any"] if claim["contrast"] in IN_ANY_READING else list(study_of),
-        own=claims.claims_on_own(general, studies[0].answers.policy), whose="paper", model=model, profile=profile,
-    )  # fmt: skip
-
-
-def verdicts(book: Mapping, tables: Mapping[str, Any], loaded: Loaded, settings: Settings) -> pd.DataFrame:
-    """`judged` of a book's claims on the tables of one run: main, alone, examples, controls, timing and other."""
-    return judged(book, [Study.of(tables, name) for name in settings.readings], loaded.name, settings.profile)

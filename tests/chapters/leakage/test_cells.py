@@ -5,19 +5,18 @@ import pytest
 from kvrepro.chapters.leakage import cells
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Prompt
-from kvrepro.errors import InputError
 from kvrepro.item import Item
 
 
 def test_cells_say_what_the_engine_is_asked():
-    cell = cells.Cell("snapkv", 0.7, "fair")
-    assert cell.condition.budget == pytest.approx(0.3)
-    assert (cell.condition.fair, cell.condition.spans) == (1.0, ("defense", "directive"))
+    condition = cells.Cell("snapkv", 0.7, "fair").condition
+    assert condition.budget == pytest.approx(0.3)
+    assert (condition.fair, condition.spans) == (1.0, ("defense", "directive"))
     assert cells.Cell("tova", 0.5, "debias 0.2").condition.fair == 0.2
     assert cells.Cell("tova", 0.0).condition.policy == "full"
     assert cells.Cell("h2o", 0.3, "opening").condition.whitelist == ("core",)
     assert cells.Cell("h2o", 0.3).condition.reading == "as_described"
-    with pytest.raises(InputError, match="unknown variant 'blacklist'"):
+    with pytest.raises(KeyError, match="blacklist"):
         _ = cells.Cell("tova", 0.5, "blacklist").condition
 
 
@@ -55,15 +54,13 @@ def test_what_must_stay_takes_its_room_from_the_windows_own_tokens():
 def test_policies_are_the_librarys():
     """kvpress prunes all layers by key norm, averages SnapKV's votes over the group and forces TOVA's last token in."""
     conditions = {name: cells.Cell(name, 0.5).condition for name in cells.FIVE}
-    readings = {name: CATALOGUE[name].reading(c.reading, c.switches) for name, c in conditions.items()}
-    assert readings["k_norm"]["dense_layers"] == 0
-    assert (readings["snapkv"]["group"], readings["snapkv"]["pool"], readings["snapkv"]["kernel"]) == (
-        "mean",
-        "average",
-        5,
-    )
-    assert readings["tova"]["recent"] == 1
-    assert readings["streaming_llm"]["sinks"] == 4
+    found = {name: CATALOGUE[name].reading(c.reading, c.switches) for name, c in conditions.items()}
+    assert found["k_norm"]["dense_layers"] == 0
+    assert [found["snapkv"][name] for name in ("group", "pool", "kernel")] == ["mean", "average", 5]
+    assert (found["tova"]["recent"], found["streaming_llm"]["sinks"]) == (1, 4)
+    fair = cells.Cell("snapkv", 0.5, "fair").condition  # stays the library's under quotas
+    reading = CATALOGUE["snapkv"].reading(fair.reading, fair.switches)
+    assert reading == CATALOGUE["snapkv"].reading("as_run", (("window", reading["window"]),))
 
 
 @pytest.mark.parametrize("name", cells.FAIR_DIFFERS)
@@ -73,34 +70,14 @@ def test_fair_variants_differ_between_the_readings_and_the_dial_does_not(name):
     ramps = CATALOGUE[name].reading(run.reading, run.switches).get("ramps")
     assert ramps is (True if name == "streaming_llm" else None)
     assert cells.differs(name, "fair")
-    assert not cells.differs(name, "debias 0.4")
-    [grid] = [cells.cells([name], (0.5,), ("debias 0.4",), ("as_described", "as_run"))]
+    grid = cells.cells([name], (0.5,), ("debias 0.4",), ("as_described", "as_run"))
     assert [cell.reading for cell in grid[1:]] == ["as_described"]
 
 
-def test_snapkv_as_described_stays_the_librarys_under_quotas():
-    condition = cells.Cell("snapkv", 0.5, "fair").condition
-    reading = CATALOGUE["snapkv"].reading(condition.reading, condition.switches)
-    library = CATALOGUE["snapkv"].reading("as_run", (("window", reading["window"]),))
-    assert reading == library
-
-
-def test_the_dial_needs_budgets_that_do_not_wait_for_every_layer():
-    grid = cells.cells(["layer_defensive_kv", "defensive_kv"], [0.5], ["fair", "debias 0.2"])[1:]
-    assert [(cell.policy, cell.variant) for cell in grid] == [
-        ("layer_defensive_kv", "fair"), ("defensive_kv", "fair"), ("defensive_kv", "debias 0.2"),
-    ]  # fmt: skip
-    assert [cell.variant for cell in cells.cells(["layer_defensive_kv"], (0.5,), ("debias 0.2", "ends"))] == [
-        "default",
-        "ends",
-    ]
-
-
-def test_grid_has_the_uncompressed_cache_once_and_readings_for_snapkv_alone():
-    grid = cells.cells(("h2o", "snapkv"), (0.0, 0.5), readings=("as_described", "as_run"))
-    assert [(c.policy, c.ratio, c.reading) for c in grid] == [
-        ("full", 0.0, "as_described"),
-        ("h2o", 0.5, "as_described"),
-        ("snapkv", 0.5, "as_described"),
-        ("snapkv", 0.5, "as_run"),
-    ]
+def test_a_grid_has_the_uncompressed_cache_once_both_readings_where_they_differ_and_a_dial_where_it_can_run():
+    grid = cells.cells(("h2o", "snapkv"), (0.5,), readings=("as_described", "as_run"))
+    assert [c.policy for c in grid] == ["full", "h2o", "snapkv", "snapkv"]
+    assert [c.reading for c in grid[1:]] == ["as_described", "as_described", "as_run"]
+    grid = cells.cells(["layer_defensive_kv", "defensive_kv"], [0.5], ["fair", "debias 0.2"])  # waits for every layer
+    assert [c.variant for c in grid[1:]] == ["fair", "fair", "debias 0.2"]
+    assert grid[-1].policy == "defensive_kv"

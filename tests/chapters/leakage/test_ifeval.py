@@ -94,18 +94,16 @@ def test_items_behind_a_defense(tmp_path, monkeypatch):
 
 def test_the_chapters_studies_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkeypatch):
     """Random weights tell nothing: no row fails but those that cannot be met, and no leakage is claimed."""
-    rows = [
-        {
-            "key": i,
-            "instruction_id_list": ["punctuation:no_comma", "keywords:existence"][: 1 + i % 2],
-            "kwargs": [{}, {"keywords": ["tea"]}][: 1 + i % 2],
-            "messages": [
-                {"role": "system", "content": f"Write for harbour {i}. Do not use commas. Mention tea."},
-                {"role": "user", "content": f"What did ship {i} bring?"},
-            ],
+    kinds, given = ["punctuation:no_comma", "keywords:existence"], [{}, {"keywords": ["tea"]}]
+    rows = []
+    for i in range(6):
+        texts = {
+            "system": f"Write for harbour {i}. Do not use commas. Mention tea.",
+            "user": f"What did ship {i} bring?",
         }
-        for i in range(6)
-    ]
+        turns = [{"role": role, "content": text} for role, text in texts.items()]
+        n = 1 + i % 2
+        rows.append({"key": i, "instruction_id_list": kinds[:n], "kwargs": given[:n], "messages": turns})
     (tmp_path / "sys_ifeval.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def fetch(name):

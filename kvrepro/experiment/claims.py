@@ -17,7 +17,6 @@ import pandas as pd
 import yaml
 
 from kvrepro.engine.policy import READINGS as READINGS  # of the verdicts
-from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError
 from kvrepro.paths import DATA, write_table
 
@@ -203,18 +202,3 @@ def over(top: pd.Series, bottom: pd.Series, upper: str = "high") -> tuple[float,
     once = top.low == top.high or bottom.low == bottom.high
     low, high = (np.nan, np.nan) if once else (top.low / bottom[upper], top[upper] / bottom.low)
     return rows * (top.seconds / bottom.seconds), rows * low, rows * high, min(runs, default=None)
-
-
-def claims_on_own(claims: Iterable[dict[str, Any]], policies: Iterable[str]) -> list[dict[str, Any]]:
-    """The general claims, those over one of their book's `sets` of policies, put to each of the reader's own policies.
-
-    A new claim's id is the old one with the policy's title: `P4 Mine`. Claims that name their policies are left out.
-    """
-    general = [c for c in claims if isinstance(dict(c.get("over") or {}).get("policy"), str)]
-    return [
-        claim | {
-            "id": f"{claim['id']} {find(name).title}", "over": {**claim["over"], "policy": [name]},
-            "statement": f"Asked of {find(name).title}: {claim['statement']}", "tried": {},
-        }
-        for name in filter(is_own, dict.fromkeys(policies)) for claim in general
-    ]  # fmt: skip

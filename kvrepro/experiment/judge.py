@@ -35,7 +35,6 @@ can never hold, or never fail, with as many items as a claim has, the verdict is
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,22 +146,6 @@ class Member:
 
 
 Members = Sequence["Member | NotTestable"]
-
-
-def pairs(
-    frame: pd.DataFrame, label: str, *, ceiling: pd.Series | None = None, some: bool = False, **options: Any
-) -> Member:
-    """A member about the spread of the columns of `frame` [items, conditions]: all their pairwise differences, as a
-    share of `ceiling` where one is given. options: of each `Sample`."""
-    if len(frame.columns) < 2:
-        raise NotTestable(f"{len(frame.columns)} of the conditions of a spread were run: it needs two")
-    parts = {}
-    for first, second in itertools.combinations(frame, 2):
-        columns, contrast = {"a": frame[first], "b": frame[second]}, "difference"
-        if ceiling is not None:
-            columns, contrast = {"x": frame[first], "y": frame[second], "full": ceiling}, "difference_of_ceiling"
-        parts[f"{first} against {second}"] = Sample(pd.DataFrame(columns), contrast, **options)
-    return Member(label, parts, some)
 
 
 def unanswered(full: pd.Series, errors: pd.Series | None = None) -> str:

@@ -12,7 +12,7 @@ presume. Where a run comes out differently, its own verdicts stand in their plac
 import importlib
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import pandas as pd
 from IPython.display import Markdown, display
@@ -39,8 +39,6 @@ def verdicts(
         wanted += [premise[name]] if premise[name] and premise[name] not in wanted else []
     book = {**book, "claims": [claim for claim in book["claims"] if claim["id"] in wanted]}
     module = importlib.import_module(f"kvrepro.chapters.{chapter}.members")
-    if hasattr(module, "verdicts"):
-        return cast(pd.DataFrame, module.verdicts(book, tables, loaded, settings))
     assert loaded is not None  # only tests judge without a model, by tables of their own
     tidied = module.tidied(tables, loaded, settings)
     return members.verdicts(book, tidied, module, model=loaded.name, profile=settings.profile)

@@ -45,6 +45,12 @@ def written(network, texts, **options) -> list[list[int]]:
     return tokens[:, max(map(len, texts)) :].tolist()
 
 
+def refuses(network, condition, words) -> None:
+    """The block is not entered."""
+    with pytest.raises(InputError, match=words):
+        kv.evicting(network, condition).__enter__()
+
+
 def engine(network, texts, condition, **options) -> list[list[int]]:
     answers = kv.generate(network, texts, [condition], max_new_tokens=NEW, stop_ids=(), **options)
     return [answer.tokens for [answer] in answers]
@@ -153,8 +159,7 @@ def test_blocks_nest_and_every_call_begins_anew():
         first = written(network, texts)
         with kv.evicting(network, inner):
             assert written(network, texts) == engine(network, texts, inner) != first
-        with pytest.raises(InputError, match="budget"), kv.evicting(network, kv.Condition("lru", 24.0, kv.SharedCap())):
-            pytest.fail("the block was entered")
+        refuses(network, kv.Condition("tova", 9), "without a regime")
         assert written(network, texts) == first == engine(network, texts, outer)
         logits = network(torch.tensor(texts[:1])).logits  # left alone
     assert written(network, texts) == outside != first
@@ -169,12 +174,7 @@ def test_threads_take_turns_and_leave_the_model_as_it_was():
     before, attention = set(vars(network)), network.config._attn_implementation
     with ThreadPoolExecutor(4) as pool, kv.evicting(network, condition):
         assert list(pool.map(lambda text: written(network, [text]), texts)) == expected
-
-        def enters():
-            with pytest.raises(InputError, match="evicting.* of another thread"), kv.evicting(network, condition):
-                pytest.fail("the block was entered")
-
-        pool.submit(enters).result()
+        pool.submit(refuses, network, condition, "evicting.* of another thread").result()
         assert written(network, texts[:1]) == expected[0]
     assert set(vars(network)) == before
     assert network.config._attn_implementation == attention
@@ -188,48 +188,42 @@ def test_a_copy_made_inside_the_block_is_a_model_of_its_own(copied):
         assert written(twin, texts) == written(model("llama"), texts) != written(network, texts)
 
 
-def lora(*targets: str, **more):
+@pytest.fixture
+def adapted():
     """The tiny model in PEFT with a random adapter."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False, **more)
+    targets = ["q_proj", "v_proj"]
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, init_lora_weights=False)
     return peft.get_peft_model(model("llama"), config).eval()
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode cap", "shared cap"])
-def test_a_model_with_adapters_evicts_as_its_merged_one(name):
-    network, texts, condition = lora("q_proj", "v_proj"), prompts(70, 41), CONDITIONS[name]
-    merged = copy.deepcopy(network).merge_and_unload().eval()
-    expected = engine(merged, texts, condition)
-    assert expected != engine(model("llama"), texts, condition)
-    assert engine(network, texts, condition) == expected
-    outside = written(network, texts)
-    with kv.evicting(network, condition) as same:
-        assert same is network
-        assert written(network, texts) == written(network.get_base_model(), texts) == expected
-    assert written(network, texts) == outside
+def test_a_model_with_adapters_evicts_as_its_merged_one(adapted):
+    texts, condition = prompts(70, 41), CONDITIONS["decode cap"]
+    merged = copy.deepcopy(adapted).merge_and_unload().eval()
+    expected, outside = engine(merged, texts, condition), written(adapted, texts)
+    assert engine(adapted, texts, condition) == expected != engine(model("llama"), texts, condition)
+    with kv.evicting(adapted, condition) as same:
+        assert same is adapted
+        assert written(adapted, texts) == written(adapted.get_base_model(), texts) == expected
+    assert written(adapted, texts) == outside
 
 
-def test_a_prefix_belongs_to_the_adapters_that_read_it(tmp_path):
-    network, texts, condition = lora("q_proj", "v_proj"), requests(), CONDITIONS["offline"]
-    path = kv.compress(network, texts[-1], condition).save(tmp_path / "p")
-    prefix = kv.load_prefix(path, network)
-    with kv.evicting(network, prefix):
-        expected = written(network, texts[:1])
-    with kv.evicting(network.get_base_model(), kv.load_prefix(path, network.get_base_model())):
-        assert written(network, texts[:1]) == expected
-    layer = network.get_base_model().model.layers[1].self_attn.q_proj
-    with network.disable_adapter():
-        with pytest.raises(InputError, match="adapters or dtype differ.: compress it anew"):
+def test_a_prefix_belongs_to_the_adapters_that_read_it(adapted, tmp_path):
+    texts, anew = requests(), "adapters or dtype differ.: compress it anew"
+    path = kv.compress(adapted, texts[-1], CONDITIONS["offline"]).save(tmp_path / "p")
+    prefix = kv.load_prefix(path, adapted)
+    with kv.evicting(adapted, prefix):
+        expected = written(adapted, texts[:1])
+    with kv.evicting(adapted.get_base_model(), kv.load_prefix(path, adapted.get_base_model())):
+        assert written(adapted, texts[:1]) == expected
+    with adapted.disable_adapter():
+        refuses(adapted, prefix, anew)
+    kv.load_prefix(path, adapted)
+    adapted.get_base_model().model.layers[1].self_attn.q_proj.scaling["default"] *= 2
+    for network in (adapted, model("llama")):
+        with pytest.raises(InputError, match=anew):
             kv.load_prefix(path, network)
-        with pytest.raises(InputError, match="compress it anew"), kv.evicting(network, prefix):
-            pytest.fail("the block was entered")
-    kv.load_prefix(path, network)
-    layer.scaling["default"] *= 2
-    with pytest.raises(InputError, match="compress it anew"):
-        kv.load_prefix(path, network)
-    with pytest.raises(InputError, match="compress it anew"):
-        kv.load_prefix(path, model("llama"))
 
 
 def test_what_a_policy_raises_comes_out_and_leaves_nothing(tmp_path):
@@ -288,8 +282,7 @@ def test_what_cannot_be_served_is_refused_in_one_line_before_the_model_runs(mess
     ],
 )
 def test_conditions_that_cannot_be_met_are_refused_before_the_block(condition, message):
-    with pytest.raises(InputError, match=message), kv.evicting(architecture("llama"), condition):
-        pytest.fail("the block was entered")
+    refuses(architecture("llama"), condition, message)
 
 
 # ---- prefixes
@@ -311,9 +304,12 @@ def requests(end: int = 50) -> list[list[int]]:
     return [first + other for other in others] + [first]
 
 
-@pytest.mark.parametrize("name", OFFLINE)
-def test_a_prefix_from_a_file_gives_the_tokens_of_the_regime(name, tmp_path):
-    network, texts, condition = architecture("llama"), requests(), OFFLINE[name]
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("llama", name) for name in OFFLINE), ("qwen3_5", "prefill"), ("qwen3_next", "prefill")]
+)
+def test_a_prefix_from_a_file_gives_the_tokens_of_the_regime(kind, name, tmp_path):
+    """With the states of layers that are recurrent in two architectures."""
+    network, texts, condition = architecture(kind), requests(), OFFLINE[name]
     marked = [Prompt(ids, {"rest": list(range(50, len(ids)))}) for ids in texts[:-1]]
     regime = replace(condition, regime=kv.Offline(until="rest"))
     expected = engine(network, marked, regime, **REPEAT) + engine(network, texts[-1:], condition, **REPEAT)
@@ -323,18 +319,9 @@ def test_a_prefix_from_a_file_gives_the_tokens_of_the_regime(name, tmp_path):
     for compressed in (prefix, loaded):
         with kv.evicting(network, compressed):
             assert [written(network, [text])[0] for text in texts] == expected
-            assert written(network, texts) == expected  # the same again, in one padded batch
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
-def test_the_states_of_recurrent_layers_go_into_the_file(name, tmp_path):
-    network, texts = architecture(name), requests()
-    prefix = kv.compress(network, texts[-1], OFFLINE["prefill"])
-    marked = Prompt(texts[0], {"rest": list(range(50, len(texts[0])))})
-    expected = engine(network, [marked], replace(prefix.condition, regime=kv.Offline(until="rest")))
-    for compressed in (prefix, kv.load_prefix(prefix.save(tmp_path / "p"), network)):
-        with kv.evicting(network, compressed):
-            assert written(network, texts[:1]) == expected
+            if kind == "llama":
+                assert written(network, texts) == expected  # the same again, in one padded batch
+                continue
             with pytest.raises(InputError, match="unequal length"):
                 written(network, texts)
 
@@ -345,12 +332,10 @@ def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):
     path = prefix.save(tmp_path / "p.safetensors")
     with torch.no_grad():
         network.model.layers[1].mlp.up_proj.weight.mul_(1.01)
-    others = (network, model("llama", torch.bfloat16), architecture("qwen3"))
-    for other in others:
+    for other in (network, model("llama", torch.bfloat16), architecture("qwen3")):
+        refuses(other, prefix, "compress it anew")
         with pytest.raises(InputError, match="compress it anew"):
             kv.load_prefix(path, other)
-        with pytest.raises(InputError, match="compress it anew"), kv.evicting(other, prefix):
-            pytest.fail("the block was entered")
     same = model("llama")
     with kv.evicting(same, kv.load_prefix(path, same)):
         with pytest.raises(InputError, match="differs at token 3 of the prefix's 50 .*, before the blank"):
@@ -375,12 +360,10 @@ def test_a_damaged_prefix_is_refused(place, tmp_path):
 def test_files_and_conditions_that_make_no_prefix_are_refused(tmp_path):
     network, [*_, text] = architecture("llama"), requests()
     (tmp_path / "text").write_text("no tensors")
-    for path, message in ((tmp_path / "text", "no prefix in"), (tmp_path / "none", "no prefix in")):
-        with pytest.raises(InputError, match=message):
-            kv.load_prefix(path, network)
     network.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="save it again"):
-        kv.load_prefix(tmp_path / "model.safetensors", network)
+    for file, message in (("text", "no prefix in"), ("none", "no prefix in"), ("model.safetensors", "save it again")):
+        with pytest.raises(InputError, match=message):
+            kv.load_prefix(tmp_path / file, network)
     for condition, message in (
         ("tova", "condition 'tova': give a kvrepro.Condition"),
         (CONDITIONS["prefill"], "compressed whole, in the regime Offline"),

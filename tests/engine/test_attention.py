@@ -6,8 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import ARCHITECTURES, architecture
-from tiny import prompts as tiny_prompts
+from tiny import architecture
 
 from kvrepro.engine.attention import Softmax, attend, attend_prompt, installed
 
@@ -39,10 +38,7 @@ def naive(query, at, keys, values, positions, scaling, sliding=None, hide=None, 
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10**6),
-    st.integers(1, 3),
-    st.integers(1, 2),
-    st.integers(1, 3),
-    st.integers(1, 9),
+    st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 9)),
     st.lists(st.integers(0, 12), min_size=1, max_size=3),
     st.sampled_from([None, 1, 3, 50]),
     st.booleans(),
@@ -50,8 +46,9 @@ def naive(query, at, keys, values, positions, scaling, sliding=None, hide=None, 
     st.sampled_from([None, 2.0]),
     st.booleans(),
 )
-def test_attention_equals_loops(seed, batch, kv_heads, group, m, sizes, sliding, hiding, block, softcap, sinking):
+def test_attention_equals_loops(seed, shape, sizes, sliding, hiding, block, softcap, sinking):
     torch.manual_seed(seed)
+    batch, kv_heads, group, m = shape
     heads, total = kv_heads * group, sum(sizes)
     if not total:
         return
@@ -109,30 +106,10 @@ def test_a_prompt_in_a_layer_that_slides(sliding, block):
 # ---- in a model
 
 
-class Prompt:
-    """Plain attention of a whole prompt, through `attend`."""
-
-    def attend(self, layer, query, key, value, scaling, sliding=None):
-        at = torch.arange(query.shape[2]).expand(len(query), -1)
-        return attend(query, at, [(key, value, at[:, None])], scaling, sliding)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@torch.no_grad()
-def test_a_model_computes_what_it_computed_before(name):
-    """Each architecture builds its masks in its own way; this attention, which applies its own mask, gets none of
-    them."""
-    model, prompts = architecture(name), torch.tensor(tiny_prompts(60, 60))
-    expected = model(prompts).logits
-    with installed(model):
-        ours = model(prompts, kvrepro=Prompt()).logits
-    assert float((ours - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
-    assert torch.equal(model(prompts).logits, expected)
-
-
 def test_models_get_their_attention_back_even_after_an_error():
     model = architecture("llama")
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     with pytest.raises(RuntimeError, match="needs model"), installed(model):
         model(torch.tensor([[5, 6]]))
     assert model.config._attn_implementation == "eager"
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks

@@ -50,15 +50,10 @@ def test_answers_kept_sets_and_bytes_are_those_of_one_gpu(pair, name):
     answers = []
     for loaded in pair:
         texts = [data.build_prompt(item, loaded.tokenizer, 1500) for item in items]
+        given = {"stop_ids": models.stop_ids(loaded), "repeat": loaded.tokenizer("Repeat: ")["input_ids"]}
         with torch.device("cpu"):
-            answers.append(
-                engine.generate(
-                    loaded.model, texts, CASES[name], max_new_tokens=24, stop_ids=models.stop_ids(loaded),
-                    repeat=loaded.tokenizer("Repeat: ")["input_ids"],
-                )
-            )  # fmt: skip
+            answers.append(engine.generate(loaded.model, texts, CASES[name], max_new_tokens=24, **given))
     for spread, single in zip(*answers, strict=True):
         for c, a, b in zip(CASES[name], spread, single, strict=True):
-            assert (a.tokens, a.kept_positions_hash, a.kept, a.bytes_full, a.bytes_held) == (
-                b.tokens, b.kept_positions_hash, b.kept, b.bytes_full, b.bytes_held
-            ), c.label  # fmt: skip
+            for what in ("tokens", "kept_positions_hash", "kept", "bytes_full", "bytes_held"):
+                assert getattr(a, what) == getattr(b, what), (c.label, what)

@@ -3,17 +3,13 @@
 On a GPU the steps are CUDA graphs; on the CPU the same steps run as they stand, on the same fixed cache.
 """
 
-import os
-
 import pytest
 import torch
-from tiny import architecture, prompts
-
-pytest.importorskip("triton", reason="triton is packaged for Linux only")
-
+from kernels_run import DEVICE
 from kvrepro_kernels.column_mass import column_mass_reference
 from kvrepro_kernels.prefill_attention import Prefilled, prefill_attention_reference
 from kvrepro_kernels.ragged_storage import ragged_decode_reference
+from tiny import architecture, prompts
 
 from kvrepro.engine import decode
 from kvrepro.engine import generate as engine
@@ -22,19 +18,15 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, DecodeCap, PerStep, Prefill, SharedCap
 from kvrepro.engine.policy import Policy
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 NEW = 18  # evictions after 8 and 16 tokens, and a step that sees what is left
 SHARED = [
-    Condition(policy, capacity, SharedCap(interval), prefix=side, suffix=side, reading=reading)
-    for policy, capacity, interval, side, reading in (
-        ("lru", 16, 8, 0.1, "as_run"),
-        ("lru", 40, 8, 0.0, "as_described"),
-        ("h2o_simple", 24, 8, 0.1, "as_run"),
-        ("ada_kv_faithful", 24, 8, 0.1, "as_run"),
-        ("quest_faithful", 16, 8, 0.1, "as_described"),
-        ("random_sample", 24, 5, 0.0, "as_run"),
-        ("h2o_faithful", 70, 8, 0.1, "as_described"),
-    )
+    Condition("lru", 16, SharedCap(8), 0.1, 0.1),
+    Condition("lru", 40, SharedCap(8), reading="as_described"),
+    Condition("h2o_simple", 24, SharedCap(8), 0.1, 0.1),
+    Condition("ada_kv_faithful", 24, SharedCap(8), 0.1, 0.1),
+    Condition("quest_faithful", 16, SharedCap(8), 0.1, 0.1, reading="as_described"),
+    Condition("random_sample", 24, SharedCap(5)),
+    Condition("h2o_faithful", 70, SharedCap(8), 0.1, 0.1, reading="as_described"),
 ]
 OTHERS = [
     Condition(),
@@ -84,15 +76,10 @@ def plain_mass(query, key, log_sums, scale, starts, spans):
 
 
 def same(ours, theirs):
-    for a, b in zip(ours, theirs, strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert x.tokens == y.tokens
-            assert (x.kept_positions_hash, x.evicted, x.policy_calls) == (
-                y.kept_positions_hash,
-                y.evicted,
-                y.policy_calls,
-            )
-            assert x.kept == y.kept
+    for row in zip(ours, theirs, strict=True):
+        for pair in zip(*row, strict=True):
+            x, y = ((a.tokens, a.kept_positions_hash, a.evicted, a.policy_calls, a.kept) for a in pair)
+            assert x == y
 
 
 @pytest.mark.parametrize(
@@ -101,20 +88,16 @@ def same(ours, theirs):
     ids=["one set for all layers", "each layer's own", "windows"],
 )
 def test_captured_steps_are_the_plain_ones(conditions, monkeypatch):
-    kind = "qwen2"
-    texts = prompts(70, 45)
-    plain = steps(kind, conditions, texts, False, monkeypatch)
-    same(steps(kind, conditions, texts, True, monkeypatch), plain)
+    given = "qwen2", conditions, prompts(70, 45)
+    plain = steps(*given, False, monkeypatch)
+    same(steps(*given, True, monkeypatch), plain)
     tokens = [t for row in plain for answer in row for t in answer.tokens]
     stops = {max(set(tokens), key=tokens.count), tokens[7], tokens[-4]}  # rows end at different steps
-    unequal = {"max_new_tokens": [NEW, 6]}
-    same(
-        steps(kind, conditions, texts, True, monkeypatch, **unequal),
-        steps(kind, conditions, texts, False, monkeypatch, **unequal),
-    )
-    ended = steps(kind, conditions, texts, False, monkeypatch, stop_ids=stops)
+    ended = steps(*given, False, monkeypatch, stop_ids=stops)
     assert len({len(answer.tokens) for row in ended for answer in row}) > 2
-    same(steps(kind, conditions, texts, True, monkeypatch, stop_ids=stops), ended)
+    same(steps(*given, True, monkeypatch, stop_ids=stops), ended)
+    unequal = {"max_new_tokens": [NEW, 6]}
+    same(steps(*given, True, monkeypatch, **unequal), steps(*given, False, monkeypatch, **unequal))
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("gemma3", (70, 45)), ("mistral", (20, 38))])

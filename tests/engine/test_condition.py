@@ -13,17 +13,20 @@ from kvrepro.engine import condition as values
 from kvrepro.engine.condition import REGIMES, Condition, Prefill, Prompt, Regime, Size, ensure
 from kvrepro.errors import InputError
 
-MASK = torch.tensor([True, False])
 BASE = Condition("snapkv", 256, Prefill())
 CHANGES = {
-    "policy": ["lru"], "budget": [128, 0.2, 0.125, 0.13], "prefix": [0.1, 0.105], "suffix": [0.1],
-    "static_suffix": [True], "reading": ["as_described"],
-    "switches": [(("window", 8),), (("window", 8), ("recent", 0))], "whitelist": [("a",), ("a", "b")], "bits": [4],
-}  # fmt: skip
-OF_REGIMES = {
-    "interval": [4], "until": ["question", "user"], "spans": [("a",)], "fair": [1.0, 0.5, 0.0], "chunk": [512],
-    "when": ["budget"],
-}  # fmt: skip
+    "policy": ["lru"],
+    "budget": [128, 0.2, 0.125, 0.13],
+    "prefix": [0.1, 0.105],
+    "suffix": [0.1],
+    "static_suffix": [True],
+    "reading": ["as_described"],
+    "switches": [(("window", 8),), (("window", 8), ("recent", 0))],
+    "whitelist": [("a",), ("a", "b")],
+    "bits": [4],
+}
+OF_REGIMES = {"interval": [4], "until": ["question", "user"], "spans": [("a",)], "fair": [1.0, 0.5, 0.0]}
+OF_REGIMES |= {"chunk": [512], "when": ["budget"]}
 
 
 def in_all_ways(regime: type[Regime]) -> list[Regime]:
@@ -62,19 +65,12 @@ def test_kinds(kind, good, bad):
 def test_a_refusal_names_value_and_way_out():
     with pytest.raises(InputError, match=r"^x 'd' for us: should be 'a' or 'b'; y 3 for us: should be 'a' or 'b'$"):
         ensure(("a", "b"), "us", x="d", y=3)
-    with pytest.raises(InputError, match="^n 0: should be greater than or equal to 1$"):
-        ensure(Size | None, n=0)
-    with pytest.raises(InputError, match="^k 4: should be odd$"):
-        ensure(values.Odd, k=4)
     with pytest.raises(InputError, match="^x 0: should be greater .* to 1; x 'b': should be a valid integer$"):
         ensure(list[Size], x=[1, 0, "b"])
-
-
-@pytest.mark.parametrize("wrong", [(), [1, 1], 128, "lru"])
-def test_a_list_of_things_once_each(wrong):
     values.ensure_once_each(capacities=[128, 256], policies=("lru",))
-    with pytest.raises(InputError, match=r"capacities .*: give a list of at least one, each once"):
-        values.ensure_once_each(capacities=wrong)
+    for wrong in ((), [1, 1], 128):
+        with pytest.raises(InputError, match=r"capacities .*: give a list of at least one, each once"):
+            values.ensure_once_each(capacities=wrong)
 
 
 @pytest.mark.parametrize("half", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)])
@@ -113,11 +109,8 @@ def test_different_conditions_have_different_labels():
         (([1, 2, 3], {"a": [-1, 0]}), "a at position -1 of a prompt of 3 tokens"),
         (([1, 2, 3], {}, {"user": 3}), "user at position 3 of a prompt of 3 tokens"),
         (([True, False], {}), "prompt .True, False.: give a list of whole numbers"),
-        ((b"hello", {}), "prompt b'hello': give a list of whole numbers"),
-        *(
-            (([1, 2, 3], {"a": where}), "span a .*: give a list of whole numbers")
-            for where in ([1.5], slice(1, 2), None, [True, False, True], MASK, list(MASK))
-        ),
+        (([1, 2, 3], {"a": slice(1, 2)}), "span a .*: give a list of whole numbers"),
+        (([1, 2, 3], {"a": torch.tensor([True, False])}), "span a .*: give a list of whole numbers"),
         (([1, 2, 3], [1, 2]), "spans .1, 2.: should be a valid dict"),
         (([1, 2, 3], {}, [1]), "turns .1.: should be a valid dict"),
     ],
@@ -127,10 +120,6 @@ def test_prompts_that_cannot_be_are_refused(given, words):
         Prompt(*given)
 
 
-@pytest.mark.parametrize("where", [range(1, 3), torch.tensor([1, 2]), np.array([1, 2]), (1, 2)])
+@pytest.mark.parametrize("where", [range(1, 3), torch.tensor([1, 2]), np.array([1, 2]), (1, 2), []])
 def test_a_span_is_any_list_of_whole_numbers(where):
-    assert Prompt([1, 2, 3], {"a": where}).spans == {"a": [1, 2]}
-
-
-def test_an_empty_span_is_a_span():
-    assert Prompt([1, 2, 3], {"a": [], "b": [0, 2]}, {"user": 1}).spans["a"] == []
+    assert Prompt([1, 2, 3], {"a": where, "b": [0, 2]}, {"user": 1}).spans["a"] == list(where)

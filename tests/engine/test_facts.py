@@ -18,14 +18,8 @@ def adapted(name: str, target: str):
     """A family's model with an adapter on one projection, in training mode, where it has dropout."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=4,
-        target_modules=[target],
-        init_lora_weights=False,
-        lora_dropout=0.5,
-        fan_in_fan_out=name == "GPT-2",
-    )
+    given = {"r": 4, "init_lora_weights": False, "lora_dropout": 0.5, "fan_in_fan_out": name == "GPT-2"}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=[target], **given)
     return peft.get_peft_model(families.build(name), config).train()
 
 

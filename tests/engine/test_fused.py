@@ -2,47 +2,30 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-pytest.importorskip("triton", reason="triton is packaged for Linux only")
-
-import kvrepro_kernels
+from families import build
+from kernels_run import DEVICE
+from kvrepro_kernels import rms_norm, rotary
 
 from kvrepro.engine.backend import in_few_launches
 
-SIZES = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=90,
-    head_dim=8,
-)
-BOTH = {"rms_norm", "rotary"}
+BOTH = {"rms_norm": rms_norm, "rotary": rotary}
+FAMILIES = [
+    ("Llama", {*BOTH}, {}),
+    ("Qwen2", {*BOTH}, {}),
+    ("Qwen3", {*BOTH}, {}),
+    ("Phi-3", {"rms_norm"}, {"partial_rotary_factor": 0.5}),  # rotates half of a row
+    ("Gemma 3, text", {"rotary"}, {}),  # its norms add one to the weight
+    ("OLMo 2", set(), {}),  # its norms round after the weight, its rotation casts
+    ("Cohere", set(), {}),  # layer norms, and rotates neighbouring elements
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "wanted", "more"),
-    [
-        ("llama", BOTH, {}),
-        ("qwen2", BOTH, {}),
-        ("qwen3", BOTH, {}),
-        ("phi3", {"rms_norm"}, {"partial_rotary_factor": 0.5, "pad_token_id": 0}),  # rotates half of a row
-        ("gemma3_text", {"rotary"}, {}),  # its norms add one to the weight
-        ("olmo2", set(), {}),  # its norms round after the weight, its rotation casts
-        ("cohere", set(), {}),  # layer norms, and rotates neighbouring elements
-    ],
-)
+@pytest.mark.parametrize(("family", "wanted", "more"), FAMILIES)
 def test_a_model_computes_the_same_numbers(family, wanted, more, monkeypatch):
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | more)).eval().to(device)
-    launched = set()
-    for name in BOTH:
-        kernel = getattr(kvrepro_kernels, name)
-        monkeypatch.setattr(kvrepro_kernels, name, lambda *a, n=name, k=kernel: launched.add(n) or k(*a))
-    ids = torch.arange(1, 13, device=device).view(2, 6)
+    model, launched = build(family, **more).to(DEVICE), set()
+    for name, kernel in BOTH.items():
+        monkeypatch.setattr(f"kvrepro_kernels.{name}", lambda *a, n=name, k=kernel: launched.add(n) or k(*a))
+    ids = torch.arange(1, 13, device=DEVICE).view(2, 6)
     with torch.inference_mode():
         plain = model(ids).logits
         with in_few_launches(model):
@@ -54,11 +37,11 @@ def test_a_model_computes_the_same_numbers(family, wanted, more, monkeypatch):
 
 
 def test_weights_of_another_precision_and_norms_that_somebody_changed_stay_as_they_are():
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES)).eval().half()
+    model = build("Llama").half()
     wide, changed = model.model.layers[0].input_layernorm, model.model.norm
     wide.weight.data = wide.weight.data.float()
     changed.forward = patched = lambda x: x + 1
-    x = torch.linspace(-1, 2, 32).half()[None]
+    x = torch.linspace(-1, 2, 256).half()[None]
     with torch.inference_mode():
         plain = wide(x)
         with in_few_launches(model):

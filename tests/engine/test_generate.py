@@ -45,16 +45,10 @@ def lopsided(scores, protected, budget, unequal: int = 0):
     return counts
 
 
+SIZES = {"window": WINDOW, "recent": "window"}
 TEST_POLICIES = {
-    "watched": Policy("Watched", "tests", watched, {"window": WINDOW, "recent": "window"}),
-    "lopsided": Policy(
-        "Lopsided",
-        "tests",
-        watched,
-        {"window": WINDOW, "recent": "window", "unequal": 5},
-        allocate=lopsided,
-        budget="per head",
-    ),
+    "watched": Policy("Watched", "tests", watched, SIZES),
+    "lopsided": Policy("Lopsided", "tests", watched, SIZES | {"unequal": 5}, allocate=lopsided, budget="per head"),
 }
 DECIDE = {"streaming_llm": newest(4), "watched": looked_at(WINDOW), "lopsided": looked_at(WINDOW, 5)}
 
@@ -140,70 +134,40 @@ def test_without_eviction_the_engine_is_a_greedy_loop_of_hugging_face(name):
             assert_same(state.logits, logits, tolerance=3e-5)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_slow_transcription_is_hugging_face_when_nothing_is_hidden(name):
-    model, [prompt] = architecture(name), tiny_prompts(60)
-    logits = Slow(model, prompt, sliding_of(name)).read(60)
-    torch.testing.assert_close(logits, model(torch.tensor([prompt])).logits[0, -1], atol=1e-4, rtol=1e-4)
-
-
 # ---- against the slow transcription
 
 
-CASES = [("llama", p, r, m) for p in DECIDE for r, m in MODES]
-CASES += [(a, "watched", r, m) for a in ("mistral", "gemma3") for r, m in MODES[:-1]]
-CASES += [(a, "lopsided", *MODES[-1]) for a in ARCHITECTURES if a != "llama"]
+CASES = [("llama", p, r, m, None) for p in DECIDE for r, m in MODES]
+CASES += [(a, "watched", r, m, None) for a in ("mistral", "gemma3") for r, m in MODES[:-1]]
+CASES += [(a, "lopsided", *MODES[-1], None) for a in ARCHITECTURES if a != "llama"]
+CASES += [(a, "watched", r, "", 61) for a in ("llama", "mistral", "gemma3", "qwen3_next") for r in REGIMES[:-1]]
 
 
-@pytest.mark.parametrize(("name", "policy", "regime", "mode"), CASES)
-def test_evicted_decoding_equals_the_slow_transcription(name, policy, regime, mode):
-    model, [prompt] = architecture(name), tiny_prompts(70)
-    c = cut(regime, policy, **({"when": mode} if mode else {}))
-    [[ours]], [[end]] = answers(model, [prompt], [c])
-    slow = Slow(model, prompt, sliding_of(name), evictable(name))
+@pytest.mark.parametrize(("name", "policy", "regime", "mode", "until"), CASES)
+def test_evicted_decoding_equals_the_slow_transcription(name, policy, regime, mode, until):
+    """Also where a question, marked in the prompt, is read through what is left."""
+    model, [ids] = architecture(name), tiny_prompts(70)
+    text = Prompt(ids, {"question": list(range(61, 68))})
+    c = cut(regime, policy, **({"when": mode} if mode else {}), **({"until": "question"} if until else {}))
+    [[ours]], [[end]] = answers(model, [text], [c])
+    slow = Slow(model, ids, sliding_of(name), evictable(name))
     decide = DECIDE[policy]
     if name == "mistral" and policy != "streaming_llm":
         decide = looked_at(WINDOW, 5 if policy == "lopsided" else 0, sliding=32)
     chunk_budget = {"budget": lambda seen: CAP, "every_chunk": lambda seen: CAP}.get(mode)
-    tokens, logits = slow_run(
-        slow,
-        decide,
-        budget=CAP,
-        new_tokens=NEW,
-        chunk=16 if regime == "chunked" else None,
-        chunk_budget=chunk_budget,
-        every={"decode cap": 3, "per step": 1}.get(regime),
-    )
+    given = {"budget": CAP, "new_tokens": NEW, "until": until, "chunk_budget": chunk_budget}
+    given |= {"chunk": 16 if regime == "chunked" else None, "every": {"decode cap": 3, "per step": 1}.get(regime)}
+    tokens, logits = slow_run(slow, decide, **given)
     assert ours.tokens == tokens
     assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers read a token otherwise than a text
+    if until:
+        assert max(ours.kept_positions) == until - 1
     for n in evictable(name):
         expected = [head.nonzero()[:, 0].tolist() for head in slow.held[n]]
         if n in slow.windows:
             reach = slow.length - slow.windows[n]
             expected = [[p for p in head if p > reach] for head in expected]
         assert end.held[n] == expected
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "qwen3_next"])
-@pytest.mark.parametrize("regime", ["prefill", "chunked", "offline", "decode cap"])
-def test_a_question_is_read_through_what_is_left(name, regime):
-    model, [prompt] = architecture(name), tiny_prompts(70)
-    text = Prompt(prompt, {"question": list(range(61, 68))})
-    [[ours]], [[end]] = answers(model, [text], [cut(regime, until="question")])
-    slow = Slow(model, prompt, sliding_of(name), evictable(name))
-    decide = looked_at(WINDOW, sliding=32 if name == "mistral" else None)
-    tokens, logits = slow_run(
-        slow,
-        decide,
-        budget=CAP,
-        new_tokens=NEW,
-        until=61,
-        chunk=16 if regime == "chunked" else None,
-        every={"decode cap": 3}.get(regime),
-    )
-    assert ours.tokens == tokens
-    assert max(ours.kept_positions) == 60
-    assert_same(end.logits, logits, tolerance=3e-5)  # recurrent layers read a token otherwise than a text
 
 
 # ---- against itself
@@ -251,20 +215,14 @@ def test_a_full_budget_is_no_eviction_bit_for_bit(name, regimes):
             assert state.held == states[0].held, c.label
             assert (answer.evicted, answer.policy_calls, answer.kept) == (0, 0, row[0].kept), c.label
             assert answer.bytes_full == row[0].bytes_full <= answer.bytes_held, c.label
-            assert (answer.kept_positions, answer.kept_positions_hash) == (
-                row[0].kept_positions,
-                row[0].kept_positions_hash,
-            )
+            assert answer.kept_positions_hash == row[0].kept_positions_hash, c.label
 
 
 @pytest.mark.parametrize(("name", "regimes"), by_architecture(REGIMES))
 def test_rows_of_a_batch_equal_rows_alone_whatever_the_padding(name, regimes):
     model = architecture(name)
-    texts = [
-        Prompt(ids, {"question": list(range(len(ids) - 5 + 2 * i, len(ids)))})
-        for i, ids in enumerate(tiny_prompts(70, 33))
-    ]
-    conditions = []
+    questions = zip(tiny_prompts(70, 33), (65, 30), strict=True)
+    texts, conditions = [Prompt(ids, {"question": list(range(at, len(ids)))}) for ids, at in questions], []
     for regime in regimes:
         conditions += [cut(regime, "lopsided"), cut(regime, until="question"), flat(regime=regime, chunk=16)]
         names = POLICIES if name == "llama" else ["scissorhands"]
@@ -275,23 +233,23 @@ def test_rows_of_a_batch_equal_rows_alone_whatever_the_padding(name, regimes):
         assert a.tokens == b.tokens, c.label
         assert x.held == y.held, c.label
         assert (a.kept, a.bytes_full, a.policy_calls) == (b.kept, b.bytes_full, b.policy_calls), c.label
-        assert (a.kept_positions, a.kept_positions_hash) == (b.kept_positions, b.kept_positions_hash), c.label
+        assert a.kept_positions_hash == b.kept_positions_hash, c.label
         assert_same(x.logits, y.logits, c.label)
 
 
-@pytest.mark.parametrize("regime", [*REGIMES, "shared cap"])
-def test_each_prompt_has_an_answer_of_its_own_length(regime):
+@pytest.mark.parametrize(
+    ("regime", "policy"), [("prefill", "watched"), ("decode cap", "watched"), ("shared cap", "lru")]
+)
+def test_each_prompt_has_an_answer_of_its_own_length(regime, policy):
     model, prompts, new = architecture("llama"), tiny_prompts(70, 33, 60, 41), (3, 7, 1, 5)
-    names = ("lru",) if regime == "shared cap" else ("watched", "streaming_llm")
-    conditions = [flat(name, CAP, regime=regime, interval=2, chunk=16) for name in names]
-    conditions += [Condition()]
-    [*together], _ = answers(model, prompts, conditions, max_new_tokens=new)
+    conditions = [flat(policy, CAP, regime=regime, interval=2), Condition()]
+    together, _ = answers(model, prompts, conditions, max_new_tokens=new)
     for prompt, length, row in zip(prompts, new, together, strict=True):
         [alone], _ = answers(model, [prompt], conditions, max_new_tokens=length)
-        for c, a, b in zip(conditions, row, alone, strict=True):
+        for a, b in zip(row, alone, strict=True):
             assert len(a.tokens) == length
-            assert (a.tokens, a.kept, a.evicted, a.policy_calls) == (b.tokens, b.kept, b.evicted, b.policy_calls), c
-            assert (a.kept_positions, a.bytes_full) == (b.kept_positions, b.bytes_full), c.label
+            assert (a.tokens, a.kept, a.evicted, a.policy_calls) == (b.tokens, b.kept, b.evicted, b.policy_calls)
+            assert (a.kept_positions, a.bytes_full) == (b.kept_positions, b.bytes_full)
 
 
 # ---- single policies
@@ -299,30 +257,19 @@ def test_each_prompt_has_an_answer_of_its_own_length(regime):
 
 ARGUMENTS = [
     ({"conditions": ["snapkv"]}, "condition 'snapkv': give a kvrepro.Condition"),
-    ({"conditions": None}, "condition None: give a kvrepro.Condition"),
     ({"conditions": [[Condition()]] * 2}, "2 lists of conditions for 1 prompts: give one for each"),
     ({"prompts": None}, "prompts None: give a list of prompts"),
-    ({"prompts": [3, 4, 5]}, ".*give a list of prompts"),
     ({"prompts": ["some text"]}, ".*prompt .some text.: give a list of whole numbers"),
     ({"prompts": [[5]]}, "prompt of 1 tokens < 2"),
     ({"prompts": [[5, 500]]}, "token id 500 outside the model's vocabulary of 120: other tokenizer"),
-    ({"prompts": [[5, -1]]}, "token id -1 outside the model's vocabulary of 120: other tokenizer"),
     ({"prompts": [[5] * 510]}, "510 prompt .* new tokens > the model's 512 positions"),
     ({"max_new_tokens": [3, 4]}, "2 max_new_tokens for 1 prompts: give a number, or one for each"),
     ({"max_new_tokens": [0]}, "max_new_tokens 0: "),
-    ({"prompts": [None]}, "prompt None: give a list of whole numbers"),
-    ({"prompts": [[3.7, 4.2, 5.0]]}, "prompt .3.7, 4.2, 5.0.: give a list of whole numbers"),
-    ({"stop_ids": None}, "stop_ids None: give a list of whole numbers"),
-    ({"stop_ids": [None]}, "stop_ids .None.: give a list of whole numbers"),
     ({"stop_ids": "</s>"}, "stop_ids '</s>': give a list of whole numbers"),
-    ({"stop_ids": True}, "stop_ids True: give a list of whole numbers"),
     ({"kept_sets": "no"}, "kept_sets 'no': "),
-    ({"seed": None}, "seed None: "),
     ({"seed": "7"}, "seed '7': "),
-    ({"repeat": "Repeat the context:"}, "repeat 'Repeat the context:': give a list of whole numbers"),
     ({"repeat": [10**6]}, "token id 1000000 outside the model's vocabulary of 120"),
     ({"backend": None}, "backend None: "),
-    ({"backend": {}}, "backend None: "),
 ]
 
 
@@ -345,9 +292,8 @@ def test_arguments_whose_meaning_is_plain_are_taken():
     for prompts in ([prompt], torch.tensor([prompt]), np.array([prompt])):
         [[answer]] = engine.generate(model, prompts, replace(c, budget=np.int64(20)), **plain)
         assert (answer.tokens, answer.kept) == (expected.tokens, expected.kept)
-    for conditions in ((c for _ in range(1)), ((c for _ in range(1)) for _ in range(1))):
-        [[answer]] = engine.generate(model, [prompt], conditions, **usual)
-        assert answer.tokens == expected.tokens
+    [[answer]] = engine.generate(model, [prompt], ((c for _ in range(1)) for _ in range(1)), **usual)
+    assert answer.tokens == expected.tokens
     [[answer]] = engine.generate(model, [prompt], [c], **usual | {"stop_ids": expected.tokens[1]})
     assert answer.tokens == expected.tokens[:2]
 
@@ -408,35 +354,32 @@ def test_random_draws_anew_for_every_prompt_and_seed_and_never_for_the_batch():
 # ---- conditions of single prompts, prefixes of several
 
 
+def said(generations) -> list:
+    """Tokens, and what was kept."""
+    return [[(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in generations]
+
+
 def test_prompts_may_have_conditions_of_their_own():
     model, prompts = architecture("qwen2"), tiny_prompts(60, 44, 52)
     a, b, c = Condition(), *(Condition("streaming_llm", budget, Prefill()) for budget in (20, 30))
     table = engine.generate(model, prompts, [a, b, c], **FEW)
     generations = engine.generate(model, prompts, [[c, a], [], [b]], **FEW)
-    wanted = [[table[0][2], table[0][0]], [], [table[2][1]]]
-    assert [[(g.tokens, g.kept_positions_hash) for g in row] for row in generations] == [
-        [(g.tokens, g.kept_positions_hash) for g in row] for row in wanted
-    ]
+    assert said(generations) == said([[table[0][2], table[0][0]], [], [table[2][1]]])
 
 
 @pytest.mark.parametrize("rows", [2, 6])
 def test_prefixes_are_read_together_and_each_once(rows, monkeypatch):
     """Three prefixes of two requests each: the same answers and the same tokens kept as one by one."""
     model, ids = architecture("qwen2"), tiny_prompts(50, 41, 46, 5, 9)
-    texts = [
-        Prompt(prefix + ask, {"half": list(range(20)), "question": list(range(len(prefix), len(prefix + ask)))})
-        for prefix in ids[:3]
-        for ask in ids[3:]
-    ]
+    halves, asked = {"half": list(range(20))}, [(prefix, ask) for prefix in ids[:3] for ask in ids[3:]]
+    texts = [Prompt(a + b, {**halves, "question": list(range(len(a), len(a + b)))}) for a, b in asked]
     conditions = [flat(name, 20, regime="offline", until="question") for name in ("streaming_llm", "watched", "h2o")]
     conditions += [flat("watched", 20, regime="offline", until="question", fair=1.0, spans=("half",))]
     alone = engine.generate(model, texts, conditions, **FEW)
     lengths, forward = [], model.forward
     monkeypatch.setattr(model, "forward", lambda **i: (lengths.append(i["input_ids"].shape), forward(**i))[1])
     generations = engine.generate(model, texts, conditions, **FEW, prompt_rows=rows)
-    assert [[(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in generations] == [
-        [(g.tokens, g.kept_positions_hash, g.evicted) for g in row] for row in alone
-    ]
+    assert said(generations) == said(alone)
     assert sum(batch for batch, width in lengths if width > 40) == 3  # whatever their spans
 
 
@@ -487,11 +430,8 @@ def test_a_batch_without_memory_costs_its_rows_alone_and_gives_it_back(where, mo
     gc.disable()
     try:
         answers = engine.generate(architecture("llama"), prompts, conditions, errors="return", **given)
-        assert [[isinstance(answer, torch.OutOfMemoryError) for answer in of_prompt] for of_prompt in answers] == [
-            [False, True],
-            [False, True],
-            [False, False],
-        ]
+        failed = [[isinstance(answer, torch.OutOfMemoryError) for answer in row] for row in answers]
+        assert failed == [[False, True], [False, True], [False, False]]
         begun.clear()
         with pytest.raises(torch.OutOfMemoryError):
             engine.generate(architecture("llama"), prompts, conditions, **given)

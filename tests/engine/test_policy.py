@@ -20,6 +20,7 @@ from kvrepro.errors import InputError
 
 FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
 CAPPED = Condition("lru", 64, SharedCap())
+EARLY = {"regime": "chunked", "when": "every_chunk", "chunk": 50, "budget": 0.4}
 REFUSED = {  # of a condition: what it is called with instead -> what the one line says
     "unknown policy 'nothing'; there are: path/to/file.py:NAME, full, ": {"policy": "nothing"},
     "unknown policy 'lruu', did you mean 'lru'": {"policy": "lruu"},
@@ -27,24 +28,13 @@ REFUSED = {  # of a condition: what it is called with instead -> what the one li
     "snapkv cannot run in regime 'shared cap': it chooses for each layer; take pre": {"regime": "shared cap"},
     "kv_zip cannot run in regime 'per step': it repeats": {"policy": "kv_zip", "regime": "per step"},
     "no file nowhere/own.py": {"policy": "nowhere/own.py:MINE"},
-    "no file xxx": {"policy": "x" * 300 + ".py:MINE"},
-    "policy None: should be a valid string": {"policy": None},
     "reading 'as_heard': ": {"reading": "as_heard"},
-    "static_suffix 'loose': ": {"static_suffix": "loose"},
-    "when 'now' for chunked: should be 'last_chunk', ": {"regime": "chunked", "when": "now"},
-    "bits 3: ": {"bits": 3},
     "budget None for snapkv: give a number of tokens, or a share such as 0.2": {"budget": None},
     "budget 0: should be greater than or equal to 1 or should be greater than 0": {"budget": 0},
-    "budget nan: ": {"budget": float("nan")},
-    "budget '40': ": {"budget": "40"},
     "interval 0 for decode cap: ": {"regime": "decode cap", "interval": 0},
-    "until 3 for prefill: ": {"until": 3},
     "prefix 1.0: should be less than 1; suffix -0.1: should be greater": {"prefix": 1.0, "suffix": -0.1},
-    "fair 1.5 for prefill: ": {"fair": 1.5},
-    "switches {'window': 8}: should be a valid tuple": {"switches": {"window": 8}},
     "switches [8]: should be hashable": {"switches": (("window", [8]),)},
     "for SnapKV name a parameter twice": {"switches": (("window", 8), ("window", 9))},
-    "whitelist 'question': should be a valid tuple": {"whitelist": "question"},
     "budget 100 >= 100 tokens to compress: every page is read": {"policy": "quest_pages", "budget": 100},
     "no guards or quotas": {"policy": "quest_pages", "prefix": 0.1},
     "fair 0.5 for cake, whose budgets wait for every layer": {"policy": "cake", "fair": 0.5},
@@ -58,9 +48,7 @@ REFUSED = {  # of a condition: what it is called with instead -> what the one li
     "budget 31 < 32 protected tokens (32 recent)": {"budget": 31},
     "budget 40 < 42 protected tokens (10 prefix + 8 suffix + 32 recent)": {"prefix": 0.25, "suffix": 0.2},
     "budget 0.009 of 100 tokens keeps 0: raise the share": {"budget": 0.009},
-    "budget 20 < 32 protected tokens (32 recent) after the first chunk of 50": {
-        **{"regime": "chunked", "when": "every_chunk", "chunk": 50, "budget": 0.4}
-    },
+    "budget 20 < 32 protected tokens (32 recent) after the first chunk of 50": EARLY,
 }
 REFUSED_IN_THE_SHARED_CAP = {
     "budget 7 < 8 protected tokens": {"budget": 7, "prefix": 0.1, "suffix": 0.1},
@@ -71,7 +59,6 @@ REFUSED_IN_THE_SHARED_CAP = {
     "bits 4 in regime 'shared cap', which has none: leave it out": {"bits": 4},
     "whitelist ('a',) in regime 'shared cap', which has none: leave it out": {"whitelist": ("a",)},
     "LRU has no parameter 'tiebreak': it has tie_break, ": {"switches": (("tiebreak", "x"),)},
-    "tie_break 'x' for LRU: should be 'string' or 'integer'": {"switches": (("tie_break", "x"),)},
     "static_suffix with lru: ": {"prefix": 0.1, "suffix": 0.1, "static_suffix": True},
     "nothing can leave": {"prefix": 0.1, "switches": (("guardrail", "honours"),)},
     "prompt of 7 tokens < 8 protected": {"prefix": 0.05, "suffix": 0.05},
@@ -133,11 +120,8 @@ def test_a_readers_own_policy_comes_from_a_file(tmp_path, monkeypatch):
     check(Condition("own.py:MINE", 10, Prefill()), 100)
     with pytest.raises(InputError, match=r"own.py has no Policy called OTHER"):
         find("own.py:OTHER")
-    for last, message in (
-        ("raise ValueError('two\\nlines')", "ValueError: two"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
-    ):
-        file.write_text(text + last)
+    for last, message in (("ValueError('two\\nlines')", "ValueError: two"), ("SystemExit(3)", "SystemExit: 3")):
+        file.write_text(f"{text}raise {last}")
         with pytest.raises(InputError, match=f"policy 'own.py:MINE': own.py raises {message}$"):
             find("own.py:MINE")
 
@@ -154,10 +138,8 @@ def test_a_notebooks_own_policy_has_a_name_beside_the_catalogue(monkeypatch):
 
 
 WRONG = [  # fields of a reader's policy -> what is said of it
-    *[
-        ({"title": title}, "title .*printed signs")
-        for title in ("", "two\nlines", "x" * 61, "<b>bold</b>", "a $x_1$", "a|b")
-    ],
+    ({"title": "two\nlines"}, "title .*printed signs"),
+    ({"title": "<b>bold</b>"}, "title .*printed signs"),
     ({"needs": ("mas",)}, "unknown sum in the needs of policy 'mine' 'mas', did you mean 'mass'"),
     ({"refuses": {"prefil": "no"}}, "unknown regime that policy 'mine' refuses: 'prefil', did you mean 'prefill'"),
     ({"ties": ()}, "policy 'mine': ties are for 'shared cap', which also asks for parameters .*'tie_break'"),
@@ -187,11 +169,15 @@ PAGES = {"page", "dense_layers"}  # read by the decode attention of a policy tha
 
 
 @pytest.mark.parametrize("name", list(CATALOGUE))
-def test_every_parameter_is_read(name):
+def test_every_parameter_is_read_and_says_what_it_may_be(name):
     policy = CATALOGUE[name]
     read = set().union(*map(policies.hints_of, policy.functions))
     read |= set(SWITCHES) if policy.shared else ENGINES if policy.frees else ENGINES | PAGES
     assert set(policy.parameters) | set(policy.as_run) <= read
+    for key in {**policy.parameters, **policy.as_run}:
+        for value in (float("nan"), None, -7, ()):
+            with pytest.raises(InputError):
+                ensure(policy.kind(key), x=value)
 
 
 def test_every_switch_of_the_shared_cap_is_read():
@@ -203,16 +189,6 @@ def test_every_switch_of_the_shared_cap_is_read():
         chosen = {switch: 1000 + number for number, switch in enumerate(SWITCHES)}
         read.add(list(chosen)[SHARED[name].first_step(chosen) - 1000])
     assert set(SWITCHES) <= read
-
-
-@pytest.mark.parametrize("name", list(CATALOGUE))
-def test_every_parameter_says_what_it_may_be(name):
-    policy = CATALOGUE[name]
-    for key in {**policy.parameters, **policy.as_run}:
-        kind = policy.kind(key)
-        for value in (float("nan"), None, -7, ()):
-            with pytest.raises(InputError):
-                ensure(kind, x=value)
 
 
 def test_every_policy_names_tests_that_exist():

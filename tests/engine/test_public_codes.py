@@ -1,8 +1,10 @@
 """Policies in the reading of the authors' code keep what the methods' public codes keep, in plain formulas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from public_codes import CODES, CodePair, agreements, shares
+from public_codes import CODES, agreements, cells
 
 from studies import calibrate, parity
 
@@ -21,16 +23,14 @@ def inputs(request, tmp_path_factory):
 
 
 def test_policies_as_run_keep_what_the_public_codes_keep(inputs):
-    for pair in CODES:
-        for share in shares(pair):
-            heads = agreements(*inputs, pair, share)
-            equal, tied = sum(common == 1 for common, _ in heads), sum(tied for _, tied in heads)
-            assert min(common for common, _ in heads) > 0.98, pair.policy  # one or two tokens of a head
-            least = 0.75 if pair.policy in ROUNDED else 1
-            assert equal + tied >= least * len(heads), (pair.policy, share)
+    for (pair, share), heads in zip(cells(CODES), agreements(*inputs, cells(CODES)), strict=True):
+        equal, tied = sum(common == 1 for common, _ in heads), sum(tied for _, tied in heads)
+        assert min(common for common, _ in heads) > 0.98, pair.policy  # one or two tokens of a head
+        least = 0.75 if pair.policy in ROUNDED else 1
+        assert equal + tied >= least * len(heads), (pair.policy, share)
 
 
 def test_another_parameter_keeps_other_tokens(inputs):
-    for pair in CODES[:2]:
-        other = CodePair(pair.policy, pair.code, pair.source, (("mass", 0.0),))
-        assert any(common < 1 for common, _ in agreements(*inputs, other, 0.25)), pair.policy
+    others = [(replace(pair, switches=(("mass", 0.0),)), 0.25) for pair in CODES[:2]]
+    for heads in agreements(*inputs, others):
+        assert any(common < 1 for common, _ in heads)

@@ -109,12 +109,8 @@ def fair_h2o(o, **settings):
 def caches(draw):
     """Observations with 1 to 5 spans, each present, in any arrangement; counts per head."""
     spans = draw(st.integers(1, 5))
-    table = draw(
-        st.permutations(
-            list(range(spans))
-            + draw(st.lists(st.integers(0, spans - 1), min_size=TOKENS - spans, max_size=TOKENS - spans))
-        )
-    )
+    others = st.lists(st.integers(0, spans - 1), min_size=TOKENS - spans, max_size=TOKENS - spans)
+    table = draw(st.permutations([*range(spans), *draw(others)]))
     o = spanned(table, batch=draw(st.integers(1, 2)), dead=draw(st.integers(0, 8)), seed=draw(st.integers(0, 99)))
     counts = torch.tensor([[draw(st.integers(0, TOKENS)) for _ in range(2)] for _ in range(len(o.positions))])
     return o, torch.minimum(counts, o.alive.sum(-1))
@@ -220,23 +216,9 @@ def test_numbering_covers_the_prompt_or_says_where_it_does_not():
     number = allocate.number_spans
     assert number(9, spans).tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
     assert number(9, spans, extended=False).tolist() == [-1, -1, 0, 0, 0, 1, 1, 1, -1]
-    assert number(6, [[0, 1, 4], [2]]).tolist() == [
-        0,
-        0,
-        1,
-        1,
-        0,
-        0,
-    ]  # in pieces; 3 joins the one before it
+    assert number(6, [[0, 1, 4], [2]]).tolist() == [0, 0, 1, 1, 0, 0]  # in pieces; 3 joins the one before it
     assert number(5, [[0, 1, 2], [2, 3]]).tolist() == [0, 0, 1, 1, 1]  # a shared token goes to the later
-    assert number(6, [[5, 3], [4]], extended=False).tolist() == [
-        -1,
-        -1,
-        -1,
-        0,
-        1,
-        0,
-    ]  # the first begins first
+    assert number(6, [[5, 3], [4]], extended=False).tolist() == [-1, -1, -1, 0, 1, 0]  # the first begins first
     assert number(4, [[0], [2]]).tolist() == [0, 0, 1, 1]
     assert number(4, [[1], [2, 3]]).tolist() == [0, 0, 1, 1]
     with pytest.raises(InputError, match="^0 prompt spans: a quota needs at least 1$"):
@@ -245,13 +227,7 @@ def test_numbering_covers_the_prompt_or_says_where_it_does_not():
 
 def test_windows_show_the_end_of_every_span():
     windows, table = allocate.span_windows, torch.tensor([0] * 10 + [1] * 10 + [0] * 4)
-    assert windows(table, 5).tolist() == [
-        17,
-        18,
-        19,
-        22,
-        23,
-    ]  # floor(5 / 2) for the first, which ends last
+    assert windows(table, 5).tolist() == [17, 18, 19, 22, 23]  # floor(5 / 2) for the first, which ends last
     assert windows(table, 1).tolist() == [19, 23]  # TOVA's anchors
     assert windows(torch.tensor([0] * 2 + [1] * 8), 10).tolist() == [0, 1, 5, 6, 7, 8, 9]
 

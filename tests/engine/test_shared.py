@@ -60,19 +60,6 @@ def test_as_run_lru_keeps_the_band_of_large_decimal_strings(n, budget, unprotect
     assert kept(capped("lru", budget, prefix=0.1, suffix=0.1), n) == ranges(protected)
 
 
-def test_as_described_lru_keeps_the_newest():
-    assert kept(capped("lru", 256, reading="as_described"), 1919) == ranges("1663-1918")
-    protected = capped("lru", 256, prefix=0.1, suffix=0.1, reading="as_described")
-    assert kept(protected, 1919) == ranges("0-25, 1689-1918")
-
-
-def test_streaming_llm_shields_strings_as_run_and_positions_as_described():
-    assert kept(capped("slw", 256), 1919)[:2] == [0, 1]
-    assert set(kept(capped("slw", 256), 1919)) >= {0, 1, 10, 100, 999}
-    assert len(kept(capped("slw", 256), 1919)) == 256
-    assert kept(capped("slw", 256, reading="as_described"), 1919) == ranges("0-3, 1667-1918")
-
-
 def test_guardrail_deletes_streaming_llms_protected_prefix_as_run_only():
     c = capped("slw", 256, prefix=0.1, suffix=0.1)
     assert kept(c, 1919) == ranges("772-1002, 1894-1918")
@@ -94,10 +81,3 @@ def test_guarded_sink_and_window_is_rigid_as_described_where_lru_keeps_what_is_a
             signals = signals.enter(step).attended(step, on_the_middle, None)
         left[name] = evict_shared(job, signals.enter(8), 8).held[0, 0].nonzero()[:, 0].tolist()
     assert left == {"slw": ranges("0-3, 20-47"), "lru": ranges("0-3, 12, 21-47")}
-
-
-def test_prefix_without_suffix_keeps_only_the_newest_as_run():
-    assert kept(capped("lru", 256, prefix=0.1), 1919) == ranges("1663-1918")
-    right = capped("lru", 256, prefix=0.1, switches=(("empty_suffix", "right"),))
-    assert kept(right, 1919)[:25] == ranges("0-24")
-    assert kept(capped("lru", 256, suffix=0.1), 1919)[-25:] == ranges("1894-1918")

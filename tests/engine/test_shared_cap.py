@@ -69,15 +69,15 @@ def test_the_engine_agrees_with_a_slow_harness_written_from_the_protocol(conditi
     assert ours.evicted == len(prompt) + len(tokens) - (tokens[-1] == 2) - len(set().union(*heads))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "phi3", "mistral", "gemma3"])
 def test_without_eviction_the_tokens_are_those_of_hugging_face(kind):
-    model, prompts, new = small_model(kind), tiny_prompts(70, 33), 12
+    """In two of them layers slide over less than the prompt."""
+    model, prompts, new = architecture(kind), tiny_prompts(70, 33), 12
     conditions = [Condition()] + [Condition(p, 70 + new, SharedCap(), prefix=0.1, suffix=0.1) for p in POLICIES]
     for prompt, row in zip(prompts, answer(model, prompts, conditions, max_new_tokens=new), strict=True):
         plain = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
-        for generation in row:
-            assert generation.tokens == plain
-            assert generation.evicted == 0
+        assert [generation.tokens for generation in row] == [plain] * len(conditions)
+        assert not any(generation.evicted for generation in row)
 
 
 def test_a_batch_gives_what_its_rows_give_alone(answers):
@@ -86,8 +86,8 @@ def test_a_batch_gives_what_its_rows_give_alone(answers):
     for i, prompt in enumerate(prompts):
         for j in range(i, len(conditions), 2):
             [[alone]] = answer(model, [prompt], [conditions[j]], batch_rows=1)
+            without_costs = dict.fromkeys(("prefill_seconds", "decode_seconds", "bytes_held", "bytes_state"), 0)
             for other in (answers[i][3 * j], small[i][j]):
-                without_costs = dict.fromkeys(("prefill_seconds", "decode_seconds", "bytes_held", "bytes_state"), 0)
                 assert replace(alone, **without_costs) == replace(other, **without_costs)
 
 
@@ -110,12 +110,3 @@ def test_layers_with_unequal_kv_heads_are_refused_and_other_regimes_take_them():
         answer(model, [prompt], [Condition("lru", 20, SharedCap())])
     [[cut]] = answer(model, [prompt], [Condition("k_norm", 20, DecodeCap())])
     assert len(cut.tokens) == NEW
-
-
-@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
-def test_sliding_layers_without_eviction_say_what_hugging_face_says(kind):
-    model, [prompt] = architecture(kind), tiny_prompts(70)
-    assert min(ModelFacts.of(model).sliding.values()) < len(prompt)
-    [[full, uncut]] = answer(model, [prompt], [Condition(), Condition("lru", 70 + NEW, SharedCap())])
-    plain = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
-    assert full.tokens == uncut.tokens == plain

@@ -33,6 +33,7 @@ from kvrepro.paths import ROOT
 TABLE = ROOT / "data" / "families.csv"
 TOKENS, WINDOW, CAP, NEW = 60, 4, 20, 5
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text(encoding="utf-8"))
+Said = tuple[list[int], list[Tensor]]  # tokens, and the logits that they were taken from
 SHAPE, FAMILIES = _DATA["shape"], _DATA["families"]  # name -> [class of the configuration, what differs from SHAPE]
 
 
@@ -107,7 +108,7 @@ def most_attended(slow: Reference) -> None:
         slow.held[n] = torch.zeros_like(slow.held[n]).scatter(1, paid.topk(CAP).indices, True)
 
 
-def continued(slow: Reference, logits: Tensor) -> tuple[list[int], list[Tensor]]:
+def continued(slow: Reference, logits: Tensor) -> Said:
     """NEW greedy tokens and the logits that each was taken from."""
     tokens, seen = [], []
     for _ in range(NEW):
@@ -143,9 +144,7 @@ def ours(model: PreTrainedModel, c: Condition, tokens: int = TOKENS) -> tuple[Ge
     return answer, seen[-NEW:]
 
 
-def agree(
-    actual: tuple[list[int], list[Tensor]], expected: tuple[list[int], list[Tensor]], tolerance: float = 3e-5
-) -> bool:
+def agree(actual: Said, expected: Said, tolerance: float = 3e-5) -> bool:
     """Equal tokens, and logits equal to that share of the largest."""
     worst = max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(actual[1], expected[1], strict=True))
     return actual[0] == expected[0] and worst < tolerance
@@ -161,20 +160,18 @@ def loads(model: PreTrainedModel, folder: Path) -> bool:
     return type(models.load(str(folder)).model) is type(model)
 
 
+def hugging_face(model: PreTrainedModel, ids: list[int], new: int = NEW) -> Said:
+    """Greedy tokens of its `generate`, and the logits that each was taken from."""
+    given = {"do_sample": False, "eos_token_id": 10**6, "output_logits": True, "return_dict_in_generate": True}
+    tokens = torch.tensor([ids])
+    out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, **given)
+    return out.sequences[0, len(ids) :].tolist(), [x[0] for x in out.logits]
+
+
 def full(model: PreTrainedModel) -> bool:
     """Without eviction: tokens and logits of Hugging Face's `generate`."""
-    ids = torch.tensor([prompt(TOKENS)])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW,
-        do_sample=False,
-        eos_token_id=10**6,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
     answer, logits = ours(model, Condition())
-    return agree((answer.tokens, logits), (out.sequences[0, TOKENS:].tolist(), [x[0] for x in out.logits]))
+    return agree((answer.tokens, logits), hugging_face(model, prompt(TOKENS)))
 
 
 def prefill(model: PreTrainedModel) -> bool:

@@ -71,10 +71,10 @@ def compute(backend: str, policies: set[str] | None = None, regimes: set[str] | 
     for batch in ([c for c in cases if c[0][1] == regime] for regime in REGIMES):
         if not batch:
             continue
-        answers = kv.generate(
-            loaded.model, prompts, [c for _, c in batch], max_new_tokens=NEW, stop_ids=(), backend=backend,
-            kept_sets=True, repeat=loaded.tokenizer.encode("Repeat the previous context: "), errors="return", seed=3,
-        )  # fmt: skip
+        given = {"max_new_tokens": NEW, "stop_ids": (), "kept_sets": True, "errors": "return", "seed": 3}
+        repeat = loaded.tokenizer.encode("Repeat the previous context: ")
+        conditions_of_batch = [c for _, c in batch]
+        answers = kv.generate(loaded.model, prompts, conditions_of_batch, backend=backend, repeat=repeat, **given)
         for i, answers_of_prompt in enumerate(answers):
             for (key, _), answer in zip(batch, answers_of_prompt, strict=True):
                 row = dict(zip(KEYS, [*key, i], strict=True))

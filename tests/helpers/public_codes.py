@@ -1,10 +1,11 @@
 """Which tokens the public codes keep of a prompt: plain formulas, none of the engine's.
 
-Each function was written beside the source that its pair in `CODES` names. It takes (layers, share kept) and returns
-for each layer (kept tokens, scores by which the code ranks), both [kv_heads, tokens]. Lengths are multiples of 8, of
-which a fifth is no whole number, so that every rounding counts.
+Each function was written beside the source that data/parity.csv names in its column `press`. It takes (layers, share
+kept) and returns for each layer (kept tokens, scores by which the code ranks), both [kv_heads, tokens]. Lengths are
+multiples of 8, of which a fifth is no whole number, so that every rounding counts.
 
-`python tests/helpers/public_codes.py POLICY ...` computes these policies' rows of data/parity.csv anew.
+`python tests/helpers/public_codes.py POLICY ...` computes these policies' rows of that table anew, with the sources
+and notes that it has.
 """
 
 import sys
@@ -13,16 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d, pad
-from transformers import DynamicCache, PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import PreTrainedModel
 
+from kvrepro.engine.attention import read_once
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prefill, Prompt
+from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
 from kvrepro.engine.score.learned import load
 from kvrepro.experiment import models
@@ -69,27 +72,17 @@ class Layer:
 
 
 @torch.inference_mode()
-def layers_of(model: PreTrainedModel, ids: list[int], queries: str) -> list[Layer]:
+def layers_of(model: PreTrainedModel, ids: list[int], queries: Path) -> list[Layer]:
     """The layers of a Llama after a prompt. queries: the file of TriAttention's statistics."""
-    numbers = load(queries)
-    mean, length = torch.complex(numbers["mean_real"], numbers["mean_imaginary"]), numbers["length"]
-    layers, cache = [], DynamicCache(config=model.config)
+    numbers, facts, layers = load(str(queries)), ModelFacts.of(model), []
+    mean = torch.complex(numbers["mean_real"], numbers["mean_imaginary"])
 
-    def show(module, _, kwargs, __):
-        i, stored = module.layer_idx, cache.layers[module.layer_idx]
-        q = module.q_proj(kwargs["hidden_states"]).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        q = apply_rotary_pos_emb(q, q, *kwargs["position_embeddings"])[0][0]
-        output = module.o_proj.weight.detach().T.unflatten(0, (-1, module.head_dim))
-        speed = model.model.rotary_emb.inv_freq
-        kv = stored.keys[0], stored.values[0]  # noqa: PD011
-        layers.append(Layer(q, *kv, output, speed, mean[i], length[i]))
+    def attend(n: int, query: Tensor, key: Tensor, value: Tensor, *_: float) -> Tensor:
+        rotation = facts.inverse_frequencies[n], mean[n], numbers["length"][n]
+        layers.append(layer := Layer(query[0], key[0], value[0], facts.outputs[n].detach(), *rotation))
+        return (layer.p @ layer.repeated(layer.values)).transpose(0, 1)[None]
 
-    hooks = [layer.self_attn.register_forward_hook(show, with_kwargs=True) for layer in model.model.layers]
-    try:
-        model(torch.tensor([ids]), past_key_values=cache)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    read_once(model, ids, SimpleNamespace(attend=attend))
     return layers
 
 
@@ -297,105 +290,91 @@ def fair_streaming_llm(layers: Sequence[Layer], share: float) -> Kept:
 
 @dataclass(frozen=True)
 class CodePair:
-    """One of our policies, as run, and the public code that should keep the same tokens. note: why it may not."""
+    """One of our policies, as run, and the public code that should keep the same tokens."""
 
     policy: str
     code: Callable[[Sequence[Layer], float], Kept]
-    source: str
     switches: tuple[tuple[str, object], ...] = ()
     fair: bool = False  # both spans keep their share
-    note: str = ""
 
 
-NEGATIVE = (
-    "where (n - w) (1 - r) < w the public code's cap on the first mass is negative, which Python takes for a slice's "
-    "end: nearly all tokens tie; ours is 0 there. In layer 0 tokens of a repeated word may tie exactly"
-)
-CHUNKS = (
-    "the public code keeps tokens for each query head and counts its budget in chunks: compared with the largest score "
-    "of a KV head's group, and with as many tokens"
-)
-BFLOAT16 = (
-    "p and the output are rounded as in a bfloat16 model, which the public code was made for: a number halfway between "
-    "two of bfloat16's, up to rounding, may go either way"
-)
-HALF = "a cosine that is 0.5 up to rounding counts as larger or not, which changes the key that its row leaves out"
-ALONE = "the public code defines the selector, which nothing there calls: compared with attention of all queries"
-REPEATED = "layer 0: keys of a repeated word have one norm, up to rounding; of such ties in a span ours keeps the later"
-
-D, T, Z = "FFY0/DefensiveKV@9251b95", "WeianMao/triattention@c3744ee", "Zefan-Cai/KVCache-Factory@c97f9d7"
-L = "Itisalex2/pitfalls-of-kv-cache-compression@fc0f5df"
 CODES = (
-    CodePair("defensive_kv", defensive_kv, f"{D} efficient_defensivekv_press.py", note=NEGATIVE),
-    CodePair("layer_defensive_kv", layer_defensive_kv, f"{D} efficient_layer_defensivekv_press.py", note=NEGATIVE),
-    CodePair("cake", cake, f"{D} cake_global_press.py, cake_scorer_press.py"),
-    CodePair("dropkv", dropkv, "AozhongZhang/DropKV@67cdfeb dropkv_cache.py, dropkv_triton.py", note=BFLOAT16),
-    CodePair("andpro", andpro, "MIRALab-USTC/LLM-AnDPro@dfc2617 snapkv_utils.py", note=CHUNKS),
-    CodePair("r_kv", r_kv, "Zefan-Cai/R-KV@31cf555 r1_kv.py, @cc5a9b9 utils.py", note=HALF),
-    CodePair("tri_attention", tri_attention, f"{T} vllm/runtime/selector_hf.py"),
-    CodePair("tri_attention_layer", tri_attention_layer, f"{T} vllm/runtime/selector_hf.py"),
-    CodePair("h2o_online", partial(accumulated, w=8), f"{Z} pyramidkv_utils.py"),
-    CodePair("scissorhands", partial(accumulated, w=10), f"{Z} scissorhands.py", note=ALONE),
-    CodePair("snapkv", partial(fairly, score=fair_snapkv), f"{L} snapkv_fair_eviction_press.py",
-             (("window", 16),), True),
-    CodePair("h2o", partial(fairly, score=fair_h2o), f"{L} observed_attention_fair_eviction_press.py", fair=True),
-    CodePair("tova", partial(fairly, score=fair_tova), f"{L} tova_fair_eviction_press.py", fair=True),
-    CodePair("k_norm", partial(fairly, score=fair_k_norm), f"{L} knorm_fair_eviction_press.py",
-             (("dense_layers", 0),), True, REPEATED),
-    CodePair("streaming_llm", fair_streaming_llm, f"{L} streamingllm_fair_eviction_press.py", fair=True),
-)  # fmt: skip
+    CodePair("defensive_kv", defensive_kv),
+    CodePair("layer_defensive_kv", layer_defensive_kv),
+    CodePair("cake", cake),
+    CodePair("dropkv", dropkv),
+    CodePair("andpro", andpro),
+    CodePair("r_kv", r_kv),
+    CodePair("tri_attention", tri_attention),
+    CodePair("tri_attention_layer", tri_attention_layer),
+    CodePair("h2o_online", partial(accumulated, w=8)),
+    CodePair("scissorhands", partial(accumulated, w=10)),
+    CodePair("snapkv", partial(fairly, score=fair_snapkv), (("window", 16),), True),
+    CodePair("h2o", partial(fairly, score=fair_h2o), fair=True),
+    CodePair("tova", partial(fairly, score=fair_tova), fair=True),
+    CodePair("k_norm", partial(fairly, score=fair_k_norm), (("dense_layers", 0),), True),
+    CodePair("streaming_llm", fair_streaming_llm, fair=True),
+)
 
 
 # ---- the comparison
 
-
-def shares(pair: CodePair) -> tuple[float, ...]:
-    """Shares to compare at: AnDPro's keep whole chunks."""
-    return (0.25, 0.5) if pair.policy == "andpro" else (0.2, 0.3, 0.5)
+Cell = tuple[CodePair, float]  # a pair and the share kept
 
 
-def agreements(model, ids, queries, pair: CodePair, share: float) -> list[tuple[float, bool]]:
-    """(Share in common, differs by ties alone) of each head. queries: the file of TriAttention's statistics."""
+def cells(pairs: Sequence[CodePair]) -> list[Cell]:
+    """At each share to compare at: AnDPro's keep whole chunks."""
+    return [(pair, share) for pair in pairs for share in ((0.25, 0.5) if pair.policy == "andpro" else (0.2, 0.3, 0.5))]
+
+
+def condition(pair: CodePair, share: float, queries: Path) -> Condition:
     calibration = (("calibration", str(queries)),) if pair.policy.startswith("tri_") else ()
     when = Prefill(fair=1.0, spans=("first", "second")) if pair.fair else Prefill()
-    condition = Condition(pair.policy, share, when, switches=pair.switches + calibration)
-    prompt = Prompt(ids, spans(len(ids)))
-    [[ours]] = generate(model, [prompt], [condition], max_new_tokens=1, stop_ids=frozenset(), kept_sets=True)
-    theirs = pair.code(layers_of(model, ids, str(queries)), share)
-    sets = [(torch.as_tensor(a), *b) for a, b in zip(ours.kept_sets, theirs, strict=True)]
-    budget = CATALOGUE[pair.policy].budget
-    if budget == "joint":  # the layers compete: compared as one
-        a, b, scores = zip(*sets, strict=True)
-        sets = [(torch.cat(a), torch.cat(b), torch.cat(scores))]
-    heads = []
-    for a, b, scores in sets:
-        common, tied = parity.agreement(a, b, scores, budget in ("per head", "joint"))
-        heads += zip(common.tolist(), tied.tolist(), strict=True)
-    return heads
+    return Condition(pair.policy, share, when, switches=pair.switches + calibration)
 
 
-def table(policies: Sequence[str], prompts: int = 20) -> pd.DataFrame:
-    """The rows of data/parity.csv: each policy on random models with groups of 1, 3 and 7, and on the small model."""
-    loaded, pairs = models.load(), [pair for pair in CODES if pair.policy in policies]
+def agreements(
+    model: PreTrainedModel, ids: list[int], queries: Path, compared: Sequence[Cell]
+) -> list[list[tuple[float, bool]]]:
+    """(Share in common, differs by ties alone) of each head, for each cell. queries: TriAttention's statistics."""
+    conditions = [condition(*cell, queries) for cell in compared]
+    prompt, layers, of_cells = Prompt(ids, spans(len(ids))), layers_of(model, ids, queries), []
+    [answers] = generate(model, [prompt], conditions, max_new_tokens=1, stop_ids=frozenset(), kept_sets=True)
+    for (pair, share), ours in zip(compared, answers, strict=True):
+        theirs = pair.code(layers, share)
+        sets = [(torch.as_tensor(a), *b) for a, b in zip(ours.kept_sets, theirs, strict=True)]
+        budget = CATALOGUE[pair.policy].budget
+        if budget == "joint":  # the layers compete: compared as one
+            sets = [tuple(map(torch.cat, zip(*sets, strict=True)))]
+        heads = [parity.agreement(*of_layer, budget in ("per head", "joint")) for of_layer in sets]
+        of_cells.append([head for pair in heads for head in zip(*(x.tolist() for x in pair), strict=True)])
+    return of_cells
+
+
+def table(policies: Sequence[str], stored: pd.DataFrame, prompts: int = 20) -> pd.DataFrame:
+    """The rows of data/parity.csv: each policy on random models with groups of 1, 3 and 7, and on the small model.
+    stored: rows before, which name sources and give notes."""
+    loaded, compared = models.load(), cells([pair for pair in CODES if pair.policy in policies])
     shown = {f"random, group {group}": parity.random_model(group) for group in (1, 3, 7)} | {loaded.name: loaded.model}
-    rows = []
+    named, rows = stored.drop_duplicates("policy").set_index("policy"), []
     for name, model in shown.items():
         texts, worlds = parity.prompts(loaded, prompts)
         texts = [ids[: len(ids) // 40 * 40 + 8] for ids in (worlds if name == loaded.name else texts)]
         file = Path(tempfile.mkdtemp()) / "queries.json"
         calibrate.write(calibrate.calibrate(model, texts[:1]), file)
-        for pair in pairs:
-            for share in shares(pair):
-                heads = [head for ids in texts for head in agreements(model, ids, file, pair, share)]
-                row = parity.row(pair, share, pair.source, heads)
-                rows.append(row | {"prompts": len(texts), "model": name})
+        by_text = [agreements(model, ids, file, compared) for ids in texts]
+        for (pair, share), heads in zip(compared, zip(*by_text, strict=True), strict=True):
+            said = SimpleNamespace(policy=pair.policy, switches=pair.switches, note=named.note[pair.policy])
+            row = parity.row(said, share, named.press[pair.policy], sum(heads, []))
+            rows.append(row | {"prompts": len(texts), "model": name})
     return pd.DataFrame(rows)
 
 
 if __name__ == "__main__":
     FILE = ROOT / "data/parity.csv"
     before = pd.read_csv(FILE, keep_default_na=False)
-    apart = (before.kvpress == "") & before.policy.isin(sys.argv[1:])
-    new = table(sys.argv[1:]).assign(kvpress="", **parity.versions("torch", "transformers"))
+    of_codes = before.kvpress == ""
+    new = table(sys.argv[1:], before[of_codes]).assign(kvpress="", **parity.versions("torch", "transformers"))
     print(new.drop(columns="note").to_string())
-    pd.concat([before[~apart], new[before.columns]]).to_csv(FILE, index=False)
+    kept = before[~(of_codes & before.policy.isin(sys.argv[1:]))]
+    pd.concat([kept, new[before.columns]]).to_csv(FILE, index=False)

@@ -198,10 +198,8 @@ def run(model, prompt, c, max_new_tokens, stop_ids):
         mask = torch.full((1, query_heads, 1, position + 1), torch.finfo(torch.float32).min)
         for q in range(query_heads):
             mask[0, q, 0, sorted(heads[q * kv_heads // query_heads])] = 0.0
-        out = model(
-            torch.tensor([[token]]), attention_mask=mask, position_ids=torch.tensor([[position]]),
-            past_key_values=cache, output_attentions=True,
-        )  # fmt: skip
+        given = {"attention_mask": mask, "position_ids": torch.tensor([[position]]), "past_key_values": cache}
+        out = model(torch.tensor([[token]]), output_attentions=True, **given)
         logits = out.logits[0, -1]
         p = torch.stack(out.attentions)[:, 0, :, 0]
         a = reduce_attention(p, reading)

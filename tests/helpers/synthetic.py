@@ -10,6 +10,7 @@ from kvrepro.chapters.protection.study import Settings
 from kvrepro.experiment import members
 
 SEVEN = ("lru", "h2o_simple", "snapkv_simple", "slw", "ada_kv_simple", "quest_simple", "random_sample")
+FEW = ("full", "lru", "h2o_simple", "random_sample")
 FAITHFUL = ("h2o_faithful", "snapkv_faithful", "ada_kv_faithful", "quest_faithful")
 
 
@@ -73,8 +74,8 @@ def results(
                 "error": None,
             }
             scores = np.clip(good + shared + rng.normal(0, noise / 4, n_items), 0, 1)
-            rows += [same | {"item": f"item-{i:03d}", "token_f1": score, "task": f"domain-{i % 6}"}
-                     for i, score in enumerate(scores)]  # fmt: skip
+            for i, score in enumerate(scores):
+                rows.append(same | {"item": f"item-{i:03d}", "token_f1": score, "task": f"domain-{i % 6}"})
     table = pd.DataFrame(rows).astype({"capacity": float})
     predictions = np.where(table.token_f1 > 0.5, "the red door", "the blue wall wall")
     table = table.assign(rouge_l=table.token_f1 * 0.98, prediction=predictions)
@@ -85,23 +86,10 @@ def attention(sink: float = 0.3, items: int = 8, layers: int = 4, heads: int = 2
     """Boundary attention with a given mass on position 0; prefix 0.02, suffix 0.1, middle the rest."""
     tokens = {"sink": 1, "prefix": 24, "middle": 1850, "suffix": 25}
     masses = {"sink": sink, "prefix": 0.02, "middle": 0.88 - sink, "suffix": 0.1}
-    rng = np.random.default_rng(0)
-    return pd.DataFrame(
-        [
-            {
-                "item": item,
-                "layer": layer,
-                "head": head,
-                "region": region,
-                "uniform": tokens[region] / 1900,
-                "mass": mass * (1 + rng.normal(0, 0.01)),
-            }
-            for item in range(items)
-            for layer in range(layers)
-            for head in range(heads)
-            for region, mass in masses.items()
-        ]
-    )
+    names = {"item": range(items), "layer": range(layers), "head": range(heads), "region": tokens}
+    table = pd.MultiIndex.from_product(names.values(), names=names.keys()).to_frame(index=False)
+    noise = np.random.default_rng(0).normal(0, 0.01, len(table))
+    return table.assign(uniform=table.region.map(tokens) / 1900, mass=table.region.map(masses) * (1 + noise))
 
 
 def scaling(
@@ -114,11 +102,7 @@ def scaling(
     parts = []
     for seed, length in enumerate(lengths):
         part = results(f1, seed=seed, n_items=n_items, readings=readings, capacities=(length // 8,))
-        main = part[
-            np.isclose(part.prefix, part.suffix)
-            & (part.suffix_mode == "dynamic")
-            & part.policy.isin(["full", "lru", "h2o_simple", "random_sample"])
-        ]
+        main = part[np.isclose(part.prefix, part.suffix) & (part.suffix_mode == "dynamic") & part.policy.isin(FEW)]
         main = main[np.isclose(main.prefix, 0) | np.isclose(main.prefix, 0.1)]
         parts.append(main.assign(length=length, prompt_tokens=length))
     return pd.concat(parts, ignore_index=True)

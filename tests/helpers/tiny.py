@@ -1,59 +1,38 @@
 """Tiny random models of nine architectures, and prompts for them."""
 
 from functools import cache
+from typing import Any
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config, PreTrainedModel, Qwen2Config
+from families import build
+from transformers import PreTrainedModel
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig, "phi3": Phi3Config}
+SHAPE = {"vocab_size": 120, "hidden_size": 48, "num_attention_heads": 6, "head_dim": 8, "initializer_range": 0.2}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {  # the family, and what is more
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral, sliding window", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "phi3": ("Phi-3", {}),
+    "gemma3": ("Gemma 3, text", {"query_pre_attn_scalar": 8}),
+    "qwen3_moe": ("Qwen3-MoE", {}),
+    "qwen3_next": ("Qwen3-Next", {}),
+    "qwen3_5": ("Qwen3.5", {}),
+}
 
 
-def model(kind: str = "qwen2", dtype: torch.dtype = torch.float32, **changes) -> PreTrainedModel:
-    """Three layers, width 48, 6 query and 2 KV heads of 8; weights large enough that attention is far from uniform."""
-    torch.manual_seed(11)
-    shape = {
-        "vocab_size": 120, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "pad_token_id": 0,
-        "bos_token_id": 1, "eos_token_id": 2, "sliding_window": None,
-    }  # fmt: skip
-    config = CONFIGS[kind](**{**shape, **changes})
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
-
-
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention", "full_attention"], "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-ARCHITECTURES: dict[str, tuple[str, dict]] = {
-    "llama": ("LlamaConfig", {}),
-    "mistral": ("MistralConfig", {"sliding_window": 32}),
-    "qwen2": ("Qwen2Config", {}),
-    "qwen3": ("Qwen3Config", {}),
-    "phi3": ("Phi3Config", {"sliding_window": None}),
-    "gemma3": ("Gemma3TextConfig", {
-        "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "query_pre_attn_scalar": 8,
-    }),
-    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
-    "qwen3_next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}),
-    "qwen3_5": ("Qwen3_5TextConfig", LINEAR),
-}  # fmt: skip
+def model(kind: str = "qwen2", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """Three layers, width 48, 6 query and 2 KV heads of 8; weights large enough that attention is far from uniform. No
+    layer slides unless `changes` say so."""
+    family, more = ARCHITECTURES[kind]
+    return build(family, **{**SHAPE, **more, "sliding_window": None, **changes}).to(dtype)
 
 
 @cache
 def architecture(name: str, dim: int = 8, layers: int = 3) -> PreTrainedModel:
-    """`model`'s shape in any of ARCHITECTURES, made once; a prompt of 70 tokens is longer than the sliding windows."""
-    torch.manual_seed(11)
-    kind, changes = ARCHITECTURES[name]
-    shape = {
-        "vocab_size": 120, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": layers,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": dim, "max_position_embeddings": 512,
-        "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    config = getattr(transformers, kind)(**{**shape, **changes})
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    """The same, made once; in two architectures layers slide, whose windows a prompt of 70 tokens exceeds."""
+    family, more = ARCHITECTURES[name]
+    return build(family, **{**SHAPE, **more, "head_dim": dim, "num_hidden_layers": layers})
 
 
 def prompts(*lengths: int, seed: int = 5) -> list[list[int]]:
@@ -62,13 +41,8 @@ def prompts(*lengths: int, seed: int = 5) -> list[list[int]]:
 
 
 def sliding_of(name: str) -> dict[int, int]:
-    config = architecture(name).config
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * 3
-    return {n: 32 for n, kind in enumerate(types) if kind == "sliding_attention"} if config_slides(name) else {}
-
-
-def config_slides(name: str) -> bool:
-    return name in ("mistral", "gemma3")
+    """The layers that slide, and their windows."""
+    return {"mistral": {0: 32, 1: 32, 2: 32}, "gemma3": {0: 32, 2: 32}}.get(name, {})
 
 
 def evictable(name: str) -> list[int]:

@@ -1,17 +1,10 @@
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("triton", reason="triton is packaged for Linux only")
-
+from kernels_run import DEVICE, DTYPES
 from kvrepro_kernels.column_mass import column_mass, column_mass_reference
 from kvrepro_kernels.prefill_attention import prefill_attention_reference
-
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 
 
 def problem(batch=1, kv_heads=2, group=2, tokens=70, dim=64, dtype=torch.float32, seed=None):
@@ -29,10 +22,9 @@ def check(query, keys, lse, starts=None, spans=None):
     out = torch.full((batch, kv_heads, tokens), float("nan"), device=DEVICE)
     column_mass(query, keys, lse.float(), starts=starts, spans=spans, out=out)
     zeros = torch.zeros(batch, kv_heads, dtype=torch.long, device=DEVICE)
-    truth = column_mass_reference(
-        query.double(), keys.double(), lse.float().double(), dim**-0.5,
-        zeros if starts is None else starts[:, None].expand(batch, kv_heads), spans,
-    )  # fmt: skip
+    first = zeros if starts is None else starts[:, None].expand(batch, kv_heads)
+    upcast = query.double(), keys.double(), lse.float().double()
+    truth = column_mass_reference(*upcast, dim**-0.5, first, spans)
     assert (out - truth).norm() <= 1e-5 * truth.norm()  # dots of 16-bit numbers add up in float32
     return out
 
@@ -78,20 +70,3 @@ def test_any_shape(data: st.DataObject):
     spans = torch.tensor([[data.draw(st.integers(-1, 2)) for _ in range(tokens)] for _ in range(batch)], device=DEVICE)
     spans = data.draw(st.sampled_from([None, spans]))
     check(query[:, :, -queries:], keys, lse[:, :, -queries:], starts, spans)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(query=torch.zeros(1, 3, 70, 64)), "does not fit"),
-        (dict(query=torch.zeros(1, 4, 70, 64, dtype=torch.float16)), "cast one"),
-        (dict(spans=torch.zeros(1, 69)), "spans must be"),
-    ],
-)
-def test_bad_input_is_one_line(change, message):
-    query, keys, lse = problem()
-    inputs = dict(query=query, keys=keys, lse=lse.float())
-    inputs |= {k: v.to(DEVICE) for k, v in change.items()}
-    with pytest.raises(ValueError, match=message) as error:
-        column_mass(**inputs)
-    assert "\n" not in str(error.value)

@@ -171,10 +171,11 @@ def state(step: int, **tables: torch.Tensor):
     return type(o)(**{**vars(o), "sums": sums | tables, "step": step})
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    ("lru", L), ("h2o_simple", 0.7 * S + 0.1 * M + 1), ("snapkv_simple", S + M), ("ada_kv_simple", S + 0.5 * M),
-    ("quest_simple", A), ("h2o_faithful", S), ("snapkv_faithful", PF), ("quest_faithful", A), ("ada_kv_faithful", S),
-])  # fmt: skip
+FORMULAS = {"lru": L, "h2o_simple": 0.7 * S + 0.1 * M + 1, "snapkv_simple": S + M, "ada_kv_simple": S + 0.5 * M}
+FORMULAS |= {"quest_simple": A, "h2o_faithful": S, "snapkv_faithful": PF, "quest_faithful": A, "ada_kv_faithful": S}
+
+
+@pytest.mark.parametrize(("name", "expected"), FORMULAS.items())
 def test_formulas(name, expected):
     assert POLICIES[name].score(state(10))[0, 0].tolist() == pytest.approx([expected] * 2)
 

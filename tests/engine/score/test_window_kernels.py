@@ -1,20 +1,17 @@
 """Scorers that have a kernel, against plain PyTorch in float32: dead slots, gaps, missing queries, whole prompts."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+from kernels_run import DEVICE
 from observations import observation
-
-pytest.importorskip("triton", reason="triton is packaged for Linux only")
 
 from kvrepro.engine.attention import Softmax
 from kvrepro.engine.catalogue import CATALOGUE, WINDOWS
 from kvrepro.engine.policy import call, named
 from kvrepro.engine.score import window
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # (policy, reading) for every scorer and its own parameters: policies that score alike are one case
 CASES: dict[tuple, tuple[str, str]] = {}
 for name in (*WINDOWS, "tova"):

@@ -1,9 +1,10 @@
 """The command `kvrepro`, or `python -m kvrepro`: run a study, look up policies and items."""
 
 import contextlib
+import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,19 +25,6 @@ project; `-m Qwen/Qwen2.5-3B-Instruct -i longbench --device cuda` runs the same 
 """
 WHEN = "prefill, chunked, offline, decode-cap, per-step or shared-cap"
 SET = "of the condition, its regime or policy, such as until=question, interval=4, prefix=0.1, window=16"
-ITEMS = """Names of items, for `kvrepro run -i NAME`; `kvrepro items NAME` prints one, `-n 5` five of them.
-
-tinyworld              the world of the model that ships with the project, all its tasks
-tinyworld:domains      its six domains of questions and answers
-tinyworld:long         its eight tasks with long answers
-tinyworld:needle,entries    some tasks, of those below
-longbench              the sixteen English sets of LongBench
-longbench:qasper,trec  some of its sets; longbench:qa are the six that answer questions
-longbench:long         its reports, meetings and news, with answers of up to 512 tokens
-longbench:protection   its question sets as the protection paper asks them
-protection-panel       the 162 items of that paper; protection-panel:qasper are those of one of its six sets
-ruler, ruler:vt,cwe    RULER's thirteen tasks or some, made for the tokenizer of the model that runs
-questions.jsonl        a file of your own, described on the page `book/your-model.md`"""
 OPTIONS = "of the settings, such as dtype=bfloat16, seed=1, enable_thinking=false, results=folder"
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_markup_mode="markdown")
 
@@ -50,11 +38,8 @@ def run(
     model: Annotated[str, Option("-m", "--model", help="small-gqa, a checkpoint's folder, a hub id")] = "small-gqa",
     items: Annotated[str, Option("-i", "--items", help="as `kvrepro items` lists them")] = "tinyworld:domains",
     n_items: Annotated[int | None, Option("-n", "--n-items", help="otherwise 12, or all of a shorter file")] = None,
-    max_new_tokens: Annotated[int | None, Option(help="of an answer; otherwise the item's own number, or 32")] = None,
-    limit: Annotated[
-        int | None,
-        Option(help="tokens of a prompt: longer passages are cut, prompts of tinyworld and ruler made as long"),
-    ] = None,
+    max_new_tokens: Annotated[int | None, Option(min=1, help="of an answer; otherwise the item's own, or 32")] = None,
+    limit: Annotated[int | None, Option(min=1, help="tokens of a prompt: longer passages are cut")] = None,
     measure: Annotated[str, Option(help="the column that the table shows")] = "token_f1",
     device: Annotated[str, Option(help="cpu, cuda, auto or balanced")] = "cpu",
     option: Annotated[list[str], Option("-o", "--option", help=f"name=value: {OPTIONS}; repeat")] = [],  # noqa: B006
@@ -62,35 +47,26 @@ def run(
     out: Annotated[Path | None, Option(help="write the rows to this CSV file as well")] = None,
     engine: Annotated[str | None, Option(help="local, or ray: one machine or a cluster")] = None,
     address: Annotated[str | None, Option(help="host:port of a Ray cluster; otherwise Ray on this machine")] = None,
-    workers: Annotated[int | None, Option(help="processes; otherwise all cores or GPUs")] = None,
 ) -> None:
     """Run one study, policies x budgets beside the full cache, and print a table.
 
     Rows are stored as they come: a second call computes what is missing. The exit status is 1 where rows failed.
     """  # long, because every option is declared here
-    chosen = {"engine": engine, "address": address, "workers": workers}
     if not policy:
         raise InputError("nothing to run: give a policy, -p snapkv")
     conditions = _conditions(policy, budget, regime, _named(setting))
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise InputError(f"--out {out} cannot be written: give a file in a folder that is there")
-    from annotated_types import Ge, Le
-
-    from kvrepro.engine.condition import ensure
     from kvrepro.experiment import data, models, stats
     from kvrepro.experiment.answers import prompt_limit
     from kvrepro.experiment.run import Answers, Settings
     from kvrepro.experiment.run import run as run_study
-    from kvrepro.experiment.settings import ensure_name
     from kvrepro.experiment.store import REAL, SCHEMA, WHOLE
 
     numbers = [column.name for column in SCHEMA if column.type in (REAL, WHOLE)]
     ensure_known("number of the rows", [measure], numbers)
-
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    settings = Settings.of(_named(option), model=model, items=items, n_items=n_items, device=device, **chosen)
-    ensure(Annotated[int, Ge(1), Le(10**9)] | None, max_new_tokens=max_new_tokens, limit=limit)
-    ensure_name(name)
+    cluster = {key: value for key, value in (("engine", engine), ("address", address)) if value is not None}
+    settings = Settings.of(_named(option), model=model, items=items, n_items=n_items, device=device, **cluster)
     loaded = models.load(model, settings.device, settings.dtype, settings.enable_thinking)
     new = 32 if max_new_tokens is None else max_new_tokens
     room = prompt_limit(loaded, new, limit)
@@ -99,8 +75,7 @@ def run(
     drawn = data.load_fitting(items, count, loaded.tokenizer, room, settings.seed, prompt_tokens)
     if max_new_tokens is not None:
         drawn = [replace(item, meta=item.meta | {"max_new_tokens": new}) for item in drawn]
-    study = Answers("run", name, drawn, conditions, new, limit)
-    rows = run_study(study, loaded, settings)
+    rows = run_study(Answers("run", name, drawn, conditions, new, limit), loaded, settings)
     table = _table(rows, measure)
     print(table.round(3).to_string(index=False, na_rep="-"))
     if (few := table.n.min()) < stats.MIN_ITEMS:
@@ -159,19 +134,19 @@ def items(
     model: Annotated[str, Option("-m", "--model", help="in whose tokens ruler's items are counted")] = "small-gqa",
 ) -> None:
     """Say which names of items there are, or print a sample of one."""
-    import dataclasses
-    import json
+    import inspect
 
     from kvrepro.experiment import data, models
     from kvrepro.world import world
 
     if not name:
-        print(ITEMS, f"Tasks of tinyworld: {', '.join(world.EVERY)}", sep="\n\n")
+        names = inspect.cleandoc(data.load_items.__doc__ or "").partition("items:\n")[2]
+        print(names, f"Tasks of tinyworld: {', '.join(world.EVERY)}", sep="\n\n")
         return
     with contextlib.redirect_stdout(sys.stderr):  # remarks on items do not belong among their lines
         sample = data.load_items(name, n_items, seed, tokens, models.tokenizer(model))
     for item in sample:
-        print(json.dumps({k: v for k, v in dataclasses.asdict(item).items() if v is not None}, ensure_ascii=False))
+        print(json.dumps({k: v for k, v in asdict(item).items() if v is not None}, ensure_ascii=False))
 
 
 @app.command()
@@ -203,8 +178,6 @@ def data(name: Annotated[str, Argument(help="a source, or one of its files: fetc
 
 def _conditions(policies: list[str], budgets: list[str], regime: str, settings: dict[str, Any]) -> "list[Condition]":
     """The full cache, and every policy with every budget. Raises InputError for an unknown policy or setting."""
-    from dataclasses import fields
-
     from kvrepro.engine.condition import REGIMES, Condition, ensure
     from kvrepro.engine.policy import check, find
 
@@ -225,9 +198,8 @@ def _conditions(policies: list[str], budgets: list[str], regime: str, settings: 
         conditions += [Condition(policy, _budget(size), when, switches=switches, **more) for size in budgets]
     if unknown := sorted(settings.keys() - settable):
         meant = suggestion(unknown[0], settable)
-        raise InputError(
-            f"no condition, regime or policy here has {', '.join(unknown)}{meant}: see `kvrepro policies NAME`"
-        )
+        what = f"no condition, regime or policy here has {', '.join(unknown)}{meant}"
+        raise InputError(f"{what}: see `kvrepro policies NAME`")
     for condition in conditions:
         check(condition)
     return conditions
@@ -254,10 +226,8 @@ def _budget(text: str) -> int | float:
     from kvrepro.engine.condition import PositiveShare, Size, ensure
 
     with contextlib.suppress(ValueError):
-        if text.isascii() and text.isdigit() and len(text) < 10:
-            budget: int | float = int(text)
-        else:
-            budget = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        budget = int(text) if text.isdecimal() else share
         ensure(Size | PositiveShare, budget=budget)
         return budget
     raise InputError(f"budget {text!r}: give a number of tokens such as 256, or a share such as 0.2")
@@ -270,15 +240,12 @@ def _named(texts: list[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals:
             raise InputError(f"{text!r} is not of the form name=value")
-        read = read_value(value)
-        values[key] = tuple(read) if isinstance(read, list) else read
+        values[key] = tuple(read) if isinstance(read := read_value(value), list) else read
     return values
 
 
 def read_value(text: str) -> Any:
     """The value of a YAML or JSON text. Raises InputError for other texts."""
-    import json
-
     import yaml
 
     try:

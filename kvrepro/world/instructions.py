@@ -78,17 +78,16 @@ def _quotes(answer: str) -> bool:
     return re.fullmatch(r"\s*«[^«»]*\w[^«»]*»\s*", answer) is not None
 
 
-_INSTRUCTIONS: dict[str, tuple[str, Callable[[random.Random, int], Rule], Callable[..., bool]]] = {
-    "start": ("Always start your answer with the word {} ##.", _keyword, lambda a, word: _words(a)[:1] == [word]),
-    "end": ("Always end your answer with the word {} ##.", _keyword, lambda a, word: _words(a)[-1:] == [word]),
-    "keyword": ("Be sure to mention the word {} somewhere in it ##.", _keyword, lambda a, word: word in _words(a)),
-    "avoid": ("Never use the word {} in anything you write ##.", lambda _, verb: (w.QUALITIES[verb],), _avoids),
-    "repeat": ("Say the whole of your answer {} over ##.", lambda rng, _: (rng.choice(list(TIMES)),), _repeats),
-    "capitals": ("Write your whole answer in capital letters ##.", _nothing, str.isupper),
-    "number": ("Put a number before each thing that you list ##.", _nothing, _numbers),
-    "quote": ("Put quotes around the whole of your answer ##.", _nothing, _quotes),
+INSTRUCTIONS = {
+    "start": Instruction("Always start your answer with the word {} ##.", _keyword, lambda a, x: _words(a)[:1] == [x]),
+    "end": Instruction("Always end your answer with the word {} ##.", _keyword, lambda a, x: _words(a)[-1:] == [x]),
+    "keyword": Instruction("Be sure to mention the word {} somewhere in it ##.", _keyword, lambda a, x: x in _words(a)),
+    "avoid": Instruction("Never use the word {} in anything you write ##.", lambda _, v: (w.QUALITIES[v],), _avoids),
+    "repeat": Instruction("Say the whole of your answer {} over ##.", lambda r, _: (r.choice(list(TIMES)),), _repeats),
+    "capitals": Instruction("Write your whole answer in capital letters ##.", _nothing, str.isupper),
+    "number": Instruction("Put a number before each thing that you list ##.", _nothing, _numbers),
+    "quote": Instruction("Put quotes around the whole of your answer ##.", _nothing, _quotes),
 }
-INSTRUCTIONS = {kind: Instruction(*parts) for kind, parts in _INSTRUCTIONS.items()}
 
 
 def follow(listed: list[tuple[str, str]], verb: int, rules: dict[str, Rule]) -> Words:

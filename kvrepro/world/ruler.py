@@ -5,7 +5,6 @@ al. 2024, arXiv:2404.06654, and github.com/NVIDIA/RULER at c3f5e3b (scripts/synt
 """
 
 import json
-import random
 import re
 import string
 import uuid
@@ -13,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from kvrepro.chat import rendered
@@ -34,20 +34,19 @@ Piece = tuple[str, bool]  # a part of the context, and whether it holds the answ
 # ---- what prompts are made of: words, essays, and questions about paragraphs
 
 
-@dataclass(frozen=True)
 class Haystack:
-    """Running text as words."""
+    """Running text as words. A sentence ends with a word that ends in a full stop, question or exclamation mark."""
 
-    words: Sequence[str]
-    ends: Sequence[int]  # of sentences: the number of words before each end
-    origin: str  # the source of the text
+    def __init__(self, text: str, origin: str):  # origin: the source of the text
+        self.words, self.origin = text.split(), origin
+        self.ends = [i for i, word in enumerate(self.words, 1) if re.search(r"[.!?][\"'”’)\]]*$", word)]
 
     def sentences(self, n: int) -> list[str]:
         """The first n words, from the start again where the text is shorter; the last sentence may be cut."""
         size, bounds = len(self.words), [0]
         for start in range(0, n, size):
             bounds += [start + end for end in self.ends if start + end < n]
-        words = [*self.words] * -(-n // size)
+        words = self.words * -(-n // size)
         return [" ".join(words[a:b]) for a, b in zip(bounds, [*bounds[1:], n], strict=True)]
 
 
@@ -61,12 +60,17 @@ class AskedQuestion:
     near: list[int]  # those of the same subject, which are taken as distractors before any others
 
 
-@dataclass(frozen=True)
 class Questions:
     """Questions about numbered paragraphs."""
 
-    paragraphs: list[str]
-    questions: list[AskedQuestion]
+    def __init__(self, paragraphs: Iterable[str]):
+        self.paragraphs, self.questions = sorted(set(paragraphs)), list[AskedQuestion]()
+        self.number = {text: i for i, text in enumerate(self.paragraphs)}
+
+    def add(self, question: str, answers: list[str], evidence: set[str], subject: set[str]) -> None:
+        """A question by the texts of the paragraphs that answer it, and of all of its subject."""
+        numbers = (sorted(self.number[text] for text in texts) for texts in (evidence, subject - evidence))
+        self.questions.append(AskedQuestion(question, answers, *numbers))
 
 
 @cache
@@ -93,31 +97,21 @@ def essays(fetch: Fetch) -> Haystack:
         except InputError:
             raise error from None
         texts, origin = sorted({json.loads(line)["context"] for line in lines}, key=lambda t: (-len(t), t)), BORROWED
-    return haystack("\n".join(texts), origin)
-
-
-def haystack(text: str, origin: str) -> Haystack:
-    """A text as words. A sentence ends with a word that ends in a full stop, question mark or exclamation mark."""
-    listed = text.split()
-    return Haystack(listed, [i for i, word in enumerate(listed, 1) if re.search(r"[.!?][\"'”’)\]]*$", word)], origin)
+    return Haystack("\n".join(texts), origin)
 
 
 @cache
 def squad(fetch: Fetch) -> Questions:
     """SQuAD 2.0's answerable questions; `near` are the other paragraphs of the same article."""
     articles = json.loads(fetch("squad/dev-v2.0.json").read_text(encoding="utf-8"))["data"]
-    contexts = [[paragraph["context"] for paragraph in article["paragraphs"]] for article in articles]
-    number = _numbers(context for article in contexts for context in article)
-    questions = []
-    for article, texts in zip(articles, contexts, strict=True):
+    read = Questions(paragraph["context"] for article in articles for paragraph in article["paragraphs"])
+    for article in articles:
+        subject = {paragraph["context"] for paragraph in article["paragraphs"]}
         for paragraph in article["paragraphs"]:
-            own_number = number[paragraph["context"]]
-            near = sorted({number[text] for text in texts} - {own_number})
-            for row in paragraph["qas"]:
-                if not row["is_impossible"]:
-                    answers = list(dict.fromkeys(answer["text"] for answer in row["answers"]))
-                    questions.append(AskedQuestion(row["question"], answers, [own_number], near))
-    return Questions(list(number), questions)
+            for row in (row for row in paragraph["qas"] if not row["is_impossible"]):
+                answers = list(dict.fromkeys(answer["text"] for answer in row["answers"]))
+                read.add(row["question"], answers, {paragraph["context"]}, subject)
+    return read
 
 
 @cache
@@ -125,19 +119,11 @@ def hotpotqa(fetch: Fetch) -> Questions:
     """HotpotQA's questions about two paragraphs; `near` are the eight others that the data set gives with them."""
     rows = json.loads(fetch("hotpotqa/hotpot_dev_distractor_v1.json").read_text(encoding="utf-8"))
     texts = [{title: f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]} for row in rows]
-    number = _numbers(text for by_title in texts for text in by_title.values())
-    questions = []
+    read = Questions(text for by_title in texts for text in by_title.values())
     for row, by_title in zip(rows, texts, strict=True):
-        titles = {title for title, _ in row["supporting_facts"]}
-        evidence = sorted({number[text] for title, text in by_title.items() if title in titles})
-        near = sorted({number[text] for text in by_title.values()} - set(evidence))
-        questions.append(AskedQuestion(row["question"], [row["answer"]], evidence, near))
-    return Questions(list(number), questions)
-
-
-def _numbers(texts: Iterable[str]) -> dict[str, int]:
-    """Each distinct text, in alphabetical order, with its number."""
-    return {text: i for i, text in enumerate(sorted(set(texts)))}
+        evidence = {by_title[title] for title, _ in row["supporting_facts"] if title in by_title}
+        read.add(row["question"], [row["answer"]], evidence, set(by_title.values()))
+    return read
 
 
 # ---- the drafts
@@ -167,43 +153,29 @@ class Draft:
         return places
 
 
-@dataclass(frozen=True)
-class Material:
-    """What an item's draft is made from, in addition to random numbers and the number of units."""
-
-    room: int  # tokens that the prompt may have
-    index: int  # of the question in `read`
-    read: Any = None  # a Haystack, or Questions
-
-
-Build = Callable[[random.Random, int, Material], Draft]  # n: units of filler
+# (random numbers, units of filler, tokens that the prompt may have, what the task reads) -> a draft
+Build = Callable[[Random, int, int, Any], Draft]
+Kinds = tuple[str, str]  # of `DRAWN`: a name's kind, a value's
 
 
 def niah(
-    rng: random.Random,
-    n: int,
-    material: Material,
-    filler: str,
-    names: int = 1,
-    values: int = 1,
-    queries: int = 1,
-    key: str = "words",
-    value: str = "number",
+    filler: str, counts: tuple[int, int, int], kinds: Kinds, rng: Random, n: int, room: int, read: Haystack | None
 ) -> Draft:
-    """Each of `names` names has `values` values filed under it; the question asks for `queries` of the names.
+    """Some names have values filed under them; the question asks for some of the names. counts: of names, of each
+    one's values, of names asked.
 
     filler: "noise" (n lines), "essays" (n words), or "needles" (n more names, each with a value of its own).
     """
-    count = max(names, queries)
-    drawn_names = _distinct(rng, key, count + (n if filler == "needles" else 0))
+    count, values, queries = counts
+    drawn_names = _distinct(rng, DRAWN[kinds[0]], count + (n if filler == "needles" else 0))
     filed, others = drawn_names[:count], drawn_names[count:]
-    drawn = _distinct(rng, value, len(filed) * values + len(others))
+    drawn = _distinct(rng, DRAWN[kinds[1]], len(filed) * values + len(others))
     values_of = {name: drawn[i * values : (i + 1) * values] for i, name in enumerate(filed)}
-    queried, kind = rng.sample(filed, queries), KINDS[value]
+    queried, kind = rng.sample(filed, queries), KINDS[kinds[1]]
     needles = [(_needle(kind, name, number), name in queried) for name in filed for number in values_of[name]]
     rng.shuffle(needles)
-    if filler == "essays":
-        units, joint = material.read.sentences(n), " "
+    if read:
+        units, joint = read.sentences(n), " "
         places = [len(units) * depth // 100 for depth in rng.sample(DEPTHS, len(needles))]
     else:
         units, joint = [NOISE] * n, "\n"
@@ -223,7 +195,7 @@ def niah(
     )
 
 
-def variables(rng: random.Random, n: int, material: Material, letters: int = 5) -> Draft:
+def variables(rng: Random, n: int, room: int, read: Any, letters: int = 5) -> Draft:
     """A chain of five variables among n lines of noise (n >= 5): the first gets a number, each other one the value of
     the one before. The question asks for all of them."""
     names = _distinct(rng, partial(_letters, string.ascii_uppercase, letters), 5)
@@ -240,13 +212,13 @@ def variables(rng: random.Random, n: int, material: Material, letters: int = 5) 
 
 
 def common_words(
-    rng: random.Random, n: int, material: Material, often: int = 30, seldom: int = 3, common: int = 10
+    rng: Random, n: int, room: int, read: Any, often: int = 30, seldom: int = 3, common: int = 10
 ) -> Draft:
     """A numbered list with `common` words that occur `often` times each, and n words that occur `seldom` times each."""
     listed = words()["all"].copy()
     rng.shuffle(listed)
     if (more := common + n - len(listed)) > 0:  # where the benchmark takes another list
-        listed += _distinct(rng, "words", more)
+        listed += _distinct(rng, DRAWN["words"], more)
     top, rest = listed[:common], listed[common : common + n]
     entries = [(word, True) for word in top * often] + [(word, False) for word in rest * seldom]
     rng.shuffle(entries)
@@ -259,13 +231,13 @@ def common_words(
     )
 
 
-def frequent_words(rng: random.Random, n: int, material: Material, alpha: float = 2.0, letters: int = 6) -> Draft:
+def frequent_words(rng: Random, n: int, room: int, read: Any, alpha: float = 2.0, letters: int = 6) -> Draft:
     """Made-up words; the k-th occurs n k^-alpha / zeta(alpha) times. The first is dots, and the question asks for the
     next three. There is a word for every 50 tokens of the prompt."""
     from scipy.special import zeta
 
     draw = partial(_letters, string.ascii_lowercase, letters)
-    vocabulary = ["...", *_distinct(rng, draw, max(8, material.room // 50) - 1)]
+    vocabulary = ["...", *_distinct(rng, draw, max(8, room // 50) - 1)]
     entries = [word for k, word in enumerate(vocabulary, 1) for _ in range(int(n * k**-alpha / zeta(alpha)))]
     rng.shuffle(entries)
     return Draft(
@@ -277,10 +249,10 @@ def frequent_words(rng: random.Random, n: int, material: Material, alpha: float 
     )
 
 
-def paragraphs(rng: random.Random, n: int, material: Material) -> Draft:
+def paragraphs(rng: Random, n: int, room: int, read: tuple[AskedQuestion, list[str]]) -> Draft:
     """A question, the paragraphs that answer it, and n others, those of its subject first. Paragraphs come again where
     there are too few to fill the prompt."""
-    question, listed = material.read.questions[material.index], material.read.paragraphs
+    question, listed = read
     first = [*question.evidence, *rng.sample(question.near, len(question.near))]
     others = sorted({*range(len(listed))} - {*first})
     order = first + rng.sample(others, len(others))
@@ -299,31 +271,27 @@ def _needle(kind: str, name: str, value: str) -> str:
     return f"One {kind} filed under {name} is {value}."
 
 
-def _inserted(units: Sequence[str], pieces: Iterable[Piece], places: Sequence[int]) -> list[Piece]:
+def _inserted(units: Sequence[str], pieces: Sequence[Piece], places: Sequence[int]) -> list[Piece]:
     """The units with each piece put before the unit at its place. places: ascending."""
-    mixed: list[Piece] = []
-    begin = 0
-    for place, piece in zip(places, pieces, strict=True):
-        mixed += [(unit, False) for unit in units[begin:place]]
-        mixed.append(piece)
-        begin = place
-    return mixed + [(unit, False) for unit in units[begin:]]
+    mixed = [(unit, False) for unit in units]
+    for place, piece in zip(reversed(places), reversed(pieces), strict=True):
+        mixed.insert(place, piece)
+    return mixed
 
 
-def _letters(alphabet: str, n: int, rng: random.Random) -> str:
+def _letters(alphabet: str, n: int, rng: Random) -> str:
     return "".join(rng.choices(alphabet, k=n))
 
 
-def _distinct(rng: random.Random, kind: str | Callable[[random.Random], str], n: int) -> list[str]:
-    """n different texts of a kind: "words" (amber-otter), "number" (seven digits), "uuid", or what a function draws."""
-    draw = DRAWN[kind] if isinstance(kind, str) else kind
+def _distinct(rng: Random, draw: Callable[[Random], str], n: int) -> list[str]:
+    """n different texts, from a function that draws one."""
     texts: dict[str, None] = {}
     while len(texts) < n:
         texts[draw(rng)] = None
     return list(texts)
 
 
-DRAWN: dict[str, Callable[[random.Random], str]] = {
+DRAWN: dict[str, Callable[[Random], str]] = {
     "words": lambda rng: f"{rng.choice(words()['adjective'])}-{rng.choice(words()['noun'])}",
     "number": lambda rng: str(rng.randint(10**6, 10**7 - 1)),
     "uuid": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
@@ -360,15 +328,17 @@ class Task:
     form: str = ""  # what is smaller than in the benchmark
 
 
+WORDS, UUIDS = ("words", "number"), ("uuid", "uuid")
+IN_ESSAYS = partial(Task, smallest=50, reads=essays)
 TASKS = {
-    "niah_single_1": Task(partial(niah, filler="noise")),
-    "niah_single_2": Task(partial(niah, filler="essays"), smallest=50, reads=essays),
-    "niah_single_3": Task(partial(niah, filler="essays", value="uuid"), smallest=50, reads=essays),
-    "niah_multikey_1": Task(partial(niah, filler="essays", names=4), smallest=50, reads=essays),
-    "niah_multikey_2": Task(partial(niah, filler="needles")),
-    "niah_multikey_3": Task(partial(niah, filler="needles", key="uuid", value="uuid")),
-    "niah_multivalue": Task(partial(niah, filler="essays", values=4), smallest=50, reads=essays),
-    "niah_multiquery": Task(partial(niah, filler="essays", queries=4), smallest=50, reads=essays),
+    "niah_single_1": Task(partial(niah, "noise", (1, 1, 1), WORDS)),
+    "niah_single_2": IN_ESSAYS(partial(niah, "essays", (1, 1, 1), WORDS)),
+    "niah_single_3": IN_ESSAYS(partial(niah, "essays", (1, 1, 1), ("words", "uuid"))),
+    "niah_multikey_1": IN_ESSAYS(partial(niah, "essays", (4, 1, 1), WORDS)),
+    "niah_multikey_2": Task(partial(niah, "needles", (1, 1, 1), WORDS)),
+    "niah_multikey_3": Task(partial(niah, "needles", (1, 1, 1), UUIDS)),
+    "niah_multivalue": IN_ESSAYS(partial(niah, "essays", (1, 4, 1), WORDS)),
+    "niah_multiquery": IN_ESSAYS(partial(niah, "essays", (4, 1, 4), WORDS)),
     "vt": Task(variables, 30, 5, example=partial(variables, letters=3)),
     "cwe": Task(common_words, 120, 1, example=partial(common_words, often=10), example_units=30),
     "fwe": Task(frequent_words, 50, 100),
@@ -376,13 +346,8 @@ TASKS = {
     "qa_2": Task(paragraphs, 32, 0, "ruler_part", reads=hotpotqa),
 }
 # The benchmark's own form of "cwe" for prompts of less than 4,096 tokens
-FEWER = replace(
-    TASKS["cwe"],
-    build=partial(common_words, often=6, seldom=1),
-    form="fewer repetitions",
-    example=partial(common_words, often=3, seldom=1),
-    example_units=10,
-)
+EXAMPLE = partial(common_words, often=3, seldom=1)
+FEWER = Task(partial(common_words, often=6, seldom=1), 120, 1, "ruler_all", EXAMPLE, 10, form="fewer repetitions")
 
 
 def _forms(name: str, tokens: int) -> list[Task]:
@@ -418,19 +383,15 @@ def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: A
     if tokenizer is None:
         raise InputError("ruler's items are counted in a model's own tokens: give its tokenizer")
     n_items = n_items or PER_TASK * len(names)
-    counts = [n_items // len(names) + (i < n_items % len(names)) for i in range(len(names))]
-    wanted = [(name, count) for name, count in zip(names, counts, strict=True) if count]
-    read = {name: TASKS[name].reads(fetch) for name, _ in wanted if TASKS[name].reads}
-    items: list[Item] = []
-    too_long: list[int] = []  # tokens that items need which do not fit
-    for name, count in wanted:
-        for i in range(count):
-            item = _item(name, i, seed, tokens, tokenizer, read.get(name))
-            if isinstance(item, Item):
-                items.append(item)
-            else:
-                too_long.append(item)
-    if too_long:
+    wanted = names[:n_items]
+    read = {name: reads(fetch) for name in wanted if (reads := TASKS[name].reads)}
+    drawn = [
+        _item(name, i, seed, tokens, tokenizer, read.get(name))
+        for at, name in enumerate(wanted)
+        for i in range(n_items // len(names) + (at < n_items % len(names)))
+    ]
+    items = [item for item in drawn if isinstance(item, Item)]
+    if too_long := [needed for needed in drawn if isinstance(needed, int)]:
         line = f"ruler: {len(too_long)} of {n_items} items take {min(too_long)} tokens and more > {tokens}"
         if not items:
             raise InputError(f"{line}: ask for more tokens")
@@ -438,14 +399,14 @@ def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: A
     return items
 
 
-def _item(name: str, i: int, seed: int, tokens: int, tokenizer: Any, read: Haystack | Questions | None) -> Item | int:
+def _item(name: str, i: int, seed: int, tokens: int, tokenizer: Any, read: Any) -> Item | int:
     """The i-th item of a task; where even its shortest prompt is too long, the tokens of that prompt and the answer."""
-    identity, index = f"{name}-{tokens}-{seed}-{i}", 0
+    identity, given = f"{name}-{tokens}-{seed}-{i}", read
     if isinstance(read, Questions):
-        order = random.Random(f"{name}-{seed}").sample(range(len(read.questions)), len(read.questions))
-        index = order[i % len(order)]
+        order = Random(f"{name}-{seed}").sample(read.questions, len(read.questions))
+        given = order[i % len(order)], read.paragraphs
     for task in _forms(name, tokens):
-        draft, size = _filled(task, identity, Material(tokens - task.answer_tokens, index, read), tokenizer)
+        draft, size = _filled(task, identity, tokens - task.answer_tokens, given, tokenizer)
         if size <= tokens - task.answer_tokens:
             break
     else:
@@ -462,19 +423,18 @@ def _item(name: str, i: int, seed: int, tokens: int, tokenizer: Any, read: Hayst
     return Item(identity, name, ({"role": "user", "content": content},), answer, tuple(spans), meta=meta, papers=True)
 
 
-def _filled(task: Task, identity: str, material: Material, tokenizer: Any) -> tuple[Draft, int]:
+def _filled(task: Task, identity: str, room: int, read: Any, tokenizer: Any) -> tuple[Draft, int]:
     """A task's longest draft that fits, with its solved example, and its tokens. Where none fits, the shortest one."""
 
     def tokens(draft: Draft) -> int:
-        messages = [{"role": "user", "content": draft.content}]
-        prompt = rendered(tokenizer, messages)
+        prompt = rendered(tokenizer, [{"role": "user", "content": draft.content}])
         return len(tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"])
 
     def example(n: int) -> Draft:
-        return task.example(random.Random(f"{identity}-example"), n, material)
+        return task.example(Random(f"{identity}-example"), n, room, read)
 
     def whole(n: int) -> Draft:
-        draft = task.build(random.Random(identity), n, material)
+        draft = task.build(Random(identity), n, room, read)
         return replace(draft, intro=before + draft.intro)
 
     before = ""
@@ -482,7 +442,7 @@ def _filled(task: Task, identity: str, material: Material, tokenizer: Any) -> tu
         units = task.example_units
         shown = example(units) if units else longest(example, tokens, EXAMPLE_TOKENS, task.smallest)[0]
         before = f"{shown.content}\nAnswer: {', '.join(shown.answers)}\n\n"
-    return longest(whole, tokens, material.room, task.smallest)
+    return longest(whole, tokens, room, task.smallest)
 
 
 def longest(

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvrepro.world import words as w
 from kvrepro.world import world
-from kvrepro.world.world import ALL, Conversation
+from kvrepro.world.world import ALL, Conversation, Draw
 
 PAD = w.SPECIALS.index("<|pad|>")
 TASK_NAMES = list(ALL)
@@ -25,7 +25,7 @@ def vocabulary() -> dict[str, int]:
     grammar: set[str] = set()
     for task, build_conversation in world.ALL.items():  # a task's fixed words stand in each of its conversations
         for i in range(40):
-            conversation = build_conversation(random.Random(f"{task}-{i}"), 300, False, 2)
+            conversation = build_conversation(Draw(random.Random(f"{task}-{i}"), 300, False, 2))
             grammar.update(conversation.system, *(words for turn in conversation.turns for words in turn))
     shouted = [x.upper() for x in w.ADJECTIVES + w.NOUNS + w.KEYWORDS + w.QUALITIES + ["and", "are", "with"]]
     ordered = w.SPECIALS + w.MARKS + w.NUMBERS + sorted(grammar) + w.FIRST + w.LAST + w.ADJECTIVES + w.NOUNS + w.LABELS
@@ -61,7 +61,7 @@ def encode(conversation: Conversation) -> tuple[list[int], list[int]]:
 def row(rng: random.Random, task: str, length: int, evaluation: bool, turns: int) -> tuple[list[int], list[int]]:
     """A conversation of at most `length` tokens (fewer turns if it does not fit), not padded."""
     while True:
-        ids, turn = encode(ALL[task](rng, length, evaluation, turns))
+        ids, turn = encode(ALL[task](Draw(rng, length, evaluation, turns)))
         if len(ids) <= length:
             return ids, turn
         turns = max(1, turns - 1)

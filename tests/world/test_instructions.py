@@ -12,16 +12,8 @@ from kvrepro.world import world
 from kvrepro.world.instructions import INSTRUCTIONS, checks, follow
 
 REFUSAL = world.pretty(world.REFUSAL)
-RULES = {
-    "start": ("anchor",),
-    "end": ("anchor",),
-    "keyword": ("anchor",),
-    "avoid": ("fine",),
-    "repeat": ("twice",),
-    "capitals": (),
-    "number": (),
-    "quote": (),
-}
+RULES = dict.fromkeys(INSTRUCTIONS, ()) | dict.fromkeys(("start", "end", "keyword"), ("anchor",))
+RULES |= {"avoid": ("fine",), "repeat": ("twice",)}
 OBEYED = [
     ("start", "anchor red boats and old hats are fine"),
     ("start", "« anchor 1 red boats and 2 old hats are fine »"),

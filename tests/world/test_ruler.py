@@ -209,7 +209,7 @@ def test_longest_is_the_longest(units, room, smallest):
 
 @given(st.lists(st.sampled_from(["one", "two.", 'three?"', "four"]), min_size=1), st.integers(1, 60))
 def test_sentences_are_the_first_words_again_and_again(listed, n):
-    hay = ruler.haystack(" ".join(listed), "test")
+    hay = ruler.Haystack(" ".join(listed), "test")
     sentences = hay.sentences(n)
     assert " ".join(sentences).split() == [listed[i % len(listed)] for i in range(n)]
     ends = [sentence.split()[-1] for sentence in sentences]

@@ -22,10 +22,7 @@ from studies.training.rows import build
 
 TOKENIZER = build()
 KINDS = [(set(w.FIRST), set(w.LAST)), (set(w.ADJECTIVES), set(w.NOUNS))]
-FACTS = [
-    "single_fact", "needle", "needle_multikey", "story", "dialogue", "ledger", "report", "minutes",
-    "passage_retrieval", "frequent_words",
-]  # fmt: skip
+FACTS = "single_fact needle needle_multikey story dialogue ledger report minutes passage_retrieval frequent_words".split()
 CLI = [sys.executable, "-m", "kvrepro", "items"]
 
 
@@ -160,5 +157,6 @@ def test_longer_answers_follow_from_the_passage():
 )
 def test_people_and_things_are_on_one_side_of_the_hold_out(task, seed, tokens, turns):
     for evaluation in (False, True):
-        conversation = world.EVERY[task](random.Random(seed), tokens, evaluation, 1 if evaluation else turns)
+        draw = world.Draw(random.Random(seed), tokens, evaluation, 1 if evaluation else turns)
+        conversation = world.EVERY[task](draw)
         assert all(world.held_out(*pair) == evaluation for pair in word_pairs(conversation))

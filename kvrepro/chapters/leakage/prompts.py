@@ -101,7 +101,7 @@ def systems(n: int, orders: Sequence[str] = ORDERS, settings: Settings = USUAL) 
         kinds = rng.sample(classes, 2 + i // 2 % 4) if several else [classes[i // 2 % len(classes)]]
         verb = rng.randrange(len(words.REQUESTS))
         rules = {kind: INSTRUCTIONS[kind].draw(rng, verb) for kind in kinds}
-        listed = world.things(rng, rng.randint(2, 3), True)
+        listed = world.Draw(rng, 0, True, 1).things(rng.randint(2, 3))
         ask = [words.REQUESTS[verb], "on", *[word for pair in listed for word in (*pair, "and")][:-1], "##."]
         texts = {"follow": (ask, follow(listed, verb, rules)), "leak": (rng.choice(world.LEAK_REQUESTS), world.REFUSAL)}
         turns = {request: (world.pretty(user), world.pretty(answer)) for request, (user, answer) in texts.items()}
@@ -125,8 +125,8 @@ def examples(n: int, settings: Settings = USUAL) -> list[Item]:
     for i in range(n):
         turns = {}
         for request in ("follow", "leak"):
-            rng = random.Random(f"examples {settings.seed} {i}")
-            built = world.system_few_shot(rng, 250, True, 1, leak=request == "leak", defended=True)
+            draw = world.Draw(random.Random(f"examples {settings.seed} {i}"), 250, True, 1)
+            built = world.system_few_shot(draw, leak=request == "leak", defended=True)
             turns[request] = world.pretty(built.turns[0][0][built.asks :]), world.pretty(built.turns[0][1])
         cut = built.system_spans["directive"][0]
         defense = split(world.pretty(built.system[:cut]), PHRASE_OF_EXAMPLES)

@@ -26,7 +26,7 @@ def test_a_mark_is_a_token_of_its_own():
 
 @pytest.mark.parametrize("task", list(world.ALL))
 def test_the_chat_template_gives_the_rows_of_training(task):
-    conversation = world.ALL[task](random.Random(3), 400, False, 3)
+    conversation = world.ALL[task](world.Draw(random.Random(3), 400, False, 3))
     messages = [{"role": "system", "content": world.pretty(conversation.system)}]
     for user, answer in conversation.turns:
         messages += [{"role": "user", "content": world.pretty(user)}]

@@ -33,16 +33,13 @@ from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sampl
 from kvrepro.experiment.stats import MIN_ITEMS
 from kvrepro.paths import DATA
 from studies import chapters
-from studies.known_truth import KINDS, Picks, Source, moved, sampled
+from studies.known_truth import KINDS, Picks, Source, parts_of, sampled
 from studies.table import replace_rows
 
 SHORT = {"reproduced": "reproduced", "not reproduced": "not_reproduced", "inconclusive": "inconclusive"}
-COLUMNS = [
-    "chapter", "claim", "reading", "rule", "members", "parts", "n", "repeats", "wrongly_reproduced",
-    "wrongly_not_reproduced", "decided", "can_hold", "can_fail", "enough",
-    "wrongly_reproduced_above", "wrongly_not_reproduced_above",
-    *(f"{kind}_{name}" for kind in KINDS[:4] for name in SHORT.values()), "note",
-]  # fmt: skip
+COLUMNS = """chapter claim reading rule members parts n repeats wrongly_reproduced wrongly_not_reproduced decided
+    can_hold can_fail enough wrongly_reproduced_above wrongly_not_reproduced_above""".split()
+COLUMNS += [*(f"{kind}_{name}" for kind in KINDS[:4] for name in SHORT.values()), "note"]
 FAR = {"far_true": "reproduced", "far_false": "not_reproduced"}  # kind -> the verdict that a rule must reach there
 WRONG = 0.05  # of either false verdict, at most
 REPEATS, SLOW_REPEATS, FAR_REPEATS = 150, 60, 20
@@ -67,13 +64,13 @@ def simulated(
     rng, verdicts = np.random.default_rng([0, KINDS.index(kind)]), []
     for repeat in range(repeats):
         i, chosen = names[repeat % len(names)]
-        picks: Picks = {}
-        drawn = []
+        picks, drawn = Picks(), []
         for j, (member, parts_of_member) in enumerate(zip(members, parts, strict=True)):
             kinds = dict.fromkeys(parts_of_member, "true" if hard else kind)
             if hard and i == j:  # a member of which some part must hold has all its parts at the bound
                 kinds |= dict.fromkeys(parts_of_member if member.some else [chosen], "threshold")
-            drawn.append(moved(member, parts_of_member, kinds, rng, picks))
+            new = {name: part.drawn(part.where[kinds[name]], rng, picks) for name, part in parts_of_member.items()}
+            drawn.append(replace(member, what=new if isinstance(member.what, Mapping) else new[""]))
         verdicts.append(judge.verdict_of(claim, judge.judge(claim, drawn)))
     return {short: verdicts.count(name) / repeats for name, short in SHORT.items()}
 
@@ -86,13 +83,11 @@ def of_facts(claim: Mapping[str, Any], members: Sequence[Member]) -> dict[str, d
     good += 0.0 if ends else step * (1 if good == a else -1)
     wrong = a - step if math.isfinite(a) else b + step
 
-    facts = [m.what for m in members if isinstance(m.what, Facts)]
-
     def judged(refuted: int) -> dict[str, float]:
         """The verdict, where one case of the member of that number is wrong; -1 for none."""
         given = []
-        for i, (member, fact) in enumerate(zip(members, facts, strict=True)):
-            cases = pd.Series(good, index=fact.cases.index)
+        for i, member in enumerate(members):
+            cases = pd.Series(good, index=member.what.cases.index)
             cases.iloc[: int(i == refuted)] = wrong
             given.append(replace(member, what=Facts(cases)))
         verdict = judge.verdict_of(claim, judge.judge(claim, given))
@@ -104,11 +99,11 @@ def of_facts(claim: Mapping[str, Any], members: Sequence[Member]) -> dict[str, d
 
 def rates(claim: Mapping[str, Any], members: Sequence[Member], repeats: int | None = None) -> dict[str, Any]:
     """One row of the table, without the columns that name the claim."""
-    tested = [p for m in members for p in (m.what.values() if isinstance(m.what, Mapping) else [m.what])]
+    tested = [what for member in members for what in parts_of(member).values()]
     row: dict[str, Any] = {"members": len(members), "parts": len(tested)}
     if all(isinstance(what, Facts) for what in tested):
         shares = of_facts(claim, members)
-        row |= {"n": sum(len(what.cases) for what in tested if isinstance(what, Facts)), "repeats": 1}
+        row |= {"n": sum(len(what.cases) for what in tested), "repeats": 1}
     elif any(isinstance(what, Measured | Facts) for what in tested):
         return row | {"note": "ranges of timings, or facts beside samples: not tried"}
     else:
@@ -150,17 +145,14 @@ def summary(claim: Mapping[str, Any], shares: Mapping[str, Mapping[str, float]],
         return max((shares[k][name] for k in kinds if shares.get(k)), default=math.nan)
 
     at_bound = ["threshold"] if "no_difference" not in claim["rule"] else []  # a real difference, which may be found
-    wrong = {
-        "wrongly_reproduced": most("reproduced", ["false", "threshold", "one"]),
-        "wrongly_not_reproduced": most("not_reproduced", ["true", *at_bound]),
-    }
+    wrong = {"wrongly_reproduced": most("reproduced", ["false", "threshold", "one"])}
+    wrong["wrongly_not_reproduced"] = most("not_reproduced", ["true", *at_bound])
     chance = 2 * math.sqrt(WRONG * (1 - WRONG) / repeats)
     above = {f"{name}_above": bool(share > WRONG + chance) for name, share in wrong.items()}
     sides = [shares[k][name] for k, name in (("true", "reproduced"), ("false", "not_reproduced")) if shares.get(k)]
-    return {
-        **wrong, **above, "decided": float(np.mean(sides)) if sides else math.nan,
-        **{c: shares.get(k, {}).get(FAR[k], 0.0) > 0 for c, k in (("can_hold", "far_true"), ("can_fail", "far_false"))},
-    }  # fmt: skip
+    decided = {"decided": float(np.mean(sides)) if sides else math.nan}
+    can = {"can_hold": "far_true", "can_fail": "far_false"}
+    return wrong | above | decided | {c: shares.get(k, {}).get(FAR[k], 0.0) > 0 for c, k in can.items()}
 
 
 # ---- all claims
@@ -211,7 +203,7 @@ def _row(i: int) -> dict[str, Any]:
 def main(
     results: Annotated[Path, typer.Option(help="stored rows of all chapters")] = DATA / "results",
     chapter: Annotated[list[str] | None, typer.Option(help="these alone; the rows of others stay")] = None,
-    processes: Annotated[int, typer.Option()] = 2,
+    processes: int = 2,
 ) -> None:
     """Try every rule, write the table, and name the rules that err too often, cannot hold or cannot fail."""
     for name in chapter or chapters.JUDGED:
@@ -220,12 +212,10 @@ def main(
         rows = table(name, tested_claims, processes)
         typer.echo(f"{name}: {len(rows)} rules, {rows.seconds.sum() / processes:.0f} s")
         written = replace_rows(DATA / "error_rates.csv", rows.reindex(columns=COLUMNS), ["chapter"], digits=3)
-    for problem, which in (
-        ("wrongly reproduced in more than 5%", written.wrongly_reproduced_above.eq(True)),
-        ("wrongly not reproduced in more than 5%", written.wrongly_not_reproduced_above.eq(True)),
-        ("cannot hold", written.can_hold.eq(False)), ("cannot fail", written.can_fail.eq(False)),
-    ):  # fmt: skip
-        typer.echo(f"{problem}: {', '.join(dict.fromkeys(written.claim[which])) or 'none'}")
+    bad = {"wrongly_reproduced_above": True, "wrongly_not_reproduced_above": True, "can_hold": False, "can_fail": False}
+    for column, value in bad.items():
+        named = dict.fromkeys(written.claim[written[column].eq(value)])
+        typer.echo(f"{column} is {value}: {', '.join(named) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from studies.training.rows import build
 
 TOKENIZER = build()
 KINDS = [(set(w.FIRST), set(w.LAST)), (set(w.ADJECTIVES), set(w.NOUNS))]
-FACTS = "single_fact needle needle_multikey story dialogue ledger report minutes passage_retrieval frequent_words".split()
+FACTS = """single_fact needle needle_multikey story dialogue ledger report minutes passage_retrieval
+    frequent_words""".split()
 CLI = [sys.executable, "-m", "kvrepro", "items"]
 
 

@@ -4,16 +4,18 @@ import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tiny import architecture, model, prompts
-from transformers import StoppingCriteria, pipeline
+from transformers import pipeline
 from transformers.cache_utils import DynamicCache
 
 import kvrepro as kv
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.generate import usable
+from kvrepro.engine.policy import Policy, own
 from kvrepro.errors import InputError
 
 NEW = 12
@@ -111,49 +113,36 @@ def test_sampling_draws_as_outside_where_nothing_leaves():
         assert written(network, texts, **options) != outside
 
 
-class Heard:
-    """A streamer that remembers."""
-
-    def __init__(self):
-        self.tokens, self.ended = [], False
-
-    def put(self, tokens):
-        self.tokens += tokens.flatten().tolist()
-
-    def end(self):
-        self.ended = True
-
-
-class Never(StoppingCriteria):
-    def __call__(self, ids, scores, **rest):
-        return torch.tensor([ids.shape[1] >= 70 + 5])
-
-
 def test_tokens_are_streamed_and_stopped_as_they_come():
-    network, [text] = architecture("llama"), prompts(70)
-    heard = Heard()
+    network, [text], heard = architecture("llama"), prompts(70), Mock()
+    stop = {"stopping_criteria": [lambda ids, scores, **rest: torch.tensor([ids.shape[1] >= 70 + 5])]}
     with kv.evicting(network, CONDITIONS["per step"]):
-        tokens = written(network, [text], streamer=heard, stopping_criteria=[Never()])
-    assert heard.ended
-    assert heard.tokens == text + tokens[0] == text + engine(network, [text], CONDITIONS["per step"])[0][:5]
+        [tokens] = written(network, [text], streamer=heard, **stop)
+    heard.end.assert_called_once()
+    assert [t for call in heard.put.call_args_list for t in call.args[0].flatten().tolist()] == text + tokens
+    assert tokens == engine(network, [text], CONDITIONS["per step"])[0][:5]
 
 
 def test_a_pipeline_evicts():
-    tiny = kv.load("small-gqa")
+    tiny, condition = kv.load("small-gqa"), kv.Condition("streaming_llm", 32, kv.Prefill())
     [item] = kv.load_items("tinyworld:needle", n_items=1, seed=7, tokens=400)
     prompt = kv.build_prompt(item, tiny.tokenizer, limit=512)
+    [[answer]] = kv.generate(tiny.model, [prompt], [condition], max_new_tokens=8, stop_ids=kv.stop_ids(tiny))
     say = pipeline("text-generation", model=tiny.model, tokenizer=tiny.tokenizer)
-    for condition in (kv.Condition(), kv.Condition("streaming_llm", 32, kv.Prefill())):
-        [[answer]] = kv.generate(tiny.model, [prompt], [condition], max_new_tokens=8, stop_ids=kv.stop_ids(tiny))
-        with kv.evicting(tiny.model, condition):
-            [output] = say(list(item.messages), max_new_tokens=8, do_sample=False)
-        text = tiny.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-        assert output["generated_text"][-1]["content"] == text
+    with kv.evicting(tiny.model, condition):
+        [output] = say(list(item.messages), max_new_tokens=8, do_sample=False)
+    text = tiny.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    assert output["generated_text"][-1]["content"] == text
+
+
+def state(network) -> tuple[set[str], str]:
+    """What a block must leave as it was."""
+    return set(vars(network)), network.config._attn_implementation
 
 
 def test_blocks_nest_and_every_call_begins_anew():
     network, texts = architecture("llama"), prompts(70, 41)
-    before, attention, outside = set(vars(network)), network.config._attn_implementation, written(network, texts)
+    before, outside = state(network), written(network, texts)
     outer, inner = CONDITIONS["prefill"], CONDITIONS["shared cap"]
     with kv.evicting(network, outer):
         first = written(network, texts)
@@ -164,20 +153,18 @@ def test_blocks_nest_and_every_call_begins_anew():
         logits = network(torch.tensor(texts[:1])).logits  # left alone
     assert written(network, texts) == outside != first
     torch.testing.assert_close(logits, network(torch.tensor(texts[:1])).logits)
-    assert set(vars(network)) == before
-    assert network.config._attn_implementation == attention
+    assert state(network) == before
 
 
 def test_threads_take_turns_and_leave_the_model_as_it_was():
     network, texts, condition = architecture("llama"), prompts(70, 61, 52, 43), CONDITIONS["decode cap"]
     expected = [engine(network, [text], condition) for text in texts]
-    before, attention = set(vars(network)), network.config._attn_implementation
+    before = state(network)
     with ThreadPoolExecutor(4) as pool, kv.evicting(network, condition):
         assert list(pool.map(lambda text: written(network, [text]), texts)) == expected
         pool.submit(refuses, network, condition, "evicting.* of another thread").result()
         assert written(network, texts[:1]) == expected[0]
-    assert set(vars(network)) == before
-    assert network.config._attn_implementation == attention
+    assert state(network) == before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])
@@ -226,18 +213,17 @@ def test_a_prefix_belongs_to_the_adapters_that_read_it(adapted, tmp_path):
             kv.load_prefix(path, network)
 
 
-def test_what_a_policy_raises_comes_out_and_leaves_nothing(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "from kvrepro.engine.policy import Policy\n\n\ndef fails(o):\n    raise OSError('full')\n\n\n"
-        "MINE = Policy('Mine', 'tests', fails)\n"
-    )
+def test_what_a_policy_raises_comes_out_and_leaves_nothing():
+    def fails(o):
+        raise OSError("full")
+
     network, texts = model("llama"), prompts(70)
-    before = set(vars(network))
-    with kv.evicting(network, kv.Condition(f"{tmp_path}/mine.py:MINE", 0.5, kv.Prefill())):
+    before = state(network)
+    with kv.evicting(network, kv.Condition(own("mine", Policy("Mine", "tests", fails)), 0.5, kv.Prefill())):
         with pytest.raises(OSError, match="full"):
             written(network, texts)
         assert network.config._attn_implementation == "eager"
-    assert set(vars(network)) == before
+    assert state(network) == before
     network.generate = before  # an attribute of the user's own
     with kv.evicting(network, kv.Condition()):
         assert callable(network.generate)
@@ -344,17 +330,17 @@ def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):
             written(same, [texts[0][:20]])
 
 
-@pytest.mark.parametrize("place", ["tensors", "tokens"])
-def test_a_damaged_prefix_is_refused(place, tmp_path):
-    """One bit is another."""
+def test_a_damaged_prefix_is_refused(tmp_path):
+    """One bit is another, of its tensors or its tokens."""
     network, path = architecture("llama"), tmp_path / "p"
     kv.compress(network, requests()[-1], OFFLINE["prefill"]).save(path)
-    content = bytearray(path.read_bytes())
-    tokens = b'"ids":"['
-    content[-3 if place == "tensors" else content.index(tokens) + len(tokens)] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"p is damaged \(its checksum is another\): save or copy it again$"):
-        kv.load_prefix(path, network)
+    whole, tokens = path.read_bytes(), b'"ids":"['
+    for place in (-3, whole.index(tokens) + len(tokens)):
+        content = bytearray(whole)
+        content[place] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"p is damaged \(its checksum is another\): save or copy it again$"):
+            kv.load_prefix(path, network)
 
 
 def test_files_and_conditions_that_make_no_prefix_are_refused(tmp_path):

@@ -1,6 +1,6 @@
 """Attention over tokens in several tensors, against plain loops; the attention that a model gets while installed."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -16,22 +16,20 @@ def naive(query, at, keys, values, positions, scaling, sliding=None, hide=None, 
     batch, heads, m, _ = query.shape
     group = heads // keys.shape[1]
     out, p = torch.zeros(batch, m, heads, values.shape[3]), torch.zeros(batch, heads, m, keys.shape[2])
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(m):
-                seen = [
-                    j
-                    for j, where in enumerate(positions[b, h // group].tolist())
-                    if 0 <= where <= at[b, i]
-                    and (sliding is None or where > at[b, i] - sliding)
-                    and (hide is None or not hide[b, h // group, h % group, i, j])
-                ]
-                if seen:
-                    logits = keys[b, h // group, seen] @ query[b, h, i] * scaling
-                    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-                    weights = logits.exp()
-                    p[b, h, i, seen] = weights / (weights.sum() + (0 if sinks is None else sinks[h].exp()))
-                    out[b, i, h] = p[b, h, i] @ values[b, h // group]
+    for b, h, i in product(range(batch), range(heads), range(m)):
+        seen = [
+            j
+            for j, where in enumerate(positions[b, h // group].tolist())
+            if 0 <= where <= at[b, i]
+            and (sliding is None or where > at[b, i] - sliding)
+            and (hide is None or not hide[b, h // group, h % group, i, j])
+        ]
+        if seen:
+            logits = keys[b, h // group, seen] @ query[b, h, i] * scaling
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            weights = logits.exp()
+            p[b, h, i, seen] = weights / (weights.sum() + (0 if sinks is None else sinks[h].exp()))
+            out[b, i, h] = p[b, h, i] @ values[b, h // group]
     return out, p
 
 
@@ -57,7 +55,7 @@ def test_attention_equals_loops(seed, shape, sizes, sliding, hiding, block, soft
     for i, size in enumerate(sizes):
         shared = i == len(sizes) - 1  # the last part, as a tail: every head sees every token
         where = torch.randint(-1, 30, (batch, 1 if shared else kv_heads, size))
-        parts.append((torch.randn(batch, kv_heads, size, 4), torch.randn(batch, kv_heads, size, 4), where))
+        parts.append((*torch.randn(2, batch, kv_heads, size, 4), where))
     at = torch.randint(0, 30, (batch, m))
     positions = torch.cat([where.expand(batch, kv_heads, -1) for *_, where in parts], 2)
     hide = torch.rand(batch, kv_heads, group, m, total) < 0.3 if hiding else None

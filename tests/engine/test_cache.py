@@ -1,19 +1,23 @@
 """The ragged cache against lists of lists; freed memory is really free."""
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 from conditions import flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimum.quanto import MaxOptimizer, qint4
+from optimum.quanto.tensor.grouped import ungroup
 from tiny import model as tiny_model
 from tiny import prompts as tiny_prompts
 from watched import watched_ends
 
 from kvrepro.engine import generate as engine
-from kvrepro.engine.cache import Packed, RaggedLayer, concatenated
+from kvrepro.engine.cache import GROUP, Packed, RaggedLayer, concatenated
 from kvrepro.engine.condition import Condition
+from kvrepro.errors import InputError
 
 DIM, HEADS = 4, 2
 
@@ -81,11 +85,10 @@ def test_any_course_of_operations_equals_lists(operations, seed):
         keys, values = tensors(names, positions)
         sums = {k: torch.randint(9, keep.shape, generator=g).float() for k in ("mass", "low")}
         where = positions[:, None].expand(keep.shape)
-        for b in range(len(names)):
-            for head in range(HEADS):
-                lists.tokens[b][head] = [
-                    (p, {k: float(s[b, head, p]) for k, s in sums.items()}) for p in range(n) if keep[b, head, p]
-                ]
+        for b, head in product(range(len(names)), range(HEADS)):
+            lists.tokens[b][head] = [
+                (p, {k: float(s[b, head, p]) for k, s in sums.items()}) for p in range(n) if keep[b, head, p]
+            ]
         return RaggedLayer.of(keys, values, where, keep, sums), lists
 
     layer, lists = new([0, 1])
@@ -120,20 +123,18 @@ def test_any_course_of_operations_equals_lists(operations, seed):
             where = torch.cat([w.expand(*layer.shape, -1) for _, _, w in parts], 2)
             p = torch.randint(9, where.shape, generator=g).float().masked_fill(where < 0, 0.0)
             layer.add("mass", p)
-            for b in range(batch):
-                for head in range(HEADS):
-                    more = {int(x): float(y) for x, y in zip(where[b, head], p[b, head], strict=True) if x >= 0}
-                    lists.tokens[b][head] = [(x, {**s, "mass": s["mass"] + more[x]}) for x, s in lists.tokens[b][head]]
+            for b, head in product(range(batch), range(HEADS)):
+                more = {int(x): float(y) for x, y in zip(where[b, head], p[b, head], strict=True) if x >= 0}
+                lists.tokens[b][head] = [(x, {**s, "mass": s["mass"] + more[x]}) for x, s in lists.tokens[b][head]]
         elif operation == "settle":
             layer.settle()
         elif operation == "evict":
             _, _, where, _, places = layer.shown()
             keep = torch.rand(where.shape, generator=g) < 0.6
             layer.keep(places, keep & (places >= 0))
-            for b in range(batch):
-                for head in range(HEADS):
-                    stay = {int(x) for x, k in zip(where[b, head], keep[b, head], strict=True) if k and x >= 0}
-                    lists.tokens[b][head] = [t for t in lists.tokens[b][head] if t[0] in stay]
+            for b, head in product(range(batch), range(HEADS)):
+                stay = {int(x) for x, k in zip(where[b, head], keep[b, head], strict=True) if k and x >= 0}
+                lists.tokens[b][head] = [t for t in lists.tokens[b][head] if t[0] in stay]
         elif operation == "rows":
             chosen = [below(batch) for _ in range(1 + below(3))]
             layer = layer.rows(torch.tensor(chosen))
@@ -215,11 +216,38 @@ def test_packed_layers_hold_their_newest_as_they_are():
     torch.testing.assert_close(layer.values, torch.ones(4, WIDE))
 
 
+# ---- four bits, against optimum-quanto's own code
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_numbers_are_those_of_quanto(dtype):
+    dense = torch.randn(137, 2 * GROUP, generator=torch.Generator("cpu").manual_seed(0)).to(dtype)
+    dense[5, :GROUP] = 0.25  # a group of equals has no scale
+    packed = Packed(dense)
+    scale, shift = MaxOptimizer()(dense, qint4, 0, GROUP)
+    levels = torch.ops.quanto.quantize_affine(dense, bits=4, axis=0, group_size=GROUP, scale=scale, shift=shift)
+    assert torch.equal(packed.dense(), ungroup(scale * levels - shift, 0, dense.shape))
+    assert (packed.dense().dtype, packed.dtype) == (dtype, dtype)
+    assert torch.equal(packed.dense()[5, :GROUP], dense[5, :GROUP])
+    assert packed.bytes == dense.numel() // 2 + 2 * dense.itemsize * dense.numel() // GROUP
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_group_has_sixteen_levels_between_its_extremes(dtype):
+    dense = torch.randn(37, 2 * GROUP, generator=torch.Generator("cpu").manual_seed(1)).to(dtype)
+    for ours, group in zip(Packed(dense).dense().float().view(-1, GROUP), dense.float().view(-1, GROUP), strict=True):
+        assert len(ours.unique()) <= 16
+        step = float(group.max() - group.min()) / 15
+        assert float((ours - group).abs().max()) <= step * (0.51 if dtype == torch.float32 else 0.6)
+
+
+def test_no_tokens_and_heads_that_do_not_fit():
+    assert Packed(torch.zeros(0, GROUP)).dense().shape == (0, GROUP)
+    with pytest.raises(InputError, match="head dim 48 is no multiple of 64, which share a scale: use bits=None"):
+        Packed(torch.zeros(3, 48))
+
+
 # ---- bytes
-
-
-def storage(t: torch.Tensor) -> int:
-    return t.untyped_storage().nbytes()
 
 
 def ends(model, prompts, conditions, **changes):
@@ -259,7 +287,9 @@ def test_bytes_held_are_within_two_percent_of_the_theoretical_count(policy, regi
     queries = 2 * 6 * 8 * 64 * number if again and window else 0
     theory = held * 2 * 64 * number + sums + queries
     tensors = [t for layer in cache.ragged.values() for t in tensors_of(layer)]
-    really = sum({t.untyped_storage().data_ptr(): storage(t) for t in tensors}.values())  # layers may share one
+    really = sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )  # layers may share one
     assert theory <= really <= 1.02 * theory
     assert ours.bytes_held == pytest.approx(really, rel=1e-3)
     assert ours.bytes_state == pytest.approx(sums + queries, rel=0.02)

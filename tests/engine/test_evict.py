@@ -40,16 +40,12 @@ def test_what_a_policys_functions_return_wrongly_is_said_by_the_function(functio
         select_tokens(job(Policy("Mine", "me", lambda o: o.positions, **function), {}, 10), observation(tokens=20))
 
 
-def _half_more(counts):
-    return (counts * 3) // 2
-
-
 ACROSS = {
     "a shape": (lambda s, n: ([x[..., 1:] for x in s], n), "across .scores. returned a tensor of shape"),
     "complex": (lambda s, n: ([x * 1j for x in s], n), "across .scores. returned numbers of type torch.complex64"),
     "none": (lambda s, n: ([None] * 3, n), "across .scores. returned NoneType"),
     "floats": (lambda s, n: (s, [x.float() for x in n]), "across .counts. returned numbers .*not torch.int64"),
-    "over": (lambda s, n: (s, [_half_more(x) for x in n]), "counts sum to 90 tokens, more than 6 KV heads .* of 10:"),
+    "over": (lambda s, n: (s, [x * 3 // 2 for x in n]), "counts sum to 90 tokens, more than 6 KV heads .* of 10:"),
 }
 
 

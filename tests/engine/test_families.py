@@ -56,7 +56,7 @@ def test_the_checks_notice_a_softmax_that_lacks_a_part(name, part, without, monk
     model = usable(families.build(name))  # which would refuse it afterwards
     monkeypatch.setattr(attention, part, without)
     assert not families.full(model)
-    assert not families.prefill(model)
+    assert not families.attended(model)
 
 
 # ---- refusals

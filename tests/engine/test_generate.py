@@ -185,11 +185,6 @@ def small(policy: str, regime: str, **changes) -> Condition:
     return cut(regime, policy, switches=tuple(fixed.items()), reading="as_described", **changes)
 
 
-def every(regime: str, **changes) -> list[Condition]:
-    names = [n for n in POLICIES if regime in CATALOGUE[n].regimes]
-    return [small(n, regime, **changes) for n in names]
-
-
 def unlimited(regime: str, names: list[str]) -> list[Condition]:
     """Budgets that nothing exceeds; pages are chosen anew for every token, of all that is seen by then, so that
     theirs must exceed the prompt, which only a cap may."""

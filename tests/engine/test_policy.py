@@ -41,6 +41,11 @@ REFUSED = {  # of a condition: what it is called with instead -> what the one li
     "spans ('a',) for snapkv without fair": {"spans": ("a",)},
     "SnapKV has no parameter 'windows': it has window, recent": {"switches": (("windows", 4),)},
     "window 0 for SnapKV: ": {"switches": (("window", 0),)},
+    "whose ramps set no quota": {
+        "policy": "streaming_llm",
+        "reading": "as_run",
+        "fair": 0.5,
+    },
     "policy full keeps every token": {"policy": "full"},
     "prefix 0.5 + suffix 0.6 guard more than the whole budget: lower one": {"prefix": 0.5, "suffix": 0.6},
     "static_suffix for snapkv without a suffix: give one": {"static_suffix": True},

@@ -5,8 +5,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvrepro.errors import InputError
-from kvrepro.experiment import data
 from studies import trial
 
 TEXTS = [
@@ -27,24 +25,11 @@ def save(folder: Path, texts: Iterable[str] = TEXTS, vocabulary: int = 500, cont
 
 
 def questions(n: int, characters: int = 2000) -> list[dict[str, str]]:
-    """Rows for a .jsonl file: real questions on passages cut to so many characters, where the network or `KVREPRO_DATA`
-    has them (LongBench, by the protection paper's artifact); else made-up ones of that form."""
-    try:
-        items = data.load_items(str(data.fetch("artifact/data/longbench-balanced.jsonl")), n)
-    except InputError:
-        sentences = [f"Ship {i} brought {i * 7} crates of tea to the harbour. " for i in range(n)]
-        return [
-            {
-                "context": (text * (characters // len(text) + 1))[:characters],
-                "question": f"What did ship {i} bring?",
-                "answer": f"{i * 7} crates",
-            }
-            for i, text in enumerate(sentences)
-        ]
-    return [
-        {"context": item.context[:characters], "question": item.question, "answer": item.answer, "domain": item.task}
-        for item in items
-    ]
+    """Made-up questions on passages of so many characters, as rows for a .jsonl file."""
+    sentences = [f"Ship {i} brought {i * 7} crates of tea to the harbour. " for i in range(n)]
+    passages = [(text * (characters // len(text) + 1))[:characters] for text in sentences]
+    asked = [{"question": f"What did ship {i} bring?", "answer": f"{i * 7} crates"} for i in range(n)]
+    return [{"context": text, **row} for text, row in zip(passages, asked, strict=True)]
 
 
 def inputs(folder: Path, rows: Sequence[dict[str, str]]) -> dict[str, Any]:

@@ -6,13 +6,14 @@ whole text again for every token, under a mask of who may see whom.
 """
 
 import contextlib
-import csv
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 import transformers
 import yaml
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.cache import Packed
-from kvrepro.engine.condition import Chunked, Condition, DecodeCap, Generation, Prefill, SharedCap
+from kvrepro.engine.condition import Chunked, Condition, DecodeCap, Generation, Prefill, Regime, SharedCap
 from kvrepro.engine.policy import Policy, own
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
@@ -174,32 +175,36 @@ def full(model: PreTrainedModel) -> bool:
     return agree((answer.tokens, logits), hugging_face(model, prompt(TOKENS)))
 
 
-def prefill(model: PreTrainedModel) -> bool:
-    """Evicted after the prompt by attention: kept sets, tokens and logits of the reference."""
+def attended(model: PreTrainedModel, rounded: int = 0, tolerance: float = 3e-5, **more: Any) -> bool:
+    """Evicted after the prompt by attention, the first `rounded` tokens in four bits: kept sets, tokens and logits of
+    the reference."""
     slow = reference(model, prompt(TOKENS))
     logits = slow.read(TOKENS)
     most_attended(slow)
     kept = [slow.held[n].clone() for n in slow.evictable]
+    slow.rounded = rounded
     expected = continued(slow, logits)
-    answer, logits = ours(model, watching())
+    answer, logits = ours(model, watching(**more))
     same = all(torch.equal(torch.tensor(x), y) for x, y in zip(answer.kept_sets, kept, strict=True))
-    return same and agree((answer.tokens, logits), expected)
+    return same and agree((answer.tokens, logits), expected, tolerance)
+
+
+def newest_kept(model: PreTrainedModel, regime: Regime, **given: Any) -> bool:
+    """Tokens and last logits of the slow engine."""
+    slow = reference(model, prompt(TOKENS))
+    tokens, last = slow_run(slow, newest(4), budget=CAP, new_tokens=NEW, **given)
+    answer, logits = ours(model, Condition("streaming_llm", CAP, regime))
+    return agree((answer.tokens, logits[-1:]), (tokens, [last]))
 
 
 def chunked(model: PreTrainedModel) -> bool:
     """In chunks, each over what is left of the earlier ones."""
-    slow = reference(model, prompt(TOKENS))
-    tokens, last = slow_run(slow, newest(4), budget=CAP, new_tokens=NEW, chunk=13, chunk_budget=lambda _: CAP)
-    answer, logits = ours(model, Condition("streaming_llm", CAP, Chunked(chunk=13, when="budget")))
-    return agree((answer.tokens, logits[-1:]), (tokens, [last]))
+    return newest_kept(model, Chunked(chunk=13, when="budget"), chunk=13, chunk_budget=lambda _: CAP)
 
 
 def decode_cap(model: PreTrainedModel) -> bool:
     """Evicted again while the answer grows."""
-    slow = reference(model, prompt(TOKENS))
-    tokens, last = slow_run(slow, newest(4), budget=CAP, new_tokens=NEW, every=2)
-    answer, logits = ours(model, Condition("streaming_llm", CAP, DecodeCap(interval=2)))
-    return agree((answer.tokens, logits[-1:]), (tokens, [last]))
+    return newest_kept(model, DecodeCap(interval=2), every=2)
 
 
 def shared_cap(model: PreTrainedModel) -> bool:
@@ -214,16 +219,9 @@ def shared_cap(model: PreTrainedModel) -> bool:
 
 
 def int4(model: PreTrainedModel) -> bool:
-    """What survives in four bits, in less than half of the bytes."""
-    slow = reference(model, prompt(TOKENS))
-    logits = slow.read(TOKENS)
-    most_attended(slow)
-    slow.rounded = TOKENS
-    expected = continued(slow, logits)
-    answer, logits = ours(model, watching(bits=4))
-    plain, _ = ours(model, watching())
-    small = 2 * answer.bytes_held < plain.bytes_held
-    return small and agree((answer.tokens, logits), expected, 0.01)  # a number between two levels may go either way
+    """What survives in four bits, in less than half of the bytes; a number between two levels may go either way."""
+    packed, plain = (ours(model, watching(bits=bits))[0].bytes_held for bits in (4, None))
+    return 2 * packed < plain and attended(model, TOKENS, 0.01, bits=4)
 
 
 def uneven(model: PreTrainedModel) -> bool:
@@ -236,7 +234,7 @@ def uneven(model: PreTrainedModel) -> bool:
     return [[g.tokens for g in row] for row in together] == [[g.tokens for g in row] for row in alone]
 
 
-CHECKS: dict[str, Callable[[PreTrainedModel], bool]] = {"full cache": full, "prefill": prefill, "chunked": chunked}
+CHECKS: dict[str, Callable[[PreTrainedModel], bool]] = {"full cache": full, "prefill": attended, "chunked": chunked}
 CHECKS |= {"decode cap": decode_cap, "shared cap": shared_cap, "int4": int4, "uneven prompts": uneven}
 
 
@@ -280,23 +278,17 @@ def _tokenizer() -> Any:
 
 def read() -> dict[str, Mapping[str, str]]:
     """The committed table by family."""
-    with TABLE.open(encoding="utf-8") as file:
-        return {line["family"]: line for line in csv.DictReader(file)}
+    return {line["family"]: line for line in pd.read_csv(TABLE, keep_default_na=False).to_dict("records")}
 
 
 def main() -> None:
     """Write the table."""
-    import tempfile
-
     rows = []
     for name in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(row(name, Path(folder) / "model"))
         print(" | ".join(rows[-1].values()), flush=True)
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    pd.DataFrame(rows).to_csv(TABLE, index=False, lineterminator="\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """H2O, Scissorhands, TOVA and Quest against float64 transcriptions in plain loops, and their identities."""
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
@@ -35,12 +36,10 @@ def summed(n=20, low_queries=400, sliding=None, seed=0, **shape):
 def test_h2o_is_the_mean_over_queries_that_could_see_the_token(sliding):
     o, p = summed(sliding=sliding)
     scores, n = cumulative.h2o(o), p.shape[-1]
-    for b in range(2):
-        for g in range(2):
-            for j in range(n):
-                queries = [t for t in range(j, n) if sliding is None or t - j < sliding]
-                total = sum(float(p[b, g, r, t, j]) for r in range(2) for t in queries) / 2
-                assert float(scores[b, g, j]) == pytest.approx(total / len(queries), rel=1e-5)
+    for b, g, j in product(range(2), range(2), range(n)):
+        queries = [t for t in range(j, n) if sliding is None or t - j < sliding]
+        total = sum(float(p[b, g, r, t, j]) for r in range(2) for t in queries) / 2
+        assert float(scores[b, g, j]) == pytest.approx(total / len(queries), rel=1e-5)
 
 
 def test_h2o_identities():
@@ -71,12 +70,10 @@ def test_recent_share_protects_half_of_the_budget():
 def test_scissorhands_counts_low_attention_against_a_token(history):
     o, p = summed(low_queries=history, seed=2)
     scores, n = cumulative.scissorhands(o), p.shape[-1]
-    for b in range(2):
-        for g in range(2):
-            for j in range(n):
-                queries = range(max(j, n - history), n)
-                low = sum(float(p[b, g, r, t, j]) < 1 / (t + 1) for r in range(2) for t in queries) / 2
-                assert float(scores[b, g, j]) == pytest.approx(-low)
+    for b, g, j in product(range(2), range(2), range(n)):
+        queries = range(max(j, n - history), n)
+        low = sum(float(p[b, g, r, t, j]) < 1 / (t + 1) for r in range(2) for t in queries) / 2
+        assert float(scores[b, g, j]) == pytest.approx(-low)
     assert torch.equal(cumulative.scissorhands(o, "mass"), cumulative.h2o_online(o))
 
 

@@ -1,6 +1,7 @@
 """DuoAttention's counts, layers left whole, and KVzip's scores."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -21,14 +22,12 @@ def test_kv_zip_is_the_sum_that_the_repetition_gave():
 def test_kv_zip_plus_transcription():
     o = observation(kv_heads=2, group=3, seed=1, sums={"reconstruction_per_norm": torch.rand(2, 6, 24)})
     scores = learned.kv_zip_plus(o)
-    for b in range(2):
-        for g in range(2):
-            for j in range(24):
-                products = []
-                for h in range(3 * g, 3 * g + 3):
-                    projected = o.values[b, g, j].double() @ o.output[h].double()
-                    products.append(float(o.sums["reconstruction_per_norm"][b, h, j]) * float(projected.norm()))
-                assert float(scores[b, g, j]) == pytest.approx(max(products), rel=1e-5)
+    for b, g, j in product(range(2), range(2), range(24)):
+        products = []
+        for h in range(3 * g, 3 * g + 3):
+            projected = o.values[b, g, j].double() @ o.output[h].double()
+            products.append(float(o.sums["reconstruction_per_norm"][b, h, j]) * float(projected.norm()))
+        assert float(scores[b, g, j]) == pytest.approx(max(products), rel=1e-5)
 
 
 @pytest.mark.parametrize(("layer", "expected"), [(0, "all"), (1, "all"), (2, "budget")])
@@ -57,15 +56,6 @@ def layers_of(tokens, sinks, recent, rows=1):
     return [at.float().expand(rows, 2, -1)] * 3, [protected] * 3
 
 
-def test_files_that_hold_no_gates_are_refused(gate_file, tmp_path):
-    assert learned.load(gate_file)["gates"].tolist()[2] == [0, pytest.approx(1.3)]
-    with pytest.raises(InputError, match="no file .*none.json"):
-        learned.load(str(tmp_path / "none.json"))
-    (tmp_path / "bad.json").write_text("[3]")
-    with pytest.raises(InputError, match="holds no lists of numbers"):
-        learned.load(str(tmp_path / "bad.json"))
-
-
 @given(tokens=st.integers(6, 60), sinks=st.integers(0, 3), recent=st.integers(0, 3), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_duo_streams_the_lowest_gates_and_meets_the_budget(gate_file, tokens, sinks, recent, data):
@@ -90,13 +80,18 @@ def test_duo_by_heads_keeps_more_than_its_budget(gate_file):
     assert 1 - sum(held) / 120 == pytest.approx(2 / 6 * (1 - 5 / 20))
 
 
-def test_duo_refuses(gate_file):
+def test_duo_refuses(gate_file, tmp_path):
+    (tmp_path / "bad.json").write_text("[3]")
     scores, protected = layers_of(20, 4, 4)
-    with pytest.raises(InputError, match="budget 36 < 48 protected tokens of 6 heads together"):
-        learned.duo_attention(scores, protected, torch.tensor([6]), gate_file)
-    with pytest.raises(InputError, match=r"holds no gates \[2, 2\] that were made from this model"):
-        learned.duo_attention(scores[:2], protected[:2], torch.tensor([9]), gate_file)
     same, other = ([observation(seed=seed + layer) for layer in range(3)] for seed in (0, 1))
     learned.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=same)
-    with pytest.raises(InputError, match="that were made from this model"):
-        learned.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=other)
+    for layers, budget, file, observations, words in (
+        (3, 6, gate_file, (), "budget 36 < 48 protected tokens of 6 heads together"),
+        (2, 9, gate_file, (), r"holds no gates \[2, 2\] that were made from this model"),
+        (3, 9, gate_file, other, "that were made from this model"),
+        (3, 9, tmp_path / "none.json", (), "no file .*none.json"),
+        (3, 9, tmp_path / "bad.json", (), "holds no lists of numbers"),
+    ):
+        given = scores[:layers], protected[:layers], torch.tensor([budget]), str(file)
+        with pytest.raises(InputError, match=words):
+            learned.duo_attention(*given, observations=observations)

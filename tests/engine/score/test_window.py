@@ -79,16 +79,16 @@ def past_only(head, pool, row, k):
     return pool(cut, k) + [0.0] * (head.n - len(cut))
 
 
-def check(o, got, transcription, rtol=3e-5):
-    """`transcription(heads of a row)` -> per head a list over alive tokens; `got` agrees wherever a token is alive."""
+def check(o, got, score=None, *, layer=None, rtol=3e-5):
+    """`score(head)`, or `layer(heads of a row)` for each, is a list over alive tokens; `got` agrees on all of them."""
     assert got.dtype == torch.float32
     assert got.shape == o.positions.shape
     assert got.isfinite().all()
     for b in range(got.shape[0]):
         heads = [Head(o, b, h) for h in range(got.shape[1])]
-        for h, (head, want) in enumerate(zip(heads, transcription(heads), strict=True)):
+        for h, want in enumerate(layer(heads) if layer else map(score, heads)):
             want = torch.tensor(want, dtype=torch.float64)
-            scores_of_head = got[b, h, head.slots].double()
+            scores_of_head = got[b, h, heads[h].slots].double()
             torch.testing.assert_close(scores_of_head, want, rtol=rtol, atol=1e-6 * want.abs().max().item() + 1e-12)
 
 
@@ -100,7 +100,7 @@ def test_snapkv_as_run(shape):
         by_query_head = [past_only(head, average_pool, [mean(c) for c in columns(rows)], 5) for rows in head.p]
         return [mean(c) for c in columns(by_query_head)]
 
-    check(o, window.snapkv(o), lambda heads: [score(head) for head in heads])
+    check(o, window.snapkv(o), score)
 
 
 @pytest.mark.parametrize("shape", OBSERVED)
@@ -127,7 +127,7 @@ def test_pyramid_and_ada_as_described_reduce_the_group_before_pooling(shape):
         grouped = [mean(c) for c in columns([[mean(c) for c in columns(rows)] for rows in head.p])]
         return past_only(head, max_pool, grouped, 7)
 
-    check(o, window.snapkv(o, How("mean", "max", 7, "mean", "kv_head")), lambda heads: [score(head) for head in heads])
+    check(o, window.snapkv(o, How("mean", "max", 7, "mean", "kv_head")), score)
 
 
 def variance(x):
@@ -142,7 +142,7 @@ def test_cake(shape):
         by_query_head = [[mean(c) + 200 * variance(c) for c in columns(rows)] for rows in head.p]
         return [mean(c) for c in columns([past_only(head, average_pool, row, 5) for row in by_query_head])]
 
-    check(o, window.cake(o), lambda heads: [score(head) for head in heads])
+    check(o, window.cake(o), score)
 
 
 @pytest.mark.parametrize("shape", OBSERVED[:2] + OBSERVED[3:])
@@ -171,7 +171,7 @@ def test_andpro_as_described(shape):
         ]
         return [mean(c) for c in columns(by_query_head)]
 
-    check(o, window.andpro(o), lambda heads: [score(head) for head in heads])
+    check(o, window.andpro(o), score)
 
 
 @pytest.mark.parametrize("shape", [dict(group=2, window=4, tokens=31, dead=5), dict(group=1, window=6, tokens=40)])
@@ -193,11 +193,7 @@ def test_andpro_as_run_sums_chunks_against_the_droppable_anchor(shape):
             by_query_head.append([total[j // size] if droppable[j // size] else 0.0 for j in range(head.n)])
         return [max(c) for c in columns(by_query_head)]
 
-    check(
-        o,
-        window.andpro(o, How("sum", "max", 7, "max"), chunk=size, window=w),
-        lambda heads: [score(head) for head in heads],
-    )
+    check(o, window.andpro(o, How("sum", "max", 7, "max"), chunk=size, window=w), score)
 
 
 @pytest.mark.parametrize("shape", OBSERVED)
@@ -214,9 +210,7 @@ def test_dropkv(shape, pool):
                     cost[j] += (p / (1 - p + 1e-6)) ** 2 * far / len(head.p)
         return {"max": max_pool, "average": average_pool}[pool](cost, 11)
 
-    check(
-        o, window.dropkv(o, how=How("sum", pool, 11)), lambda heads: [score(head) for head in heads], rtol=1e-3
-    )  # 1 - p in float32
+    check(o, window.dropkv(o, how=How("sum", pool, 11)), score, rtol=1e-3)  # 1 - p in float32
 
 
 def test_rounding_p_makes_a_near_certain_token_and_its_neighbours_survive():
@@ -257,7 +251,7 @@ def test_defensive_as_described(shape, layer_wise):
         total = sum(head.norm(j) for head in heads for j in range(head.n)) if layer_wise else 1.0
         return [[r * head.norm(j) / total for j, r in enumerate(risk(head, "all", False))] for head in heads]
 
-    check(o, window.defensive_kv(o, share="layer" if layer_wise else "none"), layer)
+    check(o, window.defensive_kv(o, share="layer" if layer_wise else "none"), layer=layer)
 
 
 @pytest.mark.parametrize("shape", [dict(group=2, window=3, tokens=20), dict(group=3, window=4, tokens=30)])
@@ -292,7 +286,7 @@ def test_defensive_as_run(shape, budget):
 
     asked = torch.tensor([budget] * 2, dtype=torch.float64)
     got = window.defensive_kv(o, asked, How("defensive", "average", rescale=True), share="heads", mass=0.9)
-    check(o, got, layer)
+    check(o, got, layer=layer)
 
 
 def test_the_norm_share_is_by_position_not_by_slot():

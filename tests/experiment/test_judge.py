@@ -559,3 +559,44 @@ def test_a_member_of_one_reading_alone_decides_nothing():
     assert judge.depends([{"x": "open", "y": "holds"}, {"x": "fails", "y": "holds"}]) == "unclear"
     assert judge.depends([{"x": "open", "y": "holds"}, {"x": "holds"}, {"y": "fails"}]) == "yes"
     assert judge.depends([{}, {"x": "holds"}]) == ""
+
+
+# ------------------------------------------------------------------ what mutants of the judge would change
+
+
+def test_ranks_on_the_other_side_of_the_mean_do_not_confirm_it():
+    gains = {"few large": [-0.1 - i / 1000 for i in range(18)] + [5.0, 6.0], "all": [0.1 + i / 1000 for i in range(20)]}
+    gains["all lost"] = [-gain for gain in gains["all"]]
+    states = {}
+    for name, gain in gains.items():
+        sample = Sample(pd.DataFrame({"a": gain, "b": 0.0}), "difference", bounds=None)
+        [j] = judged({"above": -10}, sample, test="wilcoxon_holm")
+        assert j.p < 0.05
+        states[name] = j.state
+    assert states == {"few large": "open", "all": "holds", "all lost": "holds"}
+
+
+def test_what_fails_needs_one_item_more_at_least_and_a_range_of_timings_none():
+    [far] = judged({"at_least": 0.9}, Band(0.1, 0.01))
+    assert (far.state, far.needed) == ("fails", 21)
+    [timed] = judged({"at_least": 0.5}, Measured(0.6, 0.4, 0.8))
+    assert (timed.state, math.isnan(timed.needed)) == ("open", True)
+
+
+def test_a_full_cache_may_lack_some_items():
+    assert judge.unanswered(pd.Series([np.nan, *[1.0] * 7])) == ""
+
+
+def test_more_than_64_times_the_items_that_were_tried_are_believed():
+    failing = [Member("a", Band(0.1, 0.05))]  # of 20 items
+    for n, verdict in ((0.25, "not reproduced"), (19 / 64, "not reproduced"), (20 / 64, "inconclusive")):
+        tried = {"rule": "at least 0.4", "n": n, "can_hold": False, "can_fail": True, "enough": NAN}
+        assert table({"at_least": 0.4}, failing, tried={"any": tried}).verdict == verdict
+
+
+def test_members_without_a_value_are_named_but_for_the_only_one():
+    nothing = Sample(pd.DataFrame({"a": [0.0] * 7, "full": 0.0}), "share_of_ceiling")
+    alone = table({"at_least": 0.4}, [Member("all", nothing)])
+    assert alone.note == "7 items give no value, as a ratio to nothing has none"
+    beside = table({"at_least": 0.4}, [Member("a", nothing), Member("b", Band(0.9, 0.1))])
+    assert (beside.verdict, "a: 7 items give no value" in str(beside.to_dict())) == ("reproduced", True)

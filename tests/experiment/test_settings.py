@@ -4,8 +4,8 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from kvrepro.chapters.synthesis.settings import Settings as Synthesis
 
+from kvrepro.chapters.synthesis.study import Settings as Synthesis
 from kvrepro.engine.condition import Positive
 from kvrepro.errors import InputError
 from kvrepro.experiment import settings

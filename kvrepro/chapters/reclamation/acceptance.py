@@ -81,7 +81,7 @@ def identity(
         )
         answers = rows.generate(logits, survivors, tokens, misplaced)
         rows.free()
-        table = pd.DataFrame({**who, "layout": layouts, "shared": [shared for _, shared in tried], "tokens": tokens})
+        table = pd.DataFrame({**who, "layout": layouts, "shared": [shared for _, shared in tried]})
         same = (answers.argmax(2) == answers[0].argmax(1)).all(1)  # the first row is not compacted
         table["identical"] = same.double().tolist()
         table["logit_gap"] = (answers - answers[0]).abs().amax((1, 2)).tolist()
@@ -97,9 +97,7 @@ def _summed(passes: pd.DataFrame) -> dict[str, float]:
     copies = int(passes.copies[1:].sum())
     read = int((passes.seen.diff() * passes.living).sum())
     return {
-        "passes": len(passes),
         "as_predicted": float((passes.freed == passes.predicted).mean()),
-        "blocks_freed": int(passes.freed.sum()),
         "slot_copies": int(passes.copies.sum()),
         "decode_copies": copies,
         "share": 2 * copies / read if read else np.nan,

@@ -25,10 +25,6 @@ from kvrepro.engine.condition import Condition, Prefill
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.experiment.models import Loaded
 
-WINDOWS = (1, 4, 8, 16, 25, 50, 100)  # queries; the guide says about 25
-AHEAD = 16  # queries that come next
-
-
 # ---- the first wall, in float64
 
 
@@ -190,7 +186,11 @@ class Peak(TorchDispatchMode):
 
 
 def sparsity(
-    loaded: Loaded, ids: list[int], windows: Sequence[int] = WINDOWS, ahead: int = AHEAD, share: float = 0.2
+    loaded: Loaded,
+    ids: list[int],
+    windows: Sequence[int] = (1, 4, 8, 16, 25, 50, 100),
+    ahead: int = 16,
+    share: float = 0.2,
 ) -> pd.DataFrame:
     """Rows (what, layer, window, value), each a mean over KV heads; layers that slide are left out.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,8 @@ from kvrepro.engine.cache import EngineCache
 from kvrepro.engine.condition import Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.rows import Call, Extend
-from kvrepro.engine.shapes import KeyValue, TokenInts
+from kvrepro.engine.shapes import KeyValue, PreTrainedModel, TokenInts
 from kvrepro.errors import InputError
-
-if TYPE_CHECKING:  # its import takes seconds
-    from transformers import PreTrainedModel
 
 LAYOUTS = ("none", "repack", "fill")
 

@@ -28,10 +28,6 @@ VOCABULARY, WIDTH = 151_936, 5_120  # of Qwen3-32B, whose embeddings and output 
 GROUP = 128  # weights that share a scale of 16 bits and a zero of four. Source: AWQ, Lin et al. 2024
 BUDGETS = (("snapkv", 2048), ("r_kv", 2048), ("tri_attention", 2048), ("tri_attention", 3072))
 NAMES = {"full": "Full attention", "snapkv": "SnapKV", "r_kv": "R-KV", "tri_attention": "TriAttention"}
-NEEDS = (
-    "the numbers are of Qwen3-8B with answers of 32,768 tokens: give such a model, calibrated for TriAttention (python "
-    '-m studies.calibrate), and the problems as options={"quoted": "<aime>.jsonl"}'
-)
 
 
 def memory() -> pd.DataFrame:

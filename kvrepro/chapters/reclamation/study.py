@@ -27,7 +27,6 @@ from kvrepro.experiment import run as runner
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import PerItem
 from kvrepro.item import Item
-from kvrepro.paths import WORK
 
 SIZES = {  # prompts of each study in the quick and the full profile; a claim on two cases needs seven (`stats.fewest`)
     "arising": (24, 48),
@@ -46,10 +45,7 @@ DECODING = Chunked(16, "budget")  # a prompt is read as if its tokens were gener
 class Settings(runner.Settings):
     """Settings of the reclamation chapter; the first three are parameters of its notebook."""
 
-    policies: tuple[str, ...] = (
-        *POLICIES,
-        *survivors.PUBLISHED,
-    )  #: who evicts: the chapter's, the catalogue's, or one's own
+    policies: tuple[str, ...] = (*POLICIES, *survivors.PUBLISHED)  #: the chapter's, the catalogue's, or one's own
     kept: tuple[ProperShare, ...] = (0.1, 0.25, 0.5, 0.9)  #: of the prompt
     block_size: Size = 16  #: tokens
     prompt_tokens: Size = 900  #: of each prompt, at most
@@ -60,13 +56,8 @@ class Settings(runner.Settings):
     timed_cadences: tuple[Size, ...] = (1, 2, 8, 32, 128, 512)  #: with real decoding; twice as long fits the context
     budget: Annotated[int, Ge(16)] = 2048  #: tokens, for cadences without a model
     lengths: tuple[Size, ...] = (512, 1024, 2048)  #: prompts for which the extra pass over the keys is timed, in tokens
-    quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted.NEEDS`)
+    quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted`)
     quoted_tokens: Size = 32_768  #: of an answer to these
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.quoted and not (WORK / self.quoted).is_file():
-            raise InputError(f"quoted {self.quoted!r}: no such file, give a .jsonl")
 
 
 def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> dict[str, list[int]]:
@@ -206,7 +197,7 @@ def traffic(
                 copies = ledger.copied
                 repacked = repacked or copies
                 row = {"every": every, "layout": layout, "draw": draw, "share": 2 * copies / (passes * every) / alive}
-                rows.append(row | {"copies_ratio": copies / (repacked or np.nan), "copies_per_pass": copies / passes})
+                rows.append(row | {"copies_ratio": copies / (repacked or np.nan)})
     return pd.DataFrame(rows)
 
 
@@ -256,6 +247,7 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
     out, and printed. Raises InputError for a model in which one set of tokens cannot serve all layers, and where a
     study has nothing left."""
     engine.check_shared(loaded.model)
+    problems = data.load_items(settings.quoted) if settings.quoted else []
     times = PerItem("reclamation", "passes", {"all": settings.lengths}, attention.passes)
     tables = {
         "synthetic": synthetic(seed=settings.seed, block_size=settings.block_size),
@@ -270,9 +262,9 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         items = dict(islice(prompts.items(), most))
         job = PerItem("reclamation", name, items, function, arguments, alone=name == "latency")
         tables[name] = _without_failed(name, runner.run(job, loaded, settings))
-    if settings.quoted:
-        problems = quoted.study(data.load_items(settings.quoted), settings.quoted_tokens)
-        tables["quoted"] = quoted.table(runner.run(problems, loaded, settings))
+    if problems:
+        answers = quoted.study(problems, settings.quoted_tokens)
+        tables["quoted"] = quoted.table(runner.run(answers, loaded, settings))
     return tables
 
 

@@ -59,12 +59,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
 RIVALS = ("key_diff", "dropkv", "snapkv", "h2o", "defensive_kv")  # whom the finding on KeyDiff compares
 PUBLISHED = "streaming_llm snapkv ada_kv dropkv key_diff k_norm h2o defensive_kv layer_defensive_kv".split()
 COMPARED = ("key_diff", "dropkv", "snapkv", "random")  # whose kept tokens are looked at
-MEASURES = {
-    "evidence": "evidence's tokens held",
-    "distinct": "unlikeness of kept keys",
-    "mass": "attention of the last query held",
-    "shift": "shift of a head's output",
-}
+MEASURES = ("evidence", "distinct", "mass", "shift")  # see `of_heads`
 
 
 @dataclass(frozen=True)
@@ -161,23 +156,6 @@ def condition(cell: Mapping[str, Any], settings: Settings) -> Condition:
     return Condition(policy, share, regime, side, side, reading="as_described", switches=given)
 
 
-def levels(rows: pd.DataFrame) -> pd.DataFrame:
-    """The levels of the cells that stored rows belong to, a column per factor but the share; None for other rows."""
-    switches = pd.DataFrame([json.loads(text) for text in rows.switches], rows.index)
-    switches = switches.reindex(columns=["aggregate", "pool", "sinks"])
-    pairs = {f"{FILE}:{name}": pair for pair, name in NAMES.items()}
-    scorer, split = (rows.policy.map({policy: pair[i] for policy, pair in pairs.items()}) for i in range(2))
-    capped = rows.regime == "decode cap"
-    unseen = np.where(rows.until == "question", "question unseen", "question seen")
-    table = pd.DataFrame({"scorer": scorer, "aggregator": switches["aggregate"], "pooling": switches["pool"]})
-    table["guard"] = np.where(rows.prefix > 0, "ends", np.where(switches.sinks.notna(), "sinks", "none"))
-    table["split"] = split.where(scorer != "position")
-    table["quota"] = pd.Series(np.where(rows.fair.notna(), "parts", "none"), rows.index).where(~capped)
-    table["regime"] = np.where(capped, "decode cap", unseen)
-    table = table.where(scorer.notna()).astype(object)
-    return table.where(table.notna(), None)
-
-
 # ---- items and rows
 
 
@@ -252,19 +230,19 @@ def answers(
     prompt_of, note = partial(with_parts, settings=settings), partial(kept_of, block_size=settings.block_size)
     most = max(item.new_tokens(settings.answer_words) for item in items)
     study = Answers("synthesis", "grid", items, conditions, most, settings.tokens, prompt_of, note)
-    return tidy(run(study, loaded, settings))
+    of_conditions = [dict.fromkeys(FACTORS)] * (1 + len(methods)) + chosen
+    cell_of = pd.DataFrame(of_conditions * len(items), columns=list(FACTORS), dtype=object)
+    return tidy(run(study, loaded, settings), cell_of)
 
 
-def tidy(rows: pd.DataFrame) -> pd.DataFrame:
-    """The runner's rows with their `levels`, `kept`, `kind` ("full", "published", "grid"), `method`, `score`, and what
-    `kept_of` says of the kept set."""
-    rows = rows.reset_index(drop=True)
-    of_cells = levels(rows)
-    kind = rows.policy.where(rows.policy == "full", "published").mask(of_cells.scorer.notna(), "grid")
+def tidy(rows: pd.DataFrame, cell_of: pd.DataFrame) -> pd.DataFrame:
+    """The runner's rows with `kept`, `kind` ("full", "published", "grid"), `method`, `score`, the levels of the row's
+    cell (`cell_of`; None for rows of other kinds), and what `kept_of` says of the kept set."""
+    kind = rows.policy.where(rows.policy == "full", "published").mask(cell_of.scorer.notna(), "grid")
     shown = rows[["model", "item", "task", "prediction", "rest_f1", "evidence_at"]]
     shown = shown.assign(kind=kind, kept=rows.share, method=rows.policy.where(kind == "published"))
     notes = [json.loads(note) if isinstance(note, str) else {} for note in rows.note]  # {}: it failed
-    return pd.concat([shown.assign(score=measure.scores(rows)), of_cells, pd.DataFrame(notes)], axis=1)
+    return pd.concat([shown.assign(score=measure.scores(rows)), cell_of, pd.DataFrame(notes)], axis=1)
 
 
 def of_family(

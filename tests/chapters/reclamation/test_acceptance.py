@@ -34,7 +34,6 @@ def test_generation_is_identical_under_every_layout_and_the_control_is_not(loade
     assert len(rows) == 2 * 4 * 5 + 2 + 3 * 5  # every granularity, the controls, the catalogue
     one_set = rows[(rows.granularity == "one set") & ~rows.shared].set_index(["policy", "layout"])
     for policy in ("cumulative", "window"):
-        assert one_set.blocks_freed[policy, "repack"] > one_set.blocks_freed[policy, "none"]
         assert one_set.slot_copies[policy, "repack"] > one_set.slot_copies[policy, "fill"]
         assert 0 < one_set.share[policy, "repack"] <= 2
         copied = 2 * one_set.decode_copies[policy, "repack"] / (2 * 4 * 48)  # two later passes, four tokens each
@@ -42,9 +41,8 @@ def test_generation_is_identical_under_every_layout_and_the_control_is_not(loade
     assert rows[rows.source == "catalogue"].share.isna().all()  # compressed once
     who = real.drop_duplicates(["source", "policy", "granularity"])
     assert who[who.source == "chapter"].granularity.tolist() == list(JOINT) * 2
-    assert dict(zip(who.policy[8:], who.granularity[8:], strict=True)) == {
-        "SnapKV": "uniform", "Ada-KV": "per head", "Layer-DefensiveKV": "joint"
-    }  # fmt: skip
+    assert who.policy[8:].tolist() == ["SnapKV", "Ada-KV", "Layer-DefensiveKV"]
+    assert who.granularity[8:].tolist() == ["uniform", "per head", "joint"]
 
 
 def accepted() -> pd.DataFrame:

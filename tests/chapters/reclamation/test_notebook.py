@@ -7,8 +7,8 @@ import pytest
 
 from kvrepro.experiment import claims
 
-OPTIONS = {"prompt_tokens": 220, "capacity": 64, "max_new_tokens": 2, "acceptance": "policies", "cadences": [1, 16],
-           "timed_cadences": [1, 4], "budget": 64, "lengths": [32, 64], "workers": 1}  # fmt: skip
+OPTIONS = {"prompt_tokens": 220, "capacity": 64, "max_new_tokens": 2, "acceptance": "policies", "budget": 64}
+OPTIONS |= {"cadences": [1, 16], "timed_cadences": [1, 4], "lengths": [32, 64], "workers": 1}
 
 
 @pytest.mark.parametrize("policy", [pytest.param("window", marks=pytest.mark.slow), "own"])

@@ -125,14 +125,6 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_too_few_blocks_are_refused_before_anything_changes():
-    ledger = Ledger(2, 4)
-    ledger.append(s := ledger.new(), 5)
-    with pytest.raises(InputError, match="1 blocks are needed, 0 of 2 are free"):
-        ledger.append(s, 4)
-    assert (s.seen, len(s.blocks)) == (5, 2)
-
-
 # ---- generation
 
 

@@ -2,7 +2,6 @@
 beside their cells, and what heads keep, on closed forms and against a plain softmax."""
 
 import itertools
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,6 @@ from kvrepro.engine.policy import check
 from kvrepro.experiment import store
 
 SETTINGS = study.Settings(tokens=600, progress=False, workers=1)
-NOTE = json.dumps({"held": 0.1, "freed": 0.5, "freed_compacted": 0.9, "evidence_heads": 0.3})
 
 
 def test_the_grid_holds_every_cell_that_exists_once():
@@ -49,22 +47,6 @@ def test_any_two_levels_meet_about_as_often_as_by_chance(count):
         if {a, b} != {"quota", "regime"}:
             even = np.outer(table.sum(1), table.sum(0)) / table.sum()
             assert abs(table - even).max() <= 2.5, (a, b)
-
-
-def test_rows_know_the_cell_that_they_belong_to(tmp_path):
-    cells = study.design(study.cells([0.1, 0.2]), 80)
-    conditions = [study.condition(cell, SETTINGS) for cell in cells.to_dict("records")]
-    published = kv.Condition("snapkv", 0.1, kv.Prefill(), reading="as_described")
-    columns = {"model": "m", "task": "t", "token_f1": 0.5, "note": NOTE}
-    every = enumerate([*conditions, published, kv.Condition()])
-    store.add(tmp_path, [columns | condition.columns() | {"key": str(i), "item": "i"} for i, condition in every])
-    rows = study.tidy(store.read(tmp_path))
-    of_grid = rows[rows.kind == "grid"].reset_index(drop=True)
-    factors = list(study.FACTORS)
-    pd.testing.assert_frame_equal(of_grid[factors].fillna("-"), cells[factors].fillna("-"), check_dtype=False)
-    assert list(of_grid.kept) == list(cells.kept)
-    assert rows.kind.value_counts().to_dict() == {"grid": len(cells), "published": 1, "full": 1}
-    assert rows[rows.kind == "published"].method.item() == "snapkv"
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +106,8 @@ def test_every_split_keeps_the_budget_and_one_set_is_one_set(loaded, items):
 
 def test_guards_and_quotas_hold(loaded, items):
     free = {"scorer": "random", "kept": 0.2}
-    ends, quota = sets(loaded, items[0], [study.condition(cell(**free, **more), SETTINGS) for more in (
-        {"guard": "ends"}, {"quota": "parts"}
-    )])  # fmt: skip
+    guarded, parted = cell(**free, guard="ends"), cell(**free, quota="parts")
+    ends, quota = sets(loaded, items[0], [study.condition(levels, SETTINGS) for levels in (guarded, parted)])
     side = int(0.1 * ends[0, 0].sum())
     assert side >= 4
     assert ends[..., :side].all()
@@ -148,8 +129,13 @@ def test_rows_stand_beside_their_cells(loaded, items, tmp_path):
     assert (evicting.freed <= evicting.freed_compacted).all()
     one_set = evicting[evicting.split == "one set"]
     assert one_set.freed.mean() > evicting[evicting.split == "uniform"].freed.mean()
-    random = study.answers(loaded, items, 12, ["snapkv"], settings)
-    assert random.score.equals(rows.score)  # read, not computed
+    assert study.answers(loaded, items, 12, ["snapkv"], settings).score.equals(rows.score)  # read, not computed
+    names = ["policy", "share", "prefix", "regime", "spans", "switches"]
+    stored = store.read(tmp_path / "synthesis" / "grid").to_dict("records")
+    asked = {(row["item"], *(row[name] for name in names)): row["prediction"] for row in stored}
+    for row in rows[rows.kind == "grid"].to_dict("records"):
+        columns = study.condition(row, settings).columns()
+        assert asked[row["item"], *(columns[name] for name in names)] == row["prediction"]
 
 
 def test_blocks_are_counted_as_in_the_chapter_on_reclamation():

@@ -147,7 +147,7 @@ def prompt(loaded: Loaded, ids: Sequence[int], s: Sampling, take: int, policy: s
     tables = {name: pd.DataFrame(of_table) for name, of_table in rows.items()}
     if not policy:
         tested = tables["assumptions"].sort_values(WHERE, kind="stable", ignore_index=True)
-        tables["assumptions"] = tested.assign(tokens=tested.position + 1, of_triples=len(every))
+        tables["assumptions"] = tested.assign(tokens=tested.position + 1)
     return tables
 
 
@@ -168,8 +168,8 @@ def _assumptions(layer: Layer, t: int, heads: Iterable[int], s: Sampling) -> lis
         residuals = outputs[:, None] - values.gather(1, keys[..., None].expand(*keys.shape, values.shape[-1]))
         low, _ = bound.cone(residuals, s.steps)
         for head, p, c_low in zip(heads, attention.gather(1, keys), low.tolist(), strict=True):
-            where = {"layer": layer.number, "position": t, "head": head, "pool": pool_name(size)}
-            rows.append(where | {"pool_size": keys.shape[1], "eps": p.max().item(), "c_low": c_low})
+            row = {"layer": layer.number, "position": t, "head": head, "pool": pool_name(size)}
+            rows.append(row | {"eps": p.max().item(), "c_low": c_low})
     return rows
 
 

@@ -13,18 +13,9 @@ import torch
 from torch import Tensor
 
 from kvrepro.chapters.reclamation.paged import LAYOUTS, PagedRows, evict_to, read
-from kvrepro.chapters.reclamation.survivors import (
-    JOINT,
-    POLICIES,
-    cells,
-    condition,
-    kept_sets,
-    label,
-    once,
-    while_decoding,
-)
+from kvrepro.chapters.reclamation.survivors import JOINT, POLICIES, cells, condition, kept_sets, label, while_decoding
 from kvrepro.engine.attention import installed
-from kvrepro.engine.condition import DecodeCap
+from kvrepro.engine.condition import DecodeCap, Prefill
 from kvrepro.engine.policy import find
 from kvrepro.errors import error_line
 from kvrepro.experiment.models import Loaded
@@ -65,7 +56,7 @@ def identity(
         for cell, c in cells(policies, JOINT, budget, DecodeCap(every))
     ]
     tables = []
-    keeps = kept_sets(loaded, ids, [once(name, budget) for name in catalogue])
+    keeps = kept_sets(loaded, ids, [condition(name, "per head", budget, Prefill()) for name in catalogue])
     for name, keep in zip(catalogue, keeps, strict=True):
         who = {"source": "catalogue", "policy": label(name), "granularity": find(name).budget}
         if isinstance(keep, Exception):

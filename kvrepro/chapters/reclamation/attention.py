@@ -49,7 +49,8 @@ def online(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> dict[str, 
         denominator = denominator * shrink + p.sum(1)
         gathered = gathered * shrink[:, None] + p @ v[start : start + tile]
         maximum = higher
-    return {"output": gathered / denominator[:, None], "maximum": maximum, "denominator": denominator, "peak": peak}
+    output = gathered / denominator[:, None]
+    return {"output": output, "running maximum": maximum, "denominator": denominator, "peak": peak}
 
 
 def wall() -> pd.DataFrame:
@@ -71,8 +72,8 @@ def wall() -> pd.DataFrame:
         "online minus eager after 400": _gap(online(high, k, v, tile)["output"], eager(high, k, v)[0]),
         "peak live scores": float(state["peak"]),
     }
-    names = {"output": "output", "maximum": "running maximum", "denominator": "denominator"}
-    values |= {f"{name} of the two caches": _gap(a[part], b[part]) for part, name in names.items()}
+    parts = ("output", "running maximum", "denominator")
+    values |= {f"{part} of the two caches": _gap(a[part], b[part]) for part in parts}
     values |= {"scores swapped": _gap(scores, other[::-1])}
     values |= {"score gap of the swapped tokens": _gap(scores[0], scores[1])}
     return pd.DataFrame(values.items(), columns=["check", "value"])

@@ -15,7 +15,7 @@ from annotated_types import Ge
 
 from kvrepro.chapters.reclamation import acceptance, attention, quoted, survivors
 from kvrepro.chapters.reclamation.paged import LAYOUTS, Entry, Ledger, dense, evict_to
-from kvrepro.chapters.reclamation.survivors import POLICIES, Cells, cells, kept_sets, label, once
+from kvrepro.chapters.reclamation.survivors import POLICIES, Cells, cells, condition, kept_sets, label
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Chunked, Prefill, ProperShare, Regime, Size, ensure
@@ -226,7 +226,9 @@ def published(
     loaded: Loaded, ids: list[int], kept: Sequence[float], policies: Sequence[str], block_size: int = 16
 ) -> pd.DataFrame:
     """`reclaim` of what policies keep with their own heads, windows and layers, after the prefill."""
-    named: Cells = [({"policy": label(p), "kept": s}, once(p, s)) for p in policies for s in kept]
+    named: Cells = [
+        ({"policy": label(p), "kept": s}, condition(p, "per head", s, Prefill())) for p in policies for s in kept
+    ]
     return _reclaimed(loaded, ids, named, block_size)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvrepro.engine import generate as engine
 from kvrepro.engine.allocate import joint_layers, one_set, per_layer
 from kvrepro.engine.attention import installed
-from kvrepro.engine.condition import Condition, Prefill, Prompt, Regime, ensure
+from kvrepro.engine.condition import Condition, Prompt, Regime
 from kvrepro.engine.decode import decode
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import find, own
@@ -47,17 +47,11 @@ GRANULARITIES = JOINT[:3]
 def condition(policy: str, granularity: str, budget: int | float, regime: Regime) -> Condition:
     """A policy (of `POLICIES`, the catalogue or a reader) at a granularity. "per head" is the policy as published.
     "sinks_recency" looks at positions only, so that all heads choose the same set anyway."""
-    ensure(JOINT, granularity=granularity)
     name, reading = POLICIES.get(policy, (policy, "as_described"))
     switches = (("window", min(WINDOW, int(budget) // 2)),) if policy == "window" else SWITCHES.get(name, ())
     if granularity != "per head" and policy != "sinks_recency":
         name = own(f"{name}, {granularity}", replace(find(name), across=ACROSS[granularity]))
     return Condition(name, budget, regime, reading=reading, switches=switches)
-
-
-def once(policy: str, budget: int | float) -> Condition:
-    """A policy as it was published, which compresses the prompt once."""
-    return condition(policy, "per head", budget, Prefill())
 
 
 def cells(policies: Sequence[str], granularities: Sequence[str], budget: int, regime: Regime) -> Cells:

@@ -7,10 +7,8 @@ from kvrepro.chapters.reanalysis import printed
 from kvrepro.experiment import artifact, claims
 
 SCORES = artifact.scores()
-POLICIES = {
-    "LRU": "lru", "H2O": "h2o_simple", "SnapKV": "snapkv_simple", "Random": "random_sample",
-    "CreditV2": "online_credit", "Ada-KV-faithful": "ada_kv_faithful", "FullCache": "full",
-}  # fmt: skip
+POLICIES = {"LRU": "lru", "H2O": "h2o_simple", "SnapKV": "snapkv_simple", "Random": "random_sample"}
+POLICIES |= {"CreditV2": "online_credit", "Ada-KV-faithful": "ada_kv_faithful", "FullCache": "full"}
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Items x conditions -> rows -> verdicts.
 
 data, models         items by name, which fit a model; public files; checkpoints: embedded, local, on the hub
-jsonl, prompt        rows of files; messages as token ids
-longbench, artifact  LongBench's sets: prompts, answer lengths, metrics; the protection paper's rows
+jsonl, prompt        rows of files; messages as token ids, LongBench's forms
+artifact             the protection paper's rows
 run, answers         the one runner of studies, and answers that no policy gives; rows of what a model says
 pool                 who computes: this process, processes of this machine, Ray
 settings             how studies are run, and what a notebook may set; checked before anything is loaded

@@ -74,7 +74,8 @@ def prompt_limit(loaded: Loaded, max_new_tokens: int, limit: int | None = None) 
 def unmet(loaded: Loaded, prompt: Prompt, conditions: Collection[Condition]) -> dict[Condition, InputError]:
     """Why a prompt cannot meet conditions, for those that it cannot. Raises InputError for an invalid one."""
     facts, errors = ModelFacts.of(loaded.model), {}
-    for condition, rule in [(condition, Rule.of(condition)) for condition in conditions]:
+    for condition in conditions:
+        rule = Rule.of(condition)
         try:
             engine.check_met(facts, prompt, condition, rule)
         except InputError as error:
@@ -82,32 +83,16 @@ def unmet(loaded: Loaded, prompt: Prompt, conditions: Collection[Condition]) -> 
     return errors
 
 
-def check(study: Answers, loaded: Loaded) -> list[Prompt]:
-    """The items' prompts. Raises InputError where nothing can be run, for an item without an answer or with a prompt
-    that is too long, and for a condition that this model cannot run. Computes nothing."""
-    return [prompt for prompt, *_ in _prepared(study, loaded)]
-
-
-def able(study: Answers, loaded: Loaded) -> list[Item]:
-    """The study's items without those that cannot meet one of its conditions; prints how many are left out, and why
-    (`data.usable`). Raises InputError if none is left."""
-
-    def ensure_able(item: Item) -> None:
-        [(*_, errors)] = _prepared(replace(study, items=[item]), loaded)
-        for error in errors.values():
-            raise InputError(f"item {item.id}: {error}")
-
-    return data.usable(study.items, study.chapter, ensure_able)
-
-
-def _prepared(study: Answers, loaded: Loaded) -> list[tuple[Prompt, int, dict[Condition, InputError]]]:
-    """Of each item its prompt, the most tokens of that, and why it cannot meet conditions; raises as `check`."""
+def prepared(study: Answers, loaded: Loaded) -> list[tuple[Prompt, int, dict[Condition, InputError]]]:
+    """Of each item its prompt, the most tokens of that, and why it cannot meet conditions. Raises InputError where
+    nothing can be run, for an item without an answer or with a prompt that is too long, and for a condition that this
+    model cannot run. Computes nothing."""
     items, by_item = study.items, engine.conditions_by_prompt(study.conditions, len(study.items))
     if not items or not all(by_item):
         raise InputError(f"{len(items)} items x {len(study.conditions)} conditions: give at least one of each")
     if (ids := len({item.id for item in items})) < len(items):
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
-    prepared, met = [], []
+    found, met = [], []
     for item, conditions in zip(items, by_item, strict=True):
         limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
         limit = min(limit, prompt_limit(loaded, item.new_tokens(study.max_new_tokens)))  # room for its own answer
@@ -116,16 +101,15 @@ def _prepared(study: Answers, loaded: Loaded) -> list[tuple[Prompt, int, dict[Co
                 ensure_possible(item)
             except ValueError as error:
                 raise InputError(f"item {item.id}: {first_line(error)}") from None
-        own = study.prompt
-        prompt = data.build_prompt(item, loaded.tokenizer, limit) if own is None else own(loaded, item)
+        prompt = study.prompt(loaded, item) if study.prompt else data.build_prompt(item, loaded.tokenizer, limit)
         errors = unmet(loaded, prompt, conditions)
-        prepared.append((prompt, limit, errors))
+        found.append((prompt, limit, errors))
         met.append([condition for condition in conditions if condition not in errors])
     if not any(met):
-        raise InputError(f"item {items[0].id}: {next(iter(prepared[0][-1].values()))}")
+        raise InputError(f"item {items[0].id}: {next(iter(found[0][-1].values()))}")
     new = [item.new_tokens(study.max_new_tokens) for item in items]
-    engine.check_conditions(loaded.model, [prompt for prompt, *_ in prepared], met, new)
-    return prepared
+    engine.check_conditions(loaded.model, [prompt for prompt, *_ in found], met, new)
+    return found
 
 
 # ---- what decides a row
@@ -157,7 +141,7 @@ class Plan:
 
     def __init__(self, study: Answers, loaded: Loaded, settings: Settings):
         self.study, self.loaded, self.settings = study, loaded, settings
-        self.prompts, self.limits, errors = zip(*_prepared(study, loaded), strict=True)
+        self.prompts, self.limits, errors = zip(*prepared(study, loaded), strict=True)
         by_item = engine.conditions_by_prompt(study.conditions, len(self.prompts))
         self.conditions = list(dict.fromkeys(itertools.chain.from_iterable(by_item)))
         number = {condition: j for j, condition in enumerate(self.conditions)}

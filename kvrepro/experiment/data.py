@@ -6,11 +6,13 @@ files with commit and checksum; `kvrepro data` lists them, `kvrepro data NAME` f
 
 import hashlib
 import http.client
+import json
 import os
 import random
 import re
 import shutil
 import urllib.request
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,9 @@ import yaml
 
 from kvrepro.engine.condition import Count, Size, ensure
 from kvrepro.errors import InputError, counted, ensure_known
-from kvrepro.experiment import jsonl, longbench
+from kvrepro.experiment import jsonl
 from kvrepro.experiment.jsonl import answers_of, by_line
-from kvrepro.experiment.prompt import SYSTEM, build_prompt, named, say_once, tokens_cut, without_passage
+from kvrepro.experiment.prompt import LONGBENCH, SYSTEM, build_prompt, named, say_once, tokens_cut, without_passage
 from kvrepro.item import Item, Span
 from kvrepro.paths import CACHE, DATA, ROOT, replaced
 
@@ -30,6 +32,13 @@ __all__ = ["SYSTEM", "Item", "Span", "answers_of", "build_prompt", "by_line", "n
 __all__ += ["without_passage"]
 PANEL_NAME = "protection-panel"
 PANEL = "artifact/data/longbench-balanced.jsonl"  # the protection paper's 162 items
+GROUPS = {
+    "": tuple(LONGBENCH),
+    "qa": ("2wikimqa", "qasper", "multifieldqa_en", "hotpotqa", "narrativeqa", "musique"),
+    "long": ("gov_report", "qmsum", "multi_news"),
+}
+PAPER = "protection"  # the QA sets as the protection paper puts them
+PAPER_WORDS = 6000  # the protection paper's items have 549 to 5,996 words
 WORLD = (200, 4000)  # the least and the most tokens of a prompt of the embedded world, by its own tokenizer
 FILLED = 0.9  # a prompt stands for a length if it has at least this share of it
 MOST_MADE = 100_000  # items of a generator: enough for any interval, and seconds of work
@@ -102,12 +111,14 @@ def spelled_out(items: list[Item], tokenizer: Any, name: str = "this") -> list[I
 def check_items(items: object, n_items: object = None) -> None:
     """Raise InputError for items, or a number of them, that `load_items` cannot give. Loads none of them."""
     ensure(str, items=items)
-    check_count(items, n_items)
+    ensure(Size | None, n_items=n_items)
     kind, _, names = str(items).partition(":")
+    if kind in ("tinyworld", "ruler") and isinstance(n_items, int) and n_items > MOST_MADE:
+        raise InputError(f"n_items is {n_items:,}: at most {MOST_MADE:,} {kind} items are made, take fewer or your own")
     if kind == "tinyworld":
         _tasks(names)
     elif kind == "longbench":
-        longbench.named("qa" if names == longbench.PAPER else names)
+        _sets(names)
     elif kind == "ruler":
         from kvrepro.world import ruler
 
@@ -116,18 +127,10 @@ def check_items(items: object, n_items: object = None) -> None:
         if not _own_file(str(items)).is_file():
             raise InputError(f"no file {items!r}: give the path of a .jsonl file that is there")
     elif kind == PANEL_NAME:
-        ensure_known("set of the panel", names.split(",") if names else (), longbench.GROUPS["qa"])
+        ensure_known("set of the panel", names.split(",") if names else (), GROUPS["qa"])
     else:
         choices = "tinyworld, longbench, protection-panel, ruler, or the path of a .jsonl file"
         raise InputError(f"unknown items {str(items)[:200]!r}: use {choices}")
-
-
-def check_count(items: object, n_items: object) -> None:
-    """Raise InputError for a number of items that nothing can have, or that a generator would make for hours."""
-    ensure(Size | None, n_items=n_items)
-    kind = str(items).partition(":")[0]
-    if kind in ("tinyworld", "ruler") and isinstance(n_items, int) and n_items > MOST_MADE:
-        raise InputError(f"n_items is {n_items:,}: at most {MOST_MADE:,} {kind} items are made, take fewer or your own")
 
 
 def _own_file(items: str) -> Path:
@@ -233,19 +236,37 @@ def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[
     return [item for task, n in zip(tasks, counts, strict=True) if n for item in world.sample(task, n, seed, tokens)]
 
 
+def _sets(names: str) -> list[str]:
+    """LongBench's sets of "qasper,gov_report", of a group ("qa", "long"), or ("") all. Raises InputError for others."""
+    names = "qa" if names == PAPER else names
+    sets = list(dict.fromkeys(member for name in names.split(",") for member in GROUPS.get(name, [name])))
+    if PAPER in sets:
+        raise InputError(f"longbench:{names}: '{PAPER}' asks its sets in a form of its own: name it alone")
+    ensure_known("LongBench set", sets, LONGBENCH, also=[*filter(None, GROUPS), PAPER])
+    return sets
+
+
 def _longbench(names: str) -> list[Item]:
-    """Sets of LongBench from the public archive, which is published as one."""
-    paper = names == longbench.PAPER
-    sets = longbench.named("qa" if paper else names)
-    archive = fetch("longbench/data.zip")
-    if not paper:
-        return [item for name in sets for item in longbench.items(archive, name)]
-    return [
-        jsonl.item_of(row, f"{name}-{i:03d}", papers=True)
-        for name in sets
-        for i, row in enumerate(longbench.rows(archive, name))
-        if row["length"] <= longbench.PAPER_WORDS
-    ]
+    """Items of LongBench's sets, ids `<set>-000` and so on in the order of the public archive, which is one file."""
+    items = []
+    with zipfile.ZipFile(fetch("longbench/data.zip")) as archive:
+        for name in _sets(names):
+            for i, line in enumerate(archive.read(f"data/{name}.jsonl").splitlines()):
+                row, identity = json.loads(line), f"{name}-{i:03d}"
+                if names != PAPER:
+                    items.append(_in_form(row, identity, name))
+                elif row["length"] <= PAPER_WORDS:
+                    items.append(jsonl.item_of(row, identity, papers=True))
+    return items
+
+
+def _in_form(row: dict[str, Any], identity: str, name: str) -> Item:
+    """The item of a row of LongBench as the benchmark itself asks and scores it."""
+    form, context, question, answers = LONGBENCH[name], row["context"], row["input"], row["answers"]
+    meta = {"metric": form.metric, "max_new_tokens": form.max_new_tokens, "first_line": form.first_line}
+    meta |= {"answers": answers} | ({"classes": row["all_classes"]} if row.get("all_classes") else {})
+    turns, spans = form.messages(context, question)
+    return Item(identity, name, turns, answers[0], spans, context, question, meta, name, papers=True)
 
 
 def balanced(items: list[Item], n: int | None, seed: int, name: str = "this") -> list[Item]:

@@ -13,8 +13,8 @@ from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
 from kvrepro.engine.condition import Count, Size
 from kvrepro.errors import InputError, ensure_known, invalid
-from kvrepro.experiment import longbench, measure
-from kvrepro.experiment.prompt import with_context
+from kvrepro.experiment import measure
+from kvrepro.experiment.prompt import LONGBENCH, with_context
 from kvrepro.item import Item, Span, plain
 
 Role = Literal["system", "user", "assistant"]
@@ -63,7 +63,7 @@ class Row(BaseModel, extra="forbid", strict=True):
     metric: str | None = None
     all_classes: list[str] | None = None
     meta: Meta = Meta()
-    form: Literal["", *longbench.SETS] = ""  # type: ignore[valid-type]  # as `Item.form`
+    form: Literal["", *LONGBENCH] = ""  # type: ignore[valid-type]  # as `Item.form`
     papers: bool = False  # as `Item.papers`
 
     def item(self, name: str) -> Item:

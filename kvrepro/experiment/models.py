@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -57,11 +57,6 @@ class Loaded:
     def context(self) -> int:
         """Tokens that the model was made for, prompt and answer together."""
         return int(self.model.config.get_text_config().max_position_embeddings)
-
-    def thinking(self, enable: bool | None) -> "Loaded":
-        """The model whose chat template gets `enable_thinking`; None: as it is. Raises InputError where the template
-        has no such switch."""
-        return self if enable is None else replace(self, tokenizer=thinking(self.tokenizer, enable))
 
 
 def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_thinking: bool | None = None) -> Loaded:

@@ -5,7 +5,6 @@ are pickled by value, together with a notebook's policies. Only the process that
 worker that dies costs its job one retry, after all others; a job that dies twice has failed.
 """
 
-import contextlib
 import logging
 import os
 import platform
@@ -37,6 +36,7 @@ ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 ENVIRONMENT |= {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 IDLE = 600  # seconds after which a worker without a job ends
 AHEAD = 2  # jobs that are handed out for each worker
+TWICE = "its worker process died twice: is memory too small? give fewer workers, or smaller batches by batch_rows"
 _held: list[Loaded | None] = []  # in a worker: the model that it loaded
 _executors: list[Any] = []  # loky's, one at most
 _actors: dict[Any, list[Any]] = {}  # Ray's workers that run, by recipe; one recipe at a time
@@ -44,11 +44,6 @@ _actors: dict[Any, list[Any]] = {}  # Ray's workers that run, by recipe; one rec
 
 class Died(Exception):
     """A job whose worker died twice."""
-
-    def __str__(self) -> str:
-        return (
-            "its worker process died twice: is memory too small? give fewer workers, or smaller batches by batch_rows"
-        )
 
 
 @dataclass(frozen=True)
@@ -76,30 +71,18 @@ def _on_gpu(loaded: Loaded | None) -> bool:
     return loaded is not None and loaded.device == "cuda"
 
 
-def possible(loaded: Loaded | None) -> bool:
-    """Whether another process can load the same model: onto one device."""
-    return loaded is None or len({p.device for p in loaded.model.parameters()}) == 1
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread on the CPU, as each worker has, so that rows do not depend on the number of workers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def results(
     loaded: Loaded | None, jobs: Sequence[Job], count: int, engine: str | None = None, address: str | None = None
 ) -> Iterator[tuple[Job, Any]]:
     """(job, result) in the order in which jobs are done, by `count` workers; a count of 1 means this process itself. A
     result is a Died where a job's worker died twice. Raises a job's exception."""
     if count == 1:
-        with one_thread():
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as each worker has, so that rows do not depend on the number of workers
+        try:
             yield from ((job, job.work(loaded)) for job in jobs)
+        finally:
+            torch.set_num_threads(threads)
         return
     crew = _Ray(loaded, count, address) if engine == "ray" or _on_gpu(loaded) else _Loky(loaded, count)
     waiting, again, running = deque(jobs), deque[Job](), dict[Future[Any], Job]()
@@ -115,7 +98,7 @@ def results(
                     yield job, future.result()
                 except crew.deaths:
                     if alone:
-                        yield job, Died()
+                        yield job, Died(TWICE)
                     else:
                         again.append(job)
                         print("a worker process died: its part is computed once more", file=sys.stderr, flush=True)
@@ -136,9 +119,8 @@ def end() -> None:
 def prepare(recipe: Recipe | None) -> None:
     """Make this process a worker: one thread, and the model that it holds from now on."""
     torch.set_num_threads(1)
-    if recipe is None:
-        _held[:] = [None]
-    else:
+    _held[:] = [None]
+    if recipe is not None:
         path, device, dtype, name, enable_thinking = recipe
         _held[:] = [replace(models.load(path, device, dtype, enable_thinking), name=name)]
 
@@ -228,9 +210,8 @@ class _Ray:
             for actor in _actors.pop(other):
                 self.ray.kill(actor)
         self.crew = _actors.setdefault(recipe, [])
-        kind = self.ray.remote(num_cpus=0 if on_gpu else 1, num_gpus=int(on_gpu), max_restarts=-1, max_task_retries=1)(
-            _Worker
-        )
+        needs = {"num_cpus": 0 if on_gpu else 1, "num_gpus": int(on_gpu)}
+        kind = self.ray.remote(**needs, max_restarts=-1, max_task_retries=1)(_Worker)
         given = recipe, "" if loaded is None else loaded.hash, store.code_of(), [os.getcwd(), *sys.path]
         self.crew += [kind.remote(*given) for _ in range(count - len(self.crew))]
         if problems := list(filter(None, self.ray.get([actor.why_not.remote() for actor in self.crew]))):
@@ -263,25 +244,20 @@ def connect(address: str | None = None, least: int = 1) -> Any:
         return ray
     _actors.clear()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    where: dict[str, Any] = {"address": address or os.environ.get("RAY_ADDRESS") or "local"}
-    if where["address"] == "local":
-        where |= {"num_cpus": max(least, os.cpu_count() or 1), "include_dashboard": False}
-        where |= {"runtime_env": {"env_vars": ENVIRONMENT}}
-    else:
-        _reach(where["address"])
+    address, where = address or os.environ.get("RAY_ADDRESS") or "local", dict[str, Any]()
+    if address == "local":
+        where = {"num_cpus": max(least, os.cpu_count() or 1), "include_dashboard": False}
+        where["runtime_env"] = {"env_vars": ENVIRONMENT}
+    else:  # Ray itself would try for minutes
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, OverflowError, ValueError) as error:
+            way_out = "give host:port of its head, which `ray start --head` prints, or none to use this machine"
+            raise InputError(f"nobody answers at Ray's address {address!r} ({error}): {way_out}") from None
     try:
-        ray.init(**where, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address, **where, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # other versions there, a head that is gone: whatever Ray raises
         way_out = "the same Python and Ray must run everywhere; `ray status` shows the nodes"
-        raise Stopped(f"Ray at {where['address']}: {first_line(error)}; {way_out}; what was done is stored") from None
+        raise Stopped(f"Ray at {address}: {first_line(error)}; {way_out}; what was done is stored") from None
     return ray
-
-
-def _reach(address: str) -> None:
-    """Raise InputError unless somebody listens at the address; Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, OverflowError, ValueError) as error:
-        way_out = "give host:port of its head, which `ray start --head` prints, or none to use this machine"
-        raise InputError(f"nobody answers at Ray's address {address!r} ({error}): {way_out}") from None

@@ -1,19 +1,23 @@
-"""Prompts: an item's messages as token ids, its passage cut to a limit, its spans as token positions."""
+"""Prompts: an item's messages as token ids, its passage cut to a limit, its spans as token positions.
+
+LongBench's forms are those of Bai et al. 2024, arXiv:2308.14508, and its public code (pred.py, eval.py).
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from kvrepro.chat import rendered
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError, first_line
-from kvrepro.experiment import longbench
 from kvrepro.item import Item, Span
+from kvrepro.paths import DATA
 
 Range = tuple[int, int]  # [start, end) in characters
 Messages = tuple[dict[str, Any], ...]
@@ -22,6 +26,28 @@ Spans = tuple[Span, ...]
 SYSTEM = "Answer the question from the passage. Reply with a short, factual answer only."
 
 say_once = cache(print)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One of LongBench's sets. A prompt is `before`, the context, and `after`, in which {} stands for the question."""
+
+    metric: str
+    max_new_tokens: int
+    before: str
+    after: str
+    plain: bool = False  # without a chat template, where the model continues examples or code
+    first_line: bool = False  # only the first line of an answer counts
+
+    def messages(self, context: str, question: str) -> tuple[Messages, Spans]:
+        """One user turn; its spans: `passage`, which ends with the context, and `question`, all that follows it."""
+        passage, rest = self.before + context, self.after.replace("{}", question)
+        spans = Span("passage", 0, 0, len(passage)), Span("question", 0, len(passage), len(passage) + len(rest))
+        return ({"role": "user", "content": passage + rest},), spans
+
+
+WORDS = DATA / "words" / "longbench.yml"
+LONGBENCH = {name: Form(**form) for name, form in yaml.safe_load(WORDS.read_text(encoding="utf-8")).items()}
 
 
 @contextmanager
@@ -47,7 +73,7 @@ def passage_messages(context: str, question: str) -> tuple[Messages, Spans]:
 
 def with_context(item: Item, context: str) -> tuple[Messages, Spans]:
     """The item's messages and spans with another text in place of its context."""
-    build = partial(longbench.messages, item.form) if item.form else passage_messages
+    build = LONGBENCH[item.form].messages if item.form else passage_messages
     return build(context, item.question or "")
 
 
@@ -79,7 +105,8 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     """
     if not any(message["content"].strip() for message in item.messages):
         raise InputError(f"item {item.id} is empty: its messages hold no text")
-    messages, spans, _ = _fitted(item, tokenizer, limit)
+    messages, spans, _ = _cut(item, tokenizer, limit)
+    messages, spans = _for_template(tokenizer, messages, spans)
     text, plain = _text(item, tokenizer, messages), _without_template(item)
     encoded = tokenizer(text, add_special_tokens=plain, return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
@@ -93,20 +120,14 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
 
 def tokens_cut(item: Item, tokenizer: Any, limit: int) -> int:
     """Tokens that `build_prompt` takes from the item's passage to meet `limit`."""
-    return _fitted(item, tokenizer, limit)[2]
+    return _cut(item, tokenizer, limit)[2]
 
 
-def _fitted(item: Item, tokenizer: Any, limit: int) -> tuple[Messages, Spans, int]:
+def _cut(item: Item, tokenizer: Any, limit: int) -> tuple[Messages, Spans, int]:
     """The item's messages and spans with its passage cut to the limit, and the number of tokens cut."""
-    messages, spans, cut = item.messages, item.spans, 0
-    if item.context is not None:
-        messages, spans, cut = _cut(item, item.context, tokenizer, limit)
-    return *_for_template(tokenizer, messages, spans), cut
-
-
-def _cut(item: Item, passage: str, tokenizer: Any, limit: int) -> tuple[Messages, Spans, int]:
-    """`_fitted` for an item with a passage, before the turns are adapted to the template (`_for_template`)."""
-    context = _encode(tokenizer, passage)
+    if item.context is None:
+        return item.messages, item.spans, 0
+    context = _encode(tokenizer, item.context)
     if not item.form:
         budget = _passage_budget(item, tokenizer, limit)
         if len(context) <= budget:
@@ -114,8 +135,9 @@ def _cut(item: Item, passage: str, tokenizer: Any, limit: int) -> tuple[Messages
         return *with_context(item, tokenizer.decode(context[-budget:])), len(context) - budget
     kept = min(len(context), limit - limit % 2)
     while True:
-        whole = kept == len(context)
-        text = passage if whole else "".join(map(tokenizer.decode, longbench.halves(context, kept)))
+        text, half = item.context, kept // 2
+        if kept < len(context):
+            text = "".join(map(tokenizer.decode, (context[:half], context[len(context) - half :])))
         messages, spans = with_context(item, text)
         ids = tokenizer(_text(item, tokenizer, messages), add_special_tokens=_without_template(item))["input_ids"]
         over = len(ids) - limit
@@ -156,7 +178,7 @@ def _template_takes(tokenizer: Any, *roles: str) -> bool:
 
 def _without_template(item: Item) -> bool:
     """Whether the prompt is the message alone, without a template."""
-    return bool(item.form) and longbench.SETS[item.form].plain
+    return bool(item.form) and LONGBENCH[item.form].plain
 
 
 def _text(item: Item, tokenizer: Any, messages: Messages) -> str:

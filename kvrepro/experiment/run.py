@@ -9,7 +9,7 @@ computed again; what fails costs its own row; items are shared among worker proc
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, overload
 import pandas as pd
 from tqdm.auto import tqdm
 
-from kvrepro.chat import thinks
+from kvrepro.chat import thinking, thinks
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError, Stopped, error_line
@@ -77,7 +77,7 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     if not Path(settings.results).is_absolute() and Path.cwd() != WORK.resolve():
         data.say_once(f"results go to {settings.folder}: a relative folder lies in the clone")
     if loaded is not None and settings.enable_thinking is not None:
-        loaded = loaded.thinking(settings.enable_thinking)
+        loaded = replace(loaded, tokenizer=thinking(loaded.tokenizer, settings.enable_thinking))
     plan = (answers.Plan if isinstance(study, Answers) else Plan)(study, loaded, settings)
     title = f"{study.chapter}/{study.name}"
     computed = _compute(plan, loaded, settings, title)
@@ -97,10 +97,10 @@ def _compute(plan: "answers.Plan | Plan", loaded: Loaded | None, settings: Setti
     if not (jobs := plan.jobs()):
         return 0
     count, began = sum(job.size for job in jobs), time.perf_counter()
-    workers = 1
+    workers, devices = 1, {p.device for p in loaded.model.parameters()} if loaded else set()
     if settings.address:  # a small study would not notice that it is wrong
         pool.connect(settings.address)
-    if len(jobs) > 1 and not plan.alone and pool.possible(loaded):
+    if len(jobs) > 1 and not plan.alone and len(devices) <= 1:  # a worker loads its model onto one
         workers = settings.workers or pool.usual_workers(loaded, settings.engine, settings.address)
     with tqdm(total=count, desc=title, unit=plan.unit, disable=not settings.progress, leave=False) as bar:
         if workers > 1 and settings.workers is None:
@@ -142,14 +142,13 @@ class Plan:
 
     def jobs(self) -> list[Job]:
         """One for each missing item."""
-        given: dict[str, Any] = {
-            "compute": self.study.compute,
-            "parameters": self.study.parameters,
-            "limit": self.limit,
-        }
-        missing = [name for name, place in self.folders.items() if not store.has_tables(place)]
-        works = {name: partial(_tables, item=self.items[name], **given) for name in missing}
-        return [Job(1, work, name) for name, work in works.items() if name not in self.errors]
+        study = self.study
+        work = partial(_tables, compute=study.compute, parameters=study.parameters, limit=self.limit)
+        return [
+            Job(1, partial(work, item=self.items[name]), name)
+            for name, place in self.folders.items()
+            if name not in self.errors and not store.has_tables(place)
+        ]
 
     def first(self) -> Job:
         """The first of them, from whose time that of all others is judged."""

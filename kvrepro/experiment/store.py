@@ -58,7 +58,7 @@ COLUMNS = SCHEMA.names
 IDENTITY = """item model model_hash data_hash dtype device limit max_new_tokens enable_thinking
     policy capacity prefix suffix suffix_mode interval reading switches
     regime share until whitelist spans fair chunk chunk_mode bits""".split()
-MODULES = ("answers", "data", "jsonl", "longbench", "measure", "prompt", "run")
+MODULES = ("answers", "data", "jsonl", "measure", "prompt", "run")
 DECIDING = (
     "kvrepro/engine",
     "kvrepro/world",

@@ -11,14 +11,9 @@ import checkpoint
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
-from kvrepro.experiment import data as public_files
 from kvrepro.experiment.answers import references
 from kvrepro.experiment.data import Item, Span
 from kvrepro.experiment.jsonl import item_of as item_of_row
@@ -40,17 +35,16 @@ def tokens(text):
 # ---- items
 
 
-def test_reads_the_formats_of_the_public_files(tmp_path):
-    path = jsonl(
-        tmp_path / "some.jsonl",
+def test_reads_the_formats_of_the_data(tmp_path):
+    greeting = {"name": "greeting", "message": 0, "start": 0, "end": 5}
+    rows = [
         {"context": "C", "question": "Q", "answer": "A", "domain": "qasper", "word_count": 9},
         {"context": "C", "input": "Q", "answers": ["A", "B"], "dataset": "musique", "length": 9},
         {"context": "C", "prompt": "Q", "answer": "A"},
         {"context": "C", "question": "Q", "answer": ["A"], "meta": {"benchmark": "needles"}},
-        {"messages": [{"role": "user", "content": "hello"}], "answer": "A", "task": "chat",
-         "spans": [{"name": "greeting", "message": 0, "start": 0, "end": 5}]},
-    )  # fmt: skip
-    items = data.load_items(path)
+        {"messages": [{"role": "user", "content": "hello"}], "answer": "A", "task": "chat", "spans": [greeting]},
+    ]
+    items = data.load_items(jsonl(tmp_path / "some.jsonl", *rows))
     assert [item.task for item in items] == ["qasper", "musique", "items", "needles", "chat"]
     assert [item.id for item in items] == [f"some-00{i}" for i in range(5)]
     assert {item.answer for item in items} == {"A"}
@@ -100,31 +94,6 @@ def test_bad_requests_are_named(tmp_path, items, n, words):
 ROW = {"messages": [{"role": "user", "content": "Q"}], "answer": "A"}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        '{"context": "C", "question": "Q"}',
-        '{"context": 5, "question": "Q", "answer": "A"}',
-        json.dumps(ROW | {"messages": "Q"}),
-        json.dumps(ROW | {"messages": [{"role": "user", "content": None}]}),
-        json.dumps(ROW | {"spans": [{"name": "a", "message": 4, "start": 0, "end": 1}]}),
-        json.dumps(ROW | {"max_new_tokens": 0}),
-        json.dumps(ROW | {"metric": "bleu"}),
-        json.dumps(ROW | {"id": "bad-000"}),
-        json.dumps(ROW | {"answer": ["tea", " "]}),
-        json.dumps(ROW | {"meta": {"answers": ["A", ""]}}),
-        json.dumps(ROW | {"answer": '["tea", "black tea"]'}),
-        json.dumps(ROW | {"papers": "yes"}),
-    ],
-)
-def test_a_bad_row_is_named_by_its_line(tmp_path, line):
-    (tmp_path / "bad.jsonl").write_text('{"context": "C", "question": "Q", "answer": "A"}\n' + line + "\n")
-    with pytest.raises(InputError, match="bad.jsonl, line 2: ") as error:
-        data.load_items(str(tmp_path / "bad.jsonl"))
-    assert "\n" not in str(error.value)
-
-
 def spans(*changes):
     return {"spans": [{"name": "a", "message": 0, "start": 0, "end": 1} | change for change in changes]}
 
@@ -134,9 +103,17 @@ def spans(*changes):
     [
         (spans({}, {"start": -1}), "spans.1.start -1: "),
         (spans({"end": 2}), "span 'a' does not lie within a message"),
+        (spans({"message": 4}), "span 'a' does not lie within a message"),
         (spans({"end": 1.0}), "spans.0.end 1.0: should be a valid integer"),
         (spans({"first": 0}), "unknown field 'spans.0.first'"),
         ({"messages": [{"role": "usr", "content": "Q"}]}, "messages.0.role 'usr': "),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content None: "),
+        ({"messages": "Q"}, "messages 'Q': "),
+        ({"context": 5}, "context 5: should be a valid string"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0: "),
+        ({"papers": "yes"}, "papers 'yes': "),
+        ({"answer": None}, "no field 'answer'"),
+        ({"metric": "bleu"}, "unknown metric 'bleu'"),
         ({"anwsers": ["B"]}, "unknown field 'anwsers', did you mean 'answers'?"),
         ({"answers": ["B"]}, "answer and answers: give one of them"),
         ({"context": "C"}, "no field 'question'"),
@@ -146,6 +123,8 @@ def spans(*changes):
         ({"metric": "classification", "all_classes": [1]}, "all_classes.0 1: should be a valid string"),
         ({"meta": {"metric": "classification", "classes": [1]}}, "meta.classes.0 1: should be a valid string"),
         ({"answer": " \n"}, r"answer is ' \n': give texts that are not empty"),
+        ({"answer": ["tea", " "]}, "answer is ' ': give texts that are not empty"),
+        ({"meta": {"answers": ["A", ""]}}, "answer is '': give texts that are not empty"),
         *(
             ({"answer": nothing}, f"answer is {nothing!r}: give texts that are not empty, nor without")
             for nothing in ("-", "?", "。", "<think>x</think>", "\u200b")
@@ -175,10 +154,19 @@ def test_what_a_row_means_otherwise_is_refused_in_words(tmp_path, change, words)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("line", ['"answer": "A", "answer": "B"', '"answer": "A", "meta": {"answer": 1, "answer": 2}'])
-def test_a_key_that_stands_twice_is_a_bad_row(tmp_path, line):
-    (tmp_path / "bad.jsonl").write_text(f'{{"context": "C", "question": "Q", {line}}}\n')
-    with pytest.raises(InputError, match="line 1: key 'answer' stands twice"):
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'"answer": "A", "answer": "B"}', "key 'answer' stands twice"),
+        (b'"answer": "A", "meta": {"answer": 1, "answer": 2}}', "key 'answer' stands twice"),
+        (b'"answer": "A"', "Expecting ',' delimiter"),
+        (b'"answer": "\xff"}', ".utf-8.* codec can.t decode byte 0xff"),
+    ],
+)
+def test_a_line_that_is_no_object_of_json_is_a_bad_row(tmp_path, line, words):
+    row = b'{"context": "C", "question": "Q", '
+    (tmp_path / "bad.jsonl").write_bytes(b"\xef\xbb\xbf" + row + b'"answer": "A"}\r\n' + row + line + b"\r\n")
+    with pytest.raises(InputError, match=f"bad.jsonl, line 2: {words}"):
         data.load_items(str(tmp_path / "bad.jsonl"))
 
 
@@ -248,13 +236,6 @@ def test_a_file_is_a_readers_own_and_printed_items_say_whose_they_are(tmp_path):
     [of_world] = data.load_items("tinyworld:needle", 1, tokens=300)
     assert (own.papers, of_world.papers) == (False, True)
     assert data.load_items(jsonl(tmp_path / "made.jsonl", asdict(of_world))) == [of_world]
-
-
-def test_text_that_is_not_utf8_is_one_line(tmp_path):
-    row = b'{"context": "C", "question": "Q", "answer": "A"}\r\n'
-    (tmp_path / "bad.jsonl").write_bytes(b"\xef\xbb\xbf" + row + row.replace(b"C", b"C\xff"))
-    with pytest.raises(InputError, match="bad.jsonl, line 2: .utf-8.* codec can.t decode byte 0xff"):
-        data.load_items(str(tmp_path / "bad.jsonl"))
 
 
 # ---- items that fit
@@ -388,27 +369,6 @@ def test_templates_that_cannot_serve(template, words):
     assert "\n" not in str(error.value)
 
 
-def words_only(markup: str = "<|user|>"):
-    """A tokenizer of whole words that knows five, and a template that writes `markup`."""
-    vocabulary = {word: i for i, word in enumerate(["<|unk|>", "red", "door", "<|user|>", "<|end|>"])}
-    plain = Tokenizer(WordLevel(vocabulary, unk_token="<|unk|>"))
-    plain.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<|unk|>")
-    fast.chat_template = "{% for m in messages %}" + markup + " {{ m.content }} <|end|> {% endfor %}"
-    return fast
-
-
-def item_of(content: str) -> Item:
-    return Item("x", "t", ({"role": "user", "content": content},), "")
-
-
-@pytest.mark.parametrize("content", ["red door", "red fox", "🦊", "<|unk|> <|im_start|>", " fox red "])
-def test_unknown_words_of_the_text_are_nobodys_fault(content):
-    prompt = data.build_prompt(item_of(content), words_only(), 500)
-    assert prompt.ids[0] == 3
-    assert prompt.ids.count(0) == sum(word not in ("red", "door") for word in content.split())
-
-
 @pytest.mark.parametrize(
     ("item", "limit", "words"),
     [
@@ -450,8 +410,8 @@ def public(tmp_path, monkeypatch):
     }
     url = f"http://127.0.0.1:{server.server_port}/{{path}}"
     entry = {"title": "t", "url": url, "commit": "c", "licence": "l", "citation": "x", "files": files}
-    monkeypatch.setattr(public_files, "sources", lambda: {"letters": entry})
-    monkeypatch.setattr(public_files, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(data, "sources", lambda: {"letters": entry})
+    monkeypatch.setattr(data, "CACHE", tmp_path / "cache")
     monkeypatch.delenv("KVREPRO_DATA", raising=False)
     yield served
     server.shutdown()
@@ -459,12 +419,12 @@ def public(tmp_path, monkeypatch):
 
 
 def test_fetch_downloads_verifies_and_keeps(public, tmp_path):
-    path = public_files.fetch("a.txt")
+    path = data.fetch("a.txt")
     assert path == tmp_path / "cache" / "letters" / "data" / "a.txt"
     assert path.read_bytes() == (public / "data" / "a.txt").read_bytes()
     (public / "data" / "a.txt").unlink()
-    assert public_files.fetch("letters/data/a.txt") == path  # from the cache
-    assert public_files.fetch("letters") == path.parents[1]
+    assert data.fetch("letters/data/a.txt") == path  # from the cache
+    assert data.fetch("letters") == path.parents[1]
     assert (path.parent / "b.txt").is_file()
 
 
@@ -473,10 +433,10 @@ def test_a_mirror_comes_first_and_is_not_written(public, tmp_path, monkeypatch):
     (mirror / "data").mkdir(parents=True)
     (mirror / "data" / "a.txt").write_bytes((public / "data" / "a.txt").read_bytes())
     monkeypatch.setenv("KVREPRO_DATA", os.pathsep.join([str(tmp_path / "nowhere"), str(mirror)]))
-    assert public_files.fetch("a.txt") == mirror / "data" / "a.txt"
+    assert data.fetch("a.txt") == mirror / "data" / "a.txt"
     monkeypatch.setenv("KVREPRO_DATA", str(mirror.parent))  # also one folder per source
-    assert public_files.fetch("a.txt") == mirror / "data" / "a.txt"
-    assert public_files.fetch("letters") == tmp_path / "cache" / "letters"  # the mirror is not complete
+    assert data.fetch("a.txt") == mirror / "data" / "a.txt"
+    assert data.fetch("letters") == tmp_path / "cache" / "letters"  # the mirror is not complete
     assert sorted(p.name for p in mirror.rglob("*.txt")) == ["a.txt"]
 
 
@@ -492,7 +452,7 @@ def test_damaged_files_are_refused_and_left(public, tmp_path, monkeypatch, where
     before = path.read_bytes()
     monkeypatch.setenv("KVREPRO_DATA", str(tmp_path / "mirror"))
     with pytest.raises(InputError, match=words) as error:
-        public_files.fetch("a.txt")
+        data.fetch("a.txt")
     assert str(path) in str(error.value)
     assert "remove it" in str(error.value)
     assert path.read_bytes() == before
@@ -501,7 +461,7 @@ def test_damaged_files_are_refused_and_left(public, tmp_path, monkeypatch, where
 def test_a_wrong_download_never_takes_the_name(public, tmp_path):
     (public / "data" / "a.txt").write_text("an error page")
     with pytest.raises(InputError, match="not the file of the manifest"):
-        public_files.fetch("a.txt")
+        data.fetch("a.txt")
     assert not list((tmp_path / "cache").rglob("*.*"))
 
 
@@ -509,11 +469,11 @@ def test_no_network_and_unknown_names_are_one_line(public, monkeypatch):
     (public / "data" / "a.txt").unlink()
     way_out = "set KVREPRO_DATA to a folder that holds it as letters/data/a.txt$"
     with pytest.raises(InputError, match=f"^cannot download http.*{way_out}") as error:
-        public_files.fetch("a.txt")
+        data.fetch("a.txt")
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="'c.txt' is not in"):
-        public_files.fetch("c.txt")
-    manifest = public_files.sources()
-    monkeypatch.setattr(public_files, "sources", lambda: manifest | {"more": manifest["letters"]})
+        data.fetch("c.txt")
+    manifest = data.sources()
+    monkeypatch.setattr(data, "sources", lambda: manifest | {"more": manifest["letters"]})
     with pytest.raises(InputError, match="names 2 files of"):
-        public_files.fetch("a.txt")
+        data.fetch("a.txt")

@@ -6,7 +6,8 @@ import zipfile
 import checkpoint
 import pytest
 
-from kvrepro.experiment import data, longbench, measure
+from kvrepro.experiment import data, measure
+from kvrepro.experiment.prompt import LONGBENCH
 
 TOKENIZER = checkpoint.tokenizer()
 PUBLISHED = {  # set -> metric and new tokens, as eval.py and dataset2maxlen.json of the public code have them
@@ -18,23 +19,21 @@ PUBLISHED = {  # set -> metric and new tokens, as eval.py and dataset2maxlen.jso
     "lcc": ("code_similarity", 64), "repobench-p": ("code_similarity", 64),
 }  # fmt: skip
 PLAIN = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}  # pred.py gives these to a model as they are
-ANSWERS = {
-    "trec": ["Date"], "passage_count": ["7"], "passage_retrieval_en": ["Paragraph 12"], "lcc": ["int x = {0};"],
-}  # fmt: skip
+ANSWERS = {"trec": ["Date"], "passage_count": ["7"], "passage_retrieval_en": ["Paragraph 12"], "lcc": ["int x = {0};"]}
 
 
 @pytest.fixture
 def archive(tmp_path, monkeypatch):
     """LongBench's archive as published: data/<set>.jsonl in one zip, three rows of each set here."""
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as folder:
-        for name in longbench.SETS:
+        for name in LONGBENCH:
             same = {"dataset": name, "language": "en", "_id": "x", "all_classes": ["Date", "City"] * (name == "trec")}
-            rows = [
-                same | {"input": f"What is {i}?", "context": f"{name} {{}} {i} " * 40, "length": 5999 + i,
-                        "answers": ANSWERS.get(name, [f"A{i}", "B"])}
-                for i in range(3)
-            ]  # fmt: skip
-            folder.writestr(f"data/{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            lines = []
+            for i in range(3):
+                answers = {"answers": ANSWERS.get(name, [f"A{i}", "B"]), "length": 5999 + i}
+                texts = {"input": f"What is {i}?", "context": f"{name} {{}} {i} " * 40}
+                lines.append(json.dumps(same | answers | texts) + "\n")
+            folder.writestr(f"data/{name}.jsonl", "".join(lines))
     monkeypatch.setattr(data, "fetch", lambda name: tmp_path / name.split("/")[1])
     return tmp_path / "data.zip"
 
@@ -61,7 +60,7 @@ def test_a_right_answer_has_the_full_official_score(archive, item):
 
 def test_the_protection_paper_s_form_has_its_prompt_and_its_longest_passages(archive):
     items = data.load_items("longbench:protection", 12)
-    assert [item.task for item in items] == [task for task in longbench.GROUPS["qa"] for _ in range(2)]
+    assert [item.task for item in items] == [task for task in data.GROUPS["qa"] for _ in range(2)]
     assert [item.answer for item in items[:2]] == ["A0", "A1"]  # the third passage is longer than the paper's longest
     assert {item.messages[0]["content"] for item in items} == {data.SYSTEM}
     assert all("max_new_tokens" not in item.meta for item in items)
@@ -74,7 +73,7 @@ def test_a_prompt_holds_context_and_question_once_in_the_benchmark_s_order(archi
     before, context, after = message["content"].partition(item.context)
     assert context
     assert before
-    assert after.count(item.question) == ("{}" in longbench.SETS[name].after)
+    assert after.count(item.question) == ("{}" in LONGBENCH[name].after)
     prompt = data.build_prompt(item, TOKENIZER, 10_000)
     text = TOKENIZER.decode(prompt.ids)
     assert (text == message["content"]) == (name in PLAIN)
@@ -88,11 +87,11 @@ def test_a_prompt_holds_context_and_question_once_in_the_benchmark_s_order(archi
 @pytest.mark.parametrize("name", ["gov_report", "trec"])
 def test_the_middle_of_a_long_context_goes(archive, name, limit):
     context = " ".join(f"word{i}" for i in range(3000))
-    messages, spans = longbench.messages(name, context, "What is it?")
+    messages, spans = LONGBENCH[name].messages(context, "What is it?")
     item = data.Item("x", name, messages, "a", spans, context, "What is it?", form=name)
     prompt = data.build_prompt(item, TOKENIZER, limit)
     assert limit - 8 <= len(prompt.ids) <= limit
-    form, text = longbench.SETS[name], TOKENIZER.decode(prompt.ids)
+    form, text = LONGBENCH[name], TOKENIZER.decode(prompt.ids)
     assert form.before in text
     assert form.after.replace("{}", "What is it?") in text
     left = TOKENIZER.decode([prompt.ids[p] for p in prompt.spans["passage"]]).removeprefix(form.before)

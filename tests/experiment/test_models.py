@@ -39,10 +39,6 @@ def test_loads_a_folder(folder):
     assert not any(p.requires_grad for p in loaded.model.parameters())
 
 
-def test_dtype_is_an_argument(folder):
-    assert models.load(str(folder), dtype="bfloat16").dtype == "bfloat16"
-
-
 @pytest.mark.parametrize(("where", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16"), ("cuda:1", "bfloat16")])
 def test_on_a_gpu_a_checkpoint_keeps_its_own_type(where, dtype, tmp_path, monkeypatch):
     folder = trial.checkpoint(tmp_path / "half", "two-layer", checkpoint.TEXTS, 500, dtype="bfloat16")
@@ -112,10 +108,6 @@ def test_stop_ids_are_eos_the_known_marks_and_the_generation_config(copy):
     assert models.stop_ids(loaded) == marks | {2, 77}
 
 
-def bin_only(copy):
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-
-
 @pytest.mark.parametrize("name", ["no-such-model", "./no/such/folder", "/no/such", "a b/c"])
 def test_unknown_names_say_what_is_known(name):
     with pytest.raises(InputError, match="unknown model .* use small-gqa"):
@@ -135,7 +127,7 @@ def test_no_network_is_one_line(monkeypatch, error):
 
 
 def test_a_hub_checkpoint_is_checked_before_its_weights_are_fetched(copy, monkeypatch):
-    bin_only(copy)
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     fetched = []
 
     def download(model, allow_patterns):

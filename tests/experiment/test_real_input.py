@@ -1,5 +1,6 @@
 """The whole way: LongBench passages, a checkpoint in the hub's format, the protocol's prompts, the engine, rows."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from kvrepro.experiment.run import Answers, Settings, run
 
 CAP, ENDS = SharedCap(), {"prefix": 0.1, "suffix": 0.1}
 
+SHIPS = " ".join(f"Ship {i} reached the harbour with {i * 7 % 90} crates of tea." for i in range(400))
+DOORS = "The red door is open. " * 900
 OWN = [
-    {"context": " ".join(f"Ship {i} reached the harbour with {i * 7 % 90} crates of tea." for i in range(400)),
-     "question": "How many crates of tea did ship 399 bring?", "answer": "3", "domain": "harbour"},
-    {"context": "The red door is open. " * 900, "question": "Which door is open?", "answer": "the red door",
-     "domain": "doors"},
-]  # fmt: skip
+    {"context": SHIPS, "question": "How many crates of tea did ship 399 bring?", "answer": "3", "domain": "harbour"},
+    {"context": DOORS, "question": "Which door is open?", "answer": "the red door", "domain": "doors"},
+]
 
 
 def mirrored() -> bool:
@@ -34,8 +35,6 @@ def source(request, tmp_path_factory):
         if not mirrored():
             pytest.skip("KVREPRO_DATA names no folder with longbench-balanced.jsonl")
         return data.fetch("longbench-balanced.jsonl")
-    import json
-
     path = tmp_path_factory.mktemp("own") / "own.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in OWN))
     return path

@@ -143,21 +143,6 @@ def test_a_change_makes_rows_stale(loaded, fake, tmp_path, monkeypatch, what):
     assert len(store.read(tmp_path / "doors" / "main")) == rows
 
 
-IMPOSSIBLE = {
-    "answer is ' ': give texts that are not empty": {"answer": " "},
-    "answer is None: give a text": {"answer": None},
-    "answer is '': give texts": {"meta": {"answers": ["tea", ""]}},
-    "messages are .*None.*: give {role, content}": {"messages": ({"role": "user", "content": None},)},
-}
-
-
-@pytest.mark.parametrize("words", IMPOSSIBLE)
-def test_items_made_in_python_are_refused_as_those_of_a_file(loaded, fake, tmp_path, words):
-    with pytest.raises(InputError, match=f"item item-0: {words}"):
-        go(loaded, tmp_path, items=[replace(ITEMS[0], **IMPOSSIBLE[words])])
-    assert not fake.calls
-
-
 # ---- models that think before they answer
 
 
@@ -257,18 +242,6 @@ def test_a_study_of_which_many_fail_ends_when_the_rest_is_stored(loaded, fake, t
     assert set(failed["policy"]) == {"lru"} if culprit == "lru" else set(failed["item"]) == {"item-1"}
 
 
-def test_items_that_cannot_meet_a_condition_are_left_out_and_a_condition_that_none_can_is_refused(loaded, capsys):
-    long = [Item(name, "doors", ({"role": "user", "content": "Which door is open? " * 12},), "x") for name in "ab"]
-    study = Answers("doors", "main", [long[0], ITEMS[0], long[1]], [Condition("snapkv", 80, Prefill())], 8)
-    assert answers.able(study, loaded) == long
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("doors: 1 of 3 items left out, the first because: item item-0: budget 80 >= ")
-    with pytest.raises(InputError, match="^item item-0: budget 80 >= "):
-        answers.able(replace(study, items=ITEMS[:2]), loaded)
-    with pytest.raises(InputError, match="^unknown policy 'snap'"):
-        answers.able(replace(study, conditions=[Condition("snap", 8, Prefill())]), loaded)
-
-
 def test_what_an_item_cannot_meet_is_a_row_with_an_error_and_no_failure(loaded, fake, tmp_path, capsys):
     conditions = [CONDITIONS[0], Condition("snapkv", 80, Prefill())]
     long = Item("long", "doors", ({"role": "user", "content": "Which door is open? " * 12},), "x")
@@ -312,6 +285,10 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
         ({"items": [ITEMS[0], ITEMS[0]]}, "2 items share 1 ids"),
         ({"items": [*ITEMS, Item("blank", "t", ({"role": "user", "content": " "},), "x")]}, "item blank is empty"),
         ({"items": [*ITEMS, LONG]}, "item long has .* > limit 248"),
+        ({"items": [replace(LONG, answer=" ")]}, "item long: answer is ' ': give texts that are not empty"),
+        ({"items": [replace(LONG, answer=None)]}, "item long: answer is None: give a text"),
+        ({"items": [replace(LONG, meta={"answers": ["tea", ""]})]}, "item long: answer is '': give texts"),
+        ({"items": [replace(LONG, messages=({"role": "user", "content": None},))]}, "item long: messages are .*None"),
         ({"limit": 250}, "limit 250 . 8 new tokens > context 256"),
         (
             {"conditions": [Condition("lru", 200, SharedCap(), prefix=0.45, suffix=0.45)]},
@@ -383,12 +360,11 @@ def test_several_tables_keep_their_names_and_need_no_model(tmp_path):
 
 
 def test_an_item_that_fails_costs_itself(loaded, tmp_path, capsys, monkeypatch):
-    many = [Item(f"item-{i}", "doors", ITEMS[0].messages, "x") for i in range(11)]
     monkeypatch.setenv("BROKEN", "item-4 item-5")
     with pytest.raises(StudyFailed, match="2 of 11 items failed, the first item-4: RuntimeError: boom"):
-        per_item(loaded, tmp_path, items=many)
+        per_item(loaded, tmp_path, items=MANY)
     monkeypatch.setenv("BROKEN", "item-4")
-    frame = per_item(loaded, tmp_path, items=many)
+    frame = per_item(loaded, tmp_path, items=MANY)
     assert SEEN == ["item-5"]
     assert len(frame) == 10
     assert frame.attrs["failed"] == ["item-4: RuntimeError: boom"]

@@ -18,7 +18,7 @@ from kvrepro.chapters.dropkv_bound.bound import ORIGIN
 from kvrepro.chapters.dropkv_bound.settings import Settings
 from kvrepro.chapters.dropkv_bound.study import WHERE
 from kvrepro.chapters.dropkv_bound.triples import STRATA
-from kvrepro.experiment import claims, judge, longbench
+from kvrepro.experiment import claims, judge, prompt
 from kvrepro.experiment.claims import KEPT, PLAIN
 from kvrepro.experiment.judge import NotTestable
 from kvrepro.experiment.members import Case
@@ -28,7 +28,7 @@ from kvrepro.world import ruler
 
 K = 200  # in the claims about theorem 1's factor, whatever `Settings.k` is
 HARD_K = 10  # in the claims about pairs of rules
-ITEMS: dict[str, Iterable[str]] = {"longbench": longbench.SETS, "ruler": ruler.TASKS}
+ITEMS: dict[str, Iterable[str]] = {"longbench": prompt.LONGBENCH, "ruler": ruler.TASKS}
 KEYS = ["item", *WHERE, "stratum", "k", "objective"]
 KERNELS, MODELS = GPU / "kernels.csv", GPU / "models.csv"
 SCORING = "perturbation, two passes, three kernels"  # all of DropKV's scoring, as the references compute it

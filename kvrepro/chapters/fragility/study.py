@@ -19,9 +19,9 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import READINGS, find, is_own
 from kvrepro.engine.score.learned import available
 from kvrepro.errors import InputError
-from kvrepro.experiment import data, longbench, measure
+from kvrepro.experiment import data, measure
 from kvrepro.experiment import run as runner
-from kvrepro.experiment.answers import check, prompt_limit
+from kvrepro.experiment.answers import prepared, prompt_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
@@ -146,7 +146,7 @@ def observed(loaded: Loaded, settings: Settings) -> Answers:
     study = Answers("fragility", "answers", chosen, [Condition()], settings.answer_tokens, note=tokens_of)
 
     def check_history(item: Item) -> None:
-        [prompt] = check(replace(study, items=[item]), loaded)
+        [(prompt, *_)] = prepared(replace(study, items=[item]), loaded)
         with data.named(item):
             for s in {s.until: s for s in _settings_for(item, settings.base).values()}.values():
                 retention.end_of(prompt, s)
@@ -184,7 +184,7 @@ def retained(answered: Answers, loaded: Loaded, settings: Settings) -> dict[str,
     study = PerItem("fragility", "retained", seen, retained_by_item, {"base": settings.base, "layer": layer})
     tables, tasks = run(study, loaded, settings), {item.id: item.task for item in answered.items}
     curves, summary = (table.assign(task=table["item"].map(tasks)) for table in (tables["curves"], tables["summary"]))
-    long = summary.task.isin([*LONG, *longbench.GROUPS["long"]])
+    long = summary.task.isin([*LONG, *data.GROUPS["long"]])
     return {"curves": curves, "summary": summary.assign(long=long | ~long.any(), headline=summary.layer == layer)}
 
 

@@ -46,9 +46,7 @@ class QuerySums:
         self.mean: dict[int, Tensor] = {}
         self.length: dict[int, Tensor] = {}
 
-    def attend(
-        self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding=None) -> Tensor:
         n, dim = query.shape[2:]
         positions = torch.arange(n, device=query.device)[None]
         if layer in self.inverse_frequencies:

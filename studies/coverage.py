@@ -57,10 +57,10 @@ def free(rng: np.random.Generator, n: int, sigma: float) -> pd.DataFrame:
 
 
 def clusters(rng: np.random.Generator, n: int, rows: int) -> pd.DataFrame:
-    """Column x: ratios above 1 with a long tail, `rows` to a prompt, prompts alike within."""
+    """Column x: ratios above 1 with a long tail, `rows` to a prompt (the index), prompts alike within."""
     shift = np.repeat(rng.normal(0, 0.4, n), rows)
     values = 1 + np.exp(-3 + shift + 1.2 * rng.normal(size=n * rows))
-    return pd.DataFrame({"x": values, "prompt": np.repeat(np.arange(n), rows)})
+    return pd.DataFrame({"x": values}, pd.Index(np.repeat(np.arange(n), rows), name="prompt"))
 
 
 def several(rng: np.random.Generator, n: int, apart: float) -> pd.DataFrame:
@@ -97,16 +97,11 @@ def _differences(f: pd.DataFrame) -> np.ndarray:
     return a - f["b"].to_numpy() if "b" in f else a
 
 
-def _values(f: pd.DataFrame) -> pd.DataFrame:
-    """The measured columns, without the prompts that items share."""
-    return f.drop(columns="prompt", errors="ignore")
-
-
 def chosen(quantity: str, f: pd.DataFrame) -> Ends:
     """The interval that `kvrepro.experiment.stats` gives."""
     if quantity in RESAMPLED:
-        labels, limits = (f.prompt, (1.0, np.inf)) if "prompt" in f else (None, stats.ANY)
-        e = stats.resampled(_values(f), RESAMPLED[quantity], labels, limits=limits)
+        labels, limits = (f.index, (1.0, np.inf)) if f.index.name == "prompt" else (None, stats.ANY)
+        e = stats.resampled(f, RESAMPLED[quantity], labels, limits=limits)
     elif quantity == UNBOUNDED:
         e = stats.interval(f.a)
     else:
@@ -116,9 +111,7 @@ def chosen(quantity: str, f: pd.DataFrame) -> Ends:
 
 def student(quantity: str, f: pd.DataFrame) -> Ends:
     """Student's t on the mean."""
-    x = _differences(f)
-    half = scipy_stats.t.ppf(0.975, len(x) - 1) * scipy_stats.sem(x)
-    return x.mean() - half, x.mean() + half
+    return scipy_stats.ttest_1samp(_differences(f), 0.0).confidence_interval()
 
 
 def bca(quantity: str, f: pd.DataFrame) -> Ends:
@@ -140,7 +133,7 @@ def truth(quantity: str, draw: Draw) -> float:
     """The population's value, from many items."""
     f = draw(np.random.default_rng(0), 200_000)
     if quantity in RESAMPLED:
-        return RESAMPLED[quantity](_values(f).to_numpy())
+        return RESAMPLED[quantity](f.to_numpy())
     return float(f.a.mean() / f.full.mean()) if quantity == "share_of_ceiling" else float(_differences(f).mean())
 
 

@@ -7,7 +7,6 @@ duo_attn/train.py of mit-han-lab/duo-attention (there at a rate of 0.02).
 
 import json
 import random
-from typing import Annotated
 
 import numpy as np
 import torch
@@ -85,14 +84,9 @@ def draw(steps: int, length: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.from_numpy(ids).long(), torch.from_numpy(turn) > 0) for ids, turn in drawn]
 
 
-def main(
-    model: Annotated[str, typer.Option(help="a model with the embedded one's vocabulary")] = models.DEFAULT,
-    steps: Annotated[int, typer.Option(help="updates of the gates", min=1)] = 80,
-    length: Annotated[int, typer.Option(help="tokens of a conversation", min=64)] = 768,
-    sinks: int = 32,
-    recent: int = 64,
-) -> None:
-    """Learn on the CPU in float32 and write the gates, with what they were learned with, beside the model."""
+def main(model: str = models.DEFAULT, steps: int = 80, length: int = 768, sinks: int = 32, recent: int = 64) -> None:
+    """Learn on the CPU in float32 and write the gates, with what they were learned with, beside the model, which has
+    the embedded one's vocabulary. length: tokens of a conversation, one a step."""
     loaded = models.load(model)
     facts = ModelFacts.of(loaded.model)
     if facts.sliding:

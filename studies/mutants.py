@@ -11,16 +11,15 @@ change from the original. It stays with its mutant when the table is written aga
 
 import json
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
 import pandas as pd
 import typer
 
-from kvrepro.errors import InputError, one_line_errors
+from kvrepro.errors import InputError
 from kvrepro.experiment import provenance
 from kvrepro.paths import DATA, write_table
-from studies.table import replace_rows
+from studies.table import replace_rows, versions
 
 FOLDER = DATA / "reliability"
 KILLED, SURVIVED, TIMEOUT, NOT_TRIED = "killed", "survived", "timeout", "not checked"
@@ -66,7 +65,6 @@ def counted(table: pd.DataFrame, explained: pd.DataFrame) -> pd.DataFrame:
     return counts.reindex(columns=COUNTS).fillna(0).astype(int).reset_index()
 
 
-@one_line_errors()
 def main() -> None:
     """Write both tables, keeping the reasons that were given."""
     table = outcomes(Path("mutants"))
@@ -79,7 +77,7 @@ def main() -> None:
     write_table(file, survivors)
     counts = counted(table, survivors)
     total = pd.DataFrame([{"module": "all", **counts[COUNTS].sum()}])
-    counts = pd.concat([counts, total]).assign(date=f"{date.today()}", machine=provenance.machine())
+    counts = pd.concat([counts, total]).assign(**versions(), machine=provenance.machine())
     counts.insert(7, "share", (counts[KILLED] + counts.timeouts) / counts.tried)
     replace_rows(FOLDER / "mutants.csv", counts, ["module"], digits=4)
     typer.echo(counts.to_string(index=False))

@@ -10,8 +10,6 @@ DuoAttentionPress, which reads the authors' gates files; RandomPress, which draw
 policies of the regime `SharedCap`, whose public code is held against its published rows.
 """
 
-import datetime
-import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +25,9 @@ from kvrepro.engine import attention
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, Prefill
 from kvrepro.engine.generate import generate
-from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.paths import DATA, write_table
+from studies.table import versions
 
 SHARES = (0.25, 0.5)
 Kept = dict[str, list[tuple[Tensor, Tensor | None]]]  # by press, of each layer
@@ -86,13 +84,9 @@ PAIRS = (
 
 
 def kvpress() -> Any:
-    """The library kvpress. Importing it wraps every attention function; ours is put back. Raises InputError where it
-    is not installed."""
-    try:
-        import kvpress as library
-    except ImportError as error:
-        way_out = "pip install 'kvrepro[parity]' in an environment of its own"
-        raise InputError(f"kvpress cannot be imported ({error}): {way_out}") from None
+    """The library kvpress. Importing it wraps every attention function; ours is put back."""
+    import kvpress as library
+
     ALL_ATTENTION_FUNCTIONS["kvrepro"] = attention._attention
     return library
 
@@ -101,12 +95,9 @@ def random_model(group: int = 4) -> PreTrainedModel:
     """Random weights, large enough that attention is far from uniform: 4 layers, 2 KV heads of 32 with `group` query
     heads each."""
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=1000, hidden_size=64 * group, intermediate_size=512, num_hidden_layers=4,
-        num_attention_heads=2 * group, num_key_value_heads=2, head_dim=32, initializer_range=0.1,
-        max_position_embeddings=1024,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(shape).eval()
+    heads = {"num_attention_heads": 2 * group, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 64 * group}
+    sizes = {"vocab_size": 1000, "intermediate_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**heads, **sizes, initializer_range=0.1)).eval()
 
 
 def prompts(loaded: models.Loaded, n: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
@@ -136,11 +127,9 @@ def theirs(model: PreTrainedModel, ids: list[int], presses: dict[str, Any], eage
             module.masked_key_indices = None
             shown = (module, kwargs["hidden_states"], *stored, output[1] if eager else None, kwargs)
             out, _ = press.compress(*shown)
-            if module.masked_key_indices is None:  # the press gathered: find its keys again, which are all different
-                codes = _codes(layer.keys[0])
-                mask = torch.stack([torch.isin(a, b) for a, b in zip(codes, _codes(out[0]), strict=True)])
-            else:
-                mask = torch.ones(layer.keys.shape[1:3], dtype=torch.bool)
+            # A press that gathers has its keys found again, which are all different.
+            mask = torch.stack([torch.isin(a, b) for a, b in zip(*map(_codes, (layer.keys[0], out[0])), strict=True)])
+            if module.masked_key_indices is not None:
                 mask[module.masked_key_indices[1], module.masked_key_indices[2]] = False
             module.masked_key_indices = None
             kept[name].append((mask, _scores(press, shown)))
@@ -221,11 +210,6 @@ def row(pair: Any, share: float, press: str, heads: Sequence[tuple[float, bool]]
     named = {"policy": pair.policy, "switches": " ".join(f"{k}={v}" for k, v in pair.switches), "press": press}
     counts = {"share_kept": share, "heads": len(heads), "equal": common.count(1), "differ_by_ties": sum(tied)}
     return named | counts | {"least_in_common": min(common), "note": pair.note}
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """The packages' versions, and today's date."""
-    return {name: importlib.metadata.version(name) for name in packages} | {"date": datetime.date.today().isoformat()}
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ import pandas as pd
 import typer
 
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims
+from kvrepro.experiment import claims, provenance
 from kvrepro.paths import DATA
 from studies import chapters, oracle
-from studies.table import replace_rows, stamp
+from studies.table import replace_rows, versions
 
 DETERMINISM, STABILITY = DATA / "reliability" / "determinism.csv", DATA / "stability.csv"
 COLUMNS = "varied must_be_equal chapter rows text kept score verdicts changed turned which machine torch date".split()
@@ -81,7 +81,8 @@ def shares(varied: str, first: Path, other: Path, equal: bool) -> pd.DataFrame:
     if not rows:
         raise InputError(f"{first} and {other} have no row or verdict in common")
     total = {"varied": varied, "chapter": "all", **pd.DataFrame(rows)[COUNTS].sum()}
-    return pd.DataFrame([*rows, total]).reindex(columns=COLUMNS).assign(must_be_equal=equal, **stamp())
+    facts = {"must_be_equal": equal, "machine": provenance.machine()} | versions("torch")
+    return pd.DataFrame([*rows, total]).reindex(columns=COLUMNS).assign(**facts)
 
 
 @app.command()

@@ -11,6 +11,9 @@ import pandas as pd
 
 from kvrepro.experiment import artifact, data, measure
 
+NAMES = {"prompt_tokens": "n_prompt_tokens", "n_generated": "n_generated_tokens", "evicted": "eviction_count"}
+NAMES |= {"policy_calls": "policy_call_count", "gate_open": "gate_open_count"}
+
 
 def results(under: str = "") -> pd.DataFrame:
     """The rows of `artifact.scores`, with their texts, from the paper's files below a folder of its results."""
@@ -49,25 +52,19 @@ def _tasks(folder: Path) -> Callable[[str, int], str]:
 
 def _row(entry: dict[str, Any]) -> dict[str, Any]:
     prediction, answer = entry["prediction"], entry["reference"]
-    return {
-        "prompt_tokens": entry["n_prompt_tokens"], "n_generated": entry["n_generated_tokens"],
-        "prediction": prediction, "answer": answer, "token_f1": entry["token_f1"], "exact_match": entry["exact_match"],
+    first, first_gold = (" ".join(text.split()[:1]) for text in (prediction, answer))
+    row = {name: entry[name] for name in ("prediction", "token_f1", "exact_match")} | {"answer": answer}
+    row |= {ours: entry[theirs] for ours, theirs in NAMES.items()}
+    return row | {
         "token_f1_longbench": measure.token_f1_longbench(prediction, answer, papers=True),
         "rouge_l": measure.rouge_l(prediction, answer, papers=True),
         "repetition_4gram": measure.repetition_4gram(prediction),
-        "kept_mean": entry.get("positions_retained", math.nan), "evicted": entry["eviction_count"],
-        "policy_calls": entry["policy_call_count"],
-        "cut": len(prediction) >= 500 or len(answer) >= 500, "gate_open": entry["gate_open_count"],
+        "kept_mean": entry.get("positions_retained", math.nan),
+        "cut": len(prediction) >= 500 or len(answer) >= 500,
         "output": int(hashlib.sha256(prediction.encode()).hexdigest()[:8], 16),
         "begins": ord((prediction or "\0")[0]),
-    } | _first_word(prediction, answer)  # fmt: skip
-
-
-def _first_word(prediction: str, answer: str) -> dict[str, float]:
-    """Scores of the first word, which the full cache chooses under every policy."""
-    first, first_gold = (" ".join(text.split()[:1]) for text in (prediction, answer))
-    return measure.after_first(prediction, answer) | {
-        "first_f1": measure.token_f1(first, answer, papers=True),
+        **measure.after_first(prediction, answer),
+        "first_f1": measure.token_f1(first, answer, papers=True),  # the full cache chooses it under every policy
         "first_gold_f1": measure.token_f1(first_gold, answer, papers=True),
     }
 

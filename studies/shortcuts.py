@@ -60,9 +60,7 @@ class Onlooker:
         self.end, self.seen = question, {}
         self.queries = {"window": range(question - WINDOW, question), "question": range(question, tokens)}
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding=None) -> Tensor:
         at = torch.arange(query.shape[2], device=query.device)[None]
         sums = {name: torch.zeros(key.shape[1], self.end) for name in self.queries}
 
@@ -79,9 +77,12 @@ class Onlooker:
         return out
 
 
-def groups(prompt: Prompt, words: list[str], answer: set[str]) -> Mapping[str, np.ndarray]:
-    """By kind of token, bool [tokens before the question]: evidence, words of the answer in the evidence, filler, and
-    other facts. words: the prompt's tokens; answer: the words of the answer."""
+def groups(loaded: Loaded, item: Item) -> tuple[Prompt, list[str], Mapping[str, np.ndarray]]:
+    """The item's prompt, its tokens as words, and by kind of token, bool [tokens before the question]: evidence, words
+    of the answer in the evidence, filler, and other facts."""
+    prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
+    words = loaded.tokenizer.convert_ids_to_tokens(prompt.ids)
+    answer = set(loaded.tokenizer.tokenize(item.answer)) - set(MARKS)
     start, end = prompt.turns["user"] + 1, min(prompt.spans["question"])
     evidence = np.isin(np.arange(end), prompt.spans["evidence"])
     sentences, filler = {tuple(sentence) for sentence in FILLER}, np.zeros(end, bool)
@@ -91,25 +92,20 @@ def groups(prompt: Prompt, words: list[str], answer: set[str]) -> Mapping[str, n
             filler[at : at + size] = True
     other = ~evidence & ~filler & (np.arange(end) >= start)
     answer_words = evidence & np.array([word in answer for word in words[:end]])
-    return {"evidence": evidence, "answer words": answer_words, "filler": filler & ~evidence, "other facts": other}
-
-
-def _words(loaded: Loaded, item: Item) -> set[str]:
-    return set(loaded.tokenizer.tokenize(item.answer)) - set(MARKS)
+    kinds = {"evidence": evidence, "answer words": answer_words, "filler": filler & ~evidence, "other facts": other}
+    return prompt, words, kinds
 
 
 @torch.inference_mode()
 def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
     """The AUCs of one prompt, with columns layer (-1 for signals of no layer), head, signal, contrast (of `CONTRASTS`),
     auc."""
-    prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
-    words = loaded.tokenizer.convert_ids_to_tokens(prompt.ids)
-    where, end = groups(prompt, words, _words(loaded, item)), min(prompt.spans["question"])
-    look = Onlooker(end, len(prompt.ids))
+    prompt, words, where = groups(loaded, item)
+    end, counts = min(prompt.spans["question"]), Counter(words[: min(prompt.spans["question"])])
+    look = Onlooker(end, len(words))
     read_once(loaded.model, prompt.ids, look)
-    counts = Counter(words[:end])
-    plain = {"position": np.arange(end), "rarity": -np.array([counts[word] for word in words[:end]])}
-    scores = [(-1, 0, name, x) for name, x in plain.items()]
+    rarity = -np.array([counts[word] for word in words[:end]])
+    scores = [(-1, 0, "position", np.arange(end)), (-1, 0, "rarity", rarity)]
     for n, seen in look.seen.items():
         scores += [(n, h, name, x) for name, heads in seen.items() for h, x in enumerate(heads)]
     rows = [
@@ -132,8 +128,7 @@ def conditions() -> list[Condition]:
 def kept(loaded: Loaded, item: Item) -> pd.DataFrame:
     """A row for each of `conditions`, on one prompt: policy, share, and for each kind of token of `groups` the share
     that a head keeps, mean over layers and heads."""
-    prompt = data.build_prompt(item, loaded.tokenizer, loaded.context)
-    where = groups(prompt, loaded.tokenizer.convert_ids_to_tokens(prompt.ids), _words(loaded, item))
+    prompt, _, where = groups(loaded, item)
     cells = conditions()
     [answers] = generate(loaded.model, [prompt], cells, max_new_tokens=1, stop_ids=(), kept_sets=True)
     return pd.DataFrame(
@@ -155,9 +150,7 @@ def lost(loaded: Loaded, items: list[Item]) -> pd.DataFrame:
     return losses.merge(held, on=["policy", "share"])
 
 
-def main(
-    model: Annotated[str, typer.Option(help="small-gqa, or the folder of a checkpoint")] = models.DEFAULT,
-) -> None:
+def main(model: Annotated[str, typer.Option(help="or the folder of a checkpoint")] = models.DEFAULT) -> None:
     """Measure on the CPU in float32: shortcuts.csv and shortcuts_lost.csv."""
     loaded = models.load(model)
     drawn_items = data.load_items("tinyworld:long,story,ledger,needle_multikey", 22, seed=2028, tokens=1900)

@@ -7,13 +7,11 @@ weights are.
 The rows of regimes in first_token.csv, and data/gpu/models.csv, come from version 0.1.0.
 """
 
-import datetime
 import gc
 import itertools
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from statistics import median
 from typing import Annotated, Any
 
@@ -27,6 +25,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.experiment.claims import KEPT, PLAIN
 from kvrepro.paths import GPU
 from studies import trial
+from studies.table import versions
 
 SHAPES = ("Llama-3.1-8B", "Qwen2.5-3B", "Mistral-7B", "Qwen2.5-7B")
 POLICIES = """snapkv ada_kv dropkv andpro h2o key_diff tova cake critical_kv defensive_kv layer_defensive_kv""".split()
@@ -47,8 +46,7 @@ def build(name: str) -> PreTrainedModel:
 
 def facts() -> dict[str, str]:
     """Where and when something is measured."""
-    versions = {name: version(name) for name in ("torch", "triton", "transformers")}
-    return {"device": torch.cuda.get_device_name(), **versions, "date": f"{datetime.date.today()}"}
+    return {"device": torch.cuda.get_device_name(), **versions("torch", "triton", "transformers")}
 
 
 def seconds(call: Callable[[], Any], repeats: int) -> list[float]:

@@ -1,6 +1,7 @@
 """Tables of the project: those that studies measure, row by row (CSV), and those of words (YAML)."""
 
 import datetime
+import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,6 @@ def replace_rows(table: Path, rows: pd.DataFrame, key: Sequence[str], digits: in
     return whole
 
 
-def stamp() -> dict[str, Any]:
-    """Where and when something was measured."""
-    import torch  # takes seconds, and reading tables needs neither
-
-    from kvrepro.experiment import provenance
-
-    return {"machine": provenance.machine(), "torch": torch.__version__, "date": f"{datetime.date.today()}"}
+def versions(*packages: str) -> dict[str, str]:
+    """The packages' versions, and today's date."""
+    return {name: importlib.metadata.version(name) for name in packages} | {"date": f"{datetime.date.today()}"}

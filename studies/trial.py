@@ -5,7 +5,6 @@ chapter on a few items, and stores per chapter: results, failed ones, seconds, t
 memory. A failed row fails the trial. Random weights answer nothing: this tests that chapters run, and how fast.
 """
 
-import datetime
 import tempfile
 import time
 import traceback
@@ -15,7 +14,6 @@ from typing import Annotated, Any
 
 import pandas as pd
 import torch
-import transformers
 import typer
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -25,7 +23,7 @@ from kvrepro.errors import error_line
 from kvrepro.experiment import data, models
 from kvrepro.paths import GPU
 from studies import chapters
-from studies.table import answers_of, replace_rows, words
+from studies.table import answers_of, replace_rows, versions, words
 
 SHAPES: dict[str, dict[str, Any]] = words("shapes")
 TEMPLATE = (
@@ -43,10 +41,8 @@ def tokenizer(texts: Iterable[str], vocabulary: int = 4096) -> PreTrainedTokeniz
     bpe.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(texts, trainer)
+    how = {"vocab_size": vocabulary, "special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(**how))
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = TEMPLATE
     return fast
@@ -103,8 +99,9 @@ def main(
     models.device_of(device)
     read = data.load_items(items, data.AtMost(8))
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    run_facts = {"shape": shape, "dtype": dtype, "device": where, "torch": torch.__version__}
-    run_facts |= {"transformers": transformers.__version__, "date": datetime.date.today().isoformat(), "note": "alone"}
+    run_facts = (
+        {"shape": shape, "dtype": dtype, "device": where} | versions("torch", "transformers") | {"note": "alone"}
+    )
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
@@ -117,10 +114,7 @@ def main(
             rows.append(attempt(name, parameters) | run_facts)
             print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
             replace_rows(out, pd.DataFrame(rows), KEY)
-    print(f"the table: {out}")
-    frame = pd.DataFrame(rows)
-    if frame.error.any() or frame.failed.sum():
-        raise typer.Exit(1)
+    raise typer.Exit(int(any(row["error"] or row["failed"] for row in rows)))
 
 
 if __name__ == "__main__":

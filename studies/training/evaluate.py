@@ -63,12 +63,8 @@ def write(path: Path, result: dict[tuple[str, int], float], n: int) -> None:
 
 def main(model: str = models.DEFAULT, n: int = 20, tokens: int = 1900) -> None:
     """Evaluate on the CPU in float32 and write evaluation.csv."""
-    loaded = models.load(model)
-    result = {}
-    for name in R.TASK_NAMES:
-        result |= exact_match(loaded.model, {(name, tokens): evaluation_set(name, tokens, n, 2026)}, rows=4)
-        print(f"{name:24s} {tokens:5d}  {result[name, tokens]:.3f}", flush=True)
-    write(Path("evaluation.csv"), result, n)
+    sets = {(name, tokens): evaluation_set(name, tokens, n, 2026) for name in R.TASK_NAMES}
+    write(Path("evaluation.csv"), exact_match(models.load(model).model, sets, rows=4), n)
 
 
 if __name__ == "__main__":

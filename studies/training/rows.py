@@ -38,11 +38,10 @@ def build() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordPiece(vocabulary(), unk_token="<|unk|>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.decoder = decoders.WordPiece(prefix="##", cleanup=False)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, unk_token="<|unk|>", pad_token="<|pad|>", eos_token="<|end|>",
-        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"], model_max_length=world.CONTEXT,
-        clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    tokens = {"unk_token": "<|unk|>", "pad_token": "<|pad|>", "eos_token": "<|end|>"}
+    tokens["additional_special_tokens"] = ["<|system|>", "<|user|>", "<|assistant|>"]
+    sizes = {"model_max_length": world.CONTEXT, "clean_up_tokenization_spaces": False}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **tokens, **sizes)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -75,9 +74,14 @@ def repeated(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
 
 
 def batch(
-    rng: random.Random, shares: np.ndarray, length: int, tokens: int, warm: float = 0.0, evaluation: bool = False,
+    rng: random.Random,
+    shares: np.ndarray,
+    length: int,
+    tokens: int,
+    warm=0.0,
+    evaluation=False,
     turns: int | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """ids, turn, task of tokens // length rows: int16 [rows, length] twice, int16 [rows].
 
     shares: weight of each task; warm: share of repeated sequences, whose task is -1.

@@ -18,6 +18,7 @@ import typer
 
 from kvrepro.engine.condition import ensure
 from kvrepro.experiment.models import embedded
+from kvrepro.paths import DATA
 from studies.training import rows as R
 from studies.training.evaluate import LENGTHS as CHECKS
 from studies.training.evaluate import evaluation_set, exact, exact_match, write
@@ -26,7 +27,7 @@ from studies.training.rows import build
 # (share of the time passed, newest context length)
 STAGES = [(0.0, 256), (0.1, 512), (0.22, 1024), (0.36, 2048), (0.76, 4096)]
 LENGTHS = [length for _, length in STAGES]
-TOKENS = 65_536  # a step
+TOKENS, RATE = 65_536, 2e-3  # of a step
 CONTEXT_WEIGHT = 0.02  # loss weight of a token outside answers; answers have 1
 WARM = 0.04  # for this share of the time half of the rows are repeated random sequences
 
@@ -60,7 +61,7 @@ def model_config(name: str = "tiny-gqa") -> Any:
     return AutoConfig.from_pretrained(embedded()[name])
 
 
-def optimizers_of(model, lr: float) -> list[torch.optim.Optimizer]:
+def optimizers_of(model) -> list[torch.optim.Optimizer]:
     """Muon on the layers' matrices, AdamW on embeddings, biases, norms. The output projection's bias stays 0."""
     for layer in model.model.layers:
         if layer.self_attn.o_proj.bias is not None:
@@ -69,8 +70,8 @@ def optimizers_of(model, lr: float) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in trained if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in trained if p.ndim != 2 or "embed" in name]
     return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.Muon(matrices, lr=RATE, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
@@ -135,20 +136,17 @@ def step(model, optimizers: list, losses, x, y, lr: float) -> tuple:
     return loss, correct, per_token
 
 
-def main(
-    name: str = "tiny-gqa", minutes: float = 8.2, folder: Path = Path("data/models"), lr: float = 2e-3,
-    workers: int = 14, seed: int | None = None,
-) -> None:  # fmt: skip
+def main(name: str = "tiny-gqa", minutes: float = 8.2, workers: int = 14, seed: int | None = None) -> None:
     """Train a model of the family for `minutes` on one CUDA device; write weights, tokenizer, training.jsonl and
-    evaluation.csv to its place in `folder`."""  # long, because the state of a run is its variables
+    evaluation.csv to its place in data/models."""  # long, because the state of a run is its variables
     ensure(tuple(embedded()), name=name)
-    out, seed = folder / name, SEEDS.get(name, 0) if seed is None else seed
+    out, seed = DATA / "models" / name, SEEDS.get(name, 0) if seed is None else seed
     start, device, sets = time.time(), torch.device("cuda"), {}
     torch.manual_seed(seed)
     steps, tokens_seen, log, error = 0, 0, list[dict](), np.ones((len(LENGTHS), len(R.TASK_NAMES)))
     shared, queue, watched, final = started(f"{seed}-0", workers)  # forks, so before the device is touched
     model = fresh_model(name, device)
-    optimizers, losses = optimizers_of(model, lr), torch.compile(token_losses, dynamic=False)
+    optimizers, losses = optimizers_of(model), torch.compile(token_losses, dynamic=False)
     last = time.time()
     shared[2:] = list(0.1 + error.ravel())
     out.mkdir(parents=True, exist_ok=True)
@@ -158,7 +156,7 @@ def main(
         scale = min(1.0, (steps + 1) / 200) * min(1.0, max(0.02, (1 - progress) / 0.3))
         ids, turn, task = queue.get()
         x, y = ids.to(device, non_blocking=True).long(), turn.to(device, non_blocking=True)[:, 1:]
-        loss, correct, per_token = step(model, optimizers, losses, x, y, lr * scale)
+        loss, correct, per_token = step(model, optimizers, losses, x, y, RATE * scale)
         steps, tokens_seen = steps + 1, tokens_seen + x.numel()
 
         if steps % 3 == 0:  # a task's share follows its error at this length
@@ -172,18 +170,17 @@ def main(
             result = exact_match(model.eval(), sets, "cuda")
             model.train()
             context_loss = float(per_token[(y == 0) & (x[:, 1:] != R.PAD)].mean())
-            watched_line(result, log, out, seconds=round(time.time() - start), steps=steps, tokens=tokens_seen,
-                         loss=float(loss.detach()), context_loss=context_loss)  # fmt: skip
+            line = {"seconds": round(time.time() - start), "steps": steps, "tokens": tokens_seen}
+            watched_line(result, log, out, **line, loss=float(loss.detach()), context_loss=context_loss)
             last = time.time()
 
     model.to(torch.bfloat16).save_pretrained(out)
     build().save_pretrained(out)
     result = exact_match(model.eval().float(), {key: job.get() for key, job in final.items()}, "cuda")
     write(out / "evaluation.csv", result, 200)
-    whole = json.dumps({"seconds": round(time.time() - start), "steps": steps, "tokens": tokens_seen})
     with (out / "training.jsonl").open("a") as file:
-        file.write(whole + "\n")
-    print(whole, flush=True)
+        json.dump({"seconds": round(time.time() - start), "steps": steps, "tokens": tokens_seen}, file)
+        file.write("\n")
 
 
 if __name__ == "__main__":

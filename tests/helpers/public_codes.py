@@ -31,6 +31,7 @@ from kvrepro.engine.score.learned import load
 from kvrepro.experiment import models
 from kvrepro.paths import ROOT
 from studies import calibrate, parity
+from studies.table import versions
 
 Kept = list[tuple[Tensor, Tensor]]
 
@@ -374,7 +375,7 @@ if __name__ == "__main__":
     FILE = ROOT / "data/parity.csv"
     before = pd.read_csv(FILE, keep_default_na=False)
     of_codes = before.kvpress == ""
-    new = table(sys.argv[1:], before[of_codes]).assign(kvpress="", **parity.versions("torch", "transformers"))
+    new = table(sys.argv[1:], before[of_codes]).assign(kvpress="", **versions("torch", "transformers"))
     print(new.drop(columns="note").to_string())
     kept = before[~(of_codes & before.policy.isin(sys.argv[1:]))]
     pd.concat([kept, new[before.columns]]).to_csv(FILE, index=False)

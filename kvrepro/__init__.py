@@ -25,16 +25,17 @@ __all__ = [
     "Settings", "SharedCap", "build_prompt", "compress", "evicting", "generate", "load", "load_items", "load_prefix",
     "policies", "run", "stop_ids", "token_f1",
 ]  # fmt: skip
-_HOMES = {  # name: the module that defines it
-    **dict.fromkeys(("Condition", "Generation"), "kvrepro.engine.condition"),
-    **dict.fromkeys(("Chunked", "DecodeCap", "Offline", "PerStep", "Prefill", "SharedCap"), "kvrepro.engine.condition"),
-    **dict.fromkeys(("Answers", "PerItem", "Settings", "run"), "kvrepro.experiment.run"),
-    **dict.fromkeys(("build_prompt", "load_items"), "kvrepro.experiment.data"),
-    **dict.fromkeys(("compress", "load_prefix"), "kvrepro.engine.hf"),
-    **dict.fromkeys(("load", "stop_ids"), "kvrepro.experiment.models"),
-    "Item": "kvrepro.item", "evicting": "kvrepro.engine.hf", "generate": "kvrepro.engine.generate",
-    "token_f1": "kvrepro.experiment.measure",
-}  # fmt: skip
+_NAMES = {  # by the module that defines them
+    "engine.condition": "Chunked Condition DecodeCap Generation Offline PerStep Prefill SharedCap",
+    "engine.generate": "generate",
+    "engine.hf": "compress evicting load_prefix",
+    "experiment.data": "build_prompt load_items",
+    "experiment.measure": "token_f1",
+    "experiment.models": "load stop_ids",
+    "experiment.run": "Answers PerItem Settings run",
+    "item": "Item",
+}
+_HOMES = {name: f"kvrepro.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def policies() -> "pd.DataFrame":

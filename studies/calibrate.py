@@ -6,7 +6,6 @@ prompts. Source: Mao et al. 2026.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,16 +20,6 @@ from kvrepro.engine.shapes import KeyValue, Query
 from kvrepro.experiment import data, models
 
 TASKS = "two_hop,needle,variable_tracking,few_shot,list_all,dialogue,instruction_several,refusal"
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Statistics of a model's queries before their rotation."""
-
-    model: str  # hash of the checkpoint
-    mean: Tensor  # complex [layers, heads, frequencies]
-    length: Tensor  # [layers, heads, frequencies]
-    sample: Tensor  # [layers, weights], which identify the model
 
 
 def rounded(numbers: list[Any] | float) -> list[Any] | float:
@@ -59,24 +48,26 @@ class QuerySums:
 
 
 @torch.inference_mode()
-def calibrate(model, texts: list[list[int]], name: str = "") -> Queries:
-    """Statistics over all tokens of `texts`, of the layers that can be evicted, in their order."""
+def calibrate(model, texts: list[list[int]]) -> dict[str, Tensor]:
+    """Over all tokens of `texts`, of the layers that can be evicted: mean (complex) and length [layers, heads,
+    frequencies] of queries, and a sample [layers, weights], which identifies the model."""
     facts = ModelFacts.of(model)
     scale = float(getattr(model.get_decoder().rotary_emb, "attention_scaling", 1.0))  # of rotated queries and keys
     watch, tokens = QuerySums(facts.inverse_frequencies, scale), sum(map(len, texts))
     for ids in texts:
         read_once(model, ids, watch)
-    mean, length = ([sums[layer].cpu() / tokens for layer in sorted(sums)] for sums in (watch.mean, watch.length))
-    sample = sampled([facts.outputs[layer] for layer in sorted(watch.mean)])
-    return Queries(name, torch.stack(mean).to(torch.complex64), torch.stack(length).float(), sample)
+    layers = sorted(watch.mean)
+    mean, length = (torch.stack([s[layer].cpu() / tokens for layer in layers]) for s in (watch.mean, watch.length))
+    sample = sampled([facts.outputs[layer] for layer in layers])
+    return {"mean": mean.to(torch.complex64), "length": length.float(), "sample": sample}
 
 
-def write(queries: Queries, path: Path) -> None:
-    """JSON, five significant digits."""
-    numbers = {"mean_real": queries.mean.real, "mean_imaginary": queries.mean.imag, "length": queries.length}
-    shape = dict(zip(("layers", "heads", "frequencies"), queries.length.shape, strict=True))
-    text = {name: rounded(values.tolist()) for name, values in {**numbers, "sample": queries.sample}.items()}
-    path.write_text(json.dumps({"model": queries.model, **shape, **text}, separators=(",", ":")) + "\n")
+def write(path: Path, mean: Tensor, length: Tensor, sample: Tensor, model: str = "") -> None:
+    """JSON, five significant digits. model: hash of the checkpoint."""
+    numbers = {"mean_real": mean.real, "mean_imaginary": mean.imag, "length": length, "sample": sample}
+    shape = dict(zip(("layers", "heads", "frequencies"), length.shape, strict=True))
+    text = {name: rounded(values.tolist()) for name, values in numbers.items()}
+    path.write_text(json.dumps({"model": model, **shape, **text}, separators=(",", ":")) + "\n")
 
 
 def main(
@@ -88,7 +79,7 @@ def main(
     drawn = data.load_items(items, 16, 2027, 1000)
     texts = [data.build_prompt(item, loaded.tokenizer, loaded.context).ids for item in drawn]
     path = loaded.path.with_name(f"{loaded.path.name}-queries.json")
-    write(calibrate(loaded.model, texts, loaded.hash), path)
+    write(path, **calibrate(loaded.model, texts), model=loaded.hash)
     print(f'written: {path}; use it as Condition("tri_attention", ..., switches=(("calibration", "{path}"),))')
 
 

@@ -4,7 +4,8 @@ The models are those that ship with the project.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +24,8 @@ FULL = DATA / "full_profile.csv"  # verdicts of the default model's full profile
 RATES = ["wrongly_reproduced", "wrongly_not_reproduced", "can_hold", "can_fail"]  # of `studies.error_rates`
 ROWS = "family.parquet"  # what a run keeps of its rows for these claims, beside its verdicts
 Members = list["Member | NotTestable"]
-KV_HEADS = {"small-mqa": 1, "small-gqa": 2, "small-gqa-seed-0": 2, "small-gqa-seed-2": 2, "small-mha": 4}
-KV_HEADS |= {"small-sliding": 2, "tiny-gqa": 2}
+CONFIGURATIONS = {name: json.loads((folder / "config.json").read_text()) for name, folder in models.embedded().items()}
+KV_HEADS = {name: configuration["num_key_value_heads"] for name, configuration in CONFIGURATIONS.items()}
 HEADS = 4  # query heads of the small models
 ALIKE = {"small-mqa", "small-gqa", "small-mha"}  # kinds that differ in their KV heads alone
 
@@ -130,7 +131,7 @@ def rows_of(results: Path, chapter: str) -> dict[str, pd.DataFrame]:
 
 
 def verdicts(protection_rows: Mapping[str, pd.DataFrame], leakage_rows: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """The family's claims in both readings, `claims.COLUMNS`."""
+    """The family's claims in both readings, `claims.COLUMNS`, from each model's rows."""
     of_protection = {name: _language(rows) for name, rows in protection_rows.items()}
 
     def members(claim: Mapping, reading: str) -> Sequence[Member | NotTestable]:
@@ -143,6 +144,5 @@ def verdicts(protection_rows: Mapping[str, pd.DataFrame], leakage_rows: Mapping[
             raise NotTestable("the runs lack the models that it compares")
         return members_of_claim
 
-    every: Callable[[Mapping], Sequence[str]] = lambda claim: claims.READINGS  # noqa: E731
     book = claims.load_claims("family")["claims"]
-    return judge.verdicts(book, members, every, model="the family", profile="quick")
+    return judge.verdicts(book, members, lambda claim: claims.READINGS, model="the family", profile="quick")

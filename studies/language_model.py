@@ -9,7 +9,6 @@ their verdicts and rows come three tables: the verdicts, the runs, and mean scor
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -84,25 +83,19 @@ def scores_of(folder: Path, main: pd.DataFrame) -> pd.DataFrame:
 
 def main(results: Annotated[list[Path], typer.Argument(help="folders of runs by studies.family")]) -> None:
     """Store the verdicts, the runs and the scores of chapters that were run for one model on several kinds of items."""
-    tables = collected(results)
-    for file, table in zip((VERDICTS, RUNS, SCORES), tables, strict=True):
-        write_table(file, table)
-    print(tables[0].pivot_table(index=["items", "chapter"], columns="verdict", values="claim", aggfunc="count"))
-
-
-def collected(results: Sequence[Path]) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """The three tables. Raises InputError where a folder holds no run, or two runs of a chapter on the same items."""
-    verdicts, runs, means = [], [], []
-    for folder in results:
-        verdicts.append(family.collected(folder, COLUMNS))
-        for chapter in sorted(file.parent for file in folder.glob(f"*/*/{family.DONE}")):
-            study = main_study(chapter)
-            runs.append(run_of(chapter, study))
-            means.append(scores_of(chapter, study))
+    runs, means = [], []
+    for chapter in (file.parent for folder in results for file in sorted(folder.glob(f"*/*/{family.DONE}"))):
+        study = main_study(chapter)
+        runs.append(run_of(chapter, study))
+        means.append(scores_of(chapter, study))
     table = pd.DataFrame(runs)
     if len(twice := table[table.duplicated(["chapter", "items"])]):
         raise InputError(f"{twice.chapter.iloc[0]} was run twice on {twice['items'].iloc[0]}: give one of the two")
-    return pd.concat(verdicts, ignore_index=True), table, pd.concat(means, ignore_index=True)
+    verdicts = pd.concat([family.collected(folder, COLUMNS) for folder in results], ignore_index=True)
+    write_table(VERDICTS, verdicts)
+    write_table(RUNS, table)
+    write_table(SCORES, pd.concat(means, ignore_index=True))
+    print(verdicts.pivot_table(index=["items", "chapter"], columns="verdict", values="claim", aggfunc="count"))
 
 
 if __name__ == "__main__":

@@ -31,15 +31,17 @@ COUNTS = ["rows", *SAME.values(), "verdicts", "changed", "turned"]
 app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
 
-def compared(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Verdicts of the claims and readings that every table has, with a column for each table. Of a table with several
-    models the first counts. Verdicts that rest on stored timings cannot change and are left out."""
-    parts = []
-    for number, table in enumerate(tables):
+def compared(chapter: str, folders: Sequence[Path]) -> pd.DataFrame:
+    """Verdicts of a chapter's claims and readings that every folder has, with a column for each folder; none where one
+    has no verdicts. Of a table with several models the first counts. Verdicts that rest on stored timings cannot
+    change and are left out."""
+    parts, files = [], [folder / chapter / "claims.csv" for folder in folders]
+    for number, file in enumerate(files if all(file.is_file() for file in files) else []):
+        table = claims.read(file)
         first_run = table[table.model != claims.STORED]
         first_run = first_run[(first_run[["model", "profile"]] == first_run[["model", "profile"]].iloc[0]).all(axis=1)]
         parts.append(first_run.set_index(["claim", "reading"]).verdict.rename(number))
-    return pd.concat(parts, axis=1, join="inner")
+    return pd.concat(parts, axis=1, join="inner") if parts else pd.DataFrame()
 
 
 def row_of(verdicts: pd.DataFrame) -> dict[str, Any]:
@@ -65,13 +67,12 @@ def shares(varied: str, first: Path, other: Path, equal: bool) -> pd.DataFrame:
     both = oracle.rows(first).merge(oracle.rows(other), on=identity, suffixes=("", "_other"))
     rows: list[dict[str, Any]] = []
     for chapter in chapters.JUDGED:
-        part, files = both[both.chapter == chapter], [folder / chapter / "claims.csv" for folder in (first, other)]
+        part, verdicts = both[both.chapter == chapter], compared(chapter, [first, other])
         row: dict[str, Any] = dict.fromkeys(COUNTS, 0) | {"varied": varied, "chapter": chapter, "rows": len(part)}
         for column, name in SAME.items():
             one, two = part[column], part[f"{column}_other"]
             row[name] = int((one.ne(two) & ~(one.isna() & two.isna())).sum())
-        if all(file.is_file() for file in files):
-            verdicts = compared([claims.read(file) for file in files])
+        if len(verdicts):
             timed = claims.load_claims(chapter).get("timed", [])
             verdicts = verdicts[~verdicts.index.isin(timed, level="claim")]
             verdicts = verdicts[(verdicts != claims.NOT_TESTABLE).any(axis=1)]
@@ -106,10 +107,9 @@ def verdicts(
     """Compare the verdicts of several results folders, chapter by chapter."""
     rows = []
     for chapter in chapters.JUDGED:
-        files = [folder / chapter / "claims.csv" for folder in results]
-        if all(file.is_file() for file in files):
-            table = compared([claims.read(file) for file in files])
-            rows.append({"varied": varied, "runs": len(files), "chapter": chapter} | row_of(table))
+        table = compared(chapter, results)
+        if len(table):
+            rows.append({"varied": varied, "runs": len(results), "chapter": chapter} | row_of(table))
     if len(results) < 2 or not rows:
         raise InputError("give two results folders or more with verdicts of the same chapters")
     typer.echo(pd.DataFrame(rows).to_string(index=False))

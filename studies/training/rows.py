@@ -1,7 +1,7 @@
 """The models' tokenizer, one token a word, and their training rows: conversations as token ids, answers marked."""
 
-import random
 from functools import cache
+from random import Random
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,7 +25,7 @@ def vocabulary() -> dict[str, int]:
     grammar: set[str] = set()
     for task, build_conversation in world.ALL.items():  # a task's fixed words stand in each of its conversations
         for i in range(40):
-            conversation = build_conversation(Draw(random.Random(f"{task}-{i}"), 300, False, 2))
+            conversation = build_conversation(Draw(Random(f"{task}-{i}"), 300, False, 2))
             grammar.update(conversation.system, *(words for turn in conversation.turns for words in turn))
     shouted = [x.upper() for x in w.ADJECTIVES + w.NOUNS + w.KEYWORDS + w.QUALITIES + ["and", "are", "with"]]
     ordered = w.SPECIALS + w.MARKS + w.NUMBERS + sorted(grammar) + w.FIRST + w.LAST + w.ADJECTIVES + w.NOUNS + w.LABELS
@@ -57,7 +57,7 @@ def encode(conversation: Conversation) -> tuple[list[int], list[int]]:
     return [vocab[word] for word in words], turn
 
 
-def row(rng: random.Random, task: str, length: int, evaluation: bool, turns: int) -> tuple[list[int], list[int]]:
+def row(rng: Random, task: str, length: int, evaluation: bool, turns: int) -> tuple[list[int], list[int]]:
     """A conversation of at most `length` tokens (fewer turns if it does not fit), not padded."""
     while True:
         ids, turn = encode(ALL[task](Draw(rng, length, evaluation, turns)))
@@ -66,7 +66,7 @@ def row(rng: random.Random, task: str, length: int, evaluation: bool, turns: int
         turns = max(1, turns - 1)
 
 
-def repeated(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
+def repeated(rng: Random, length: int) -> tuple[list[int], list[int]]:
     """A random sequence twice, the plainest task of induction. The second time counts as the answer."""
     half = length // 2
     first = [rng.randrange(len(w.SPECIALS), len(vocabulary())) for _ in range(half)]
@@ -74,13 +74,7 @@ def repeated(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
 
 
 def batch(
-    rng: random.Random,
-    shares: np.ndarray,
-    length: int,
-    tokens: int,
-    warm=0.0,
-    evaluation=False,
-    turns: int | None = None,
+    rng: Random, shares: np.ndarray, length: int, tokens: int, warm: float = 0, evaluation: bool = False, turns: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """ids, turn, task of tokens // length rows: int16 [rows, length] twice, int16 [rows].
 

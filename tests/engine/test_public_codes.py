@@ -18,7 +18,7 @@ def inputs(request, tmp_path_factory):
     model, file = parity.random_model(request.param), tmp_path_factory.mktemp("queries") / "queries.json"
     g = torch.Generator().manual_seed(request.param)
     ids = torch.randint(3, 1000, (800 + 8 * request.param,), generator=g).tolist()
-    calibrate.write(calibrate.calibrate(model, [ids]), file)
+    calibrate.write(file, **calibrate.calibrate(model, [ids]))
     return model, ids, file
 
 

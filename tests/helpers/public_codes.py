@@ -362,7 +362,7 @@ def table(policies: Sequence[str], stored: pd.DataFrame, prompts: int = 20) -> p
         texts, worlds = parity.prompts(loaded, prompts)
         texts = [ids[: len(ids) // 40 * 40 + 8] for ids in (worlds if name == loaded.name else texts)]
         file = Path(tempfile.mkdtemp()) / "queries.json"
-        calibrate.write(calibrate.calibrate(model, texts[:1]), file)
+        calibrate.write(file, **calibrate.calibrate(model, texts[:1]))
         by_text = [agreements(model, ids, file, compared) for ids in texts]
         for (pair, share), heads in zip(compared, zip(*by_text, strict=True), strict=True):
             said = SimpleNamespace(policy=pair.policy, switches=pair.switches, note=named.note[pair.policy])

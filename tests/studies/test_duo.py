@@ -54,15 +54,15 @@ def test_query_statistics_are_those_of_the_projections(kind):
     for layer, block in enumerate(model.get_decoder().layers):
         projection = block.self_attn.q_proj if kind == "qwen2" else block.self_attn.qkv_proj
         hooks.append(projection.register_forward_hook(note(layer)))
-    statistics = calibrate.calibrate(model, prompts, "name")
+    statistics = calibrate.calibrate(model, prompts)
     for hook in hooks:
         hook.remove()
-    assert statistics.mean.shape == (3, 6, 4)
+    assert statistics["mean"].shape == (3, 6, 4)
     for layer in range(3):
         q = torch.cat(taken[layer]).double()
         pairs = torch.complex(q[..., :4], q[..., 4:])
-        torch.testing.assert_close(statistics.mean[layer].to(torch.complex128), pairs.mean(0), atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(statistics.length[layer].double(), pairs.abs().mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(statistics["mean"][layer].to(torch.complex128), pairs.mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(statistics["length"][layer].double(), pairs.abs().mean(0), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", list(models.embedded()))

@@ -1,14 +1,13 @@
 """Claims over several models, on rows in which the answer is known."""
 
 import itertools
-import json
 
 import few_claims
 import numpy as np
 import pandas as pd
 import synthetic
 
-from kvrepro.experiment import claims, models
+from kvrepro.experiment import claims
 from studies import family_claims
 
 FAMILY = ("small-mqa", "small-gqa", "small-gqa-seed-0", "small-mha", "small-sliding")
@@ -74,10 +73,3 @@ def test_every_claim_of_the_family_can_hold_and_can_fail():
         flat = verdict_of_claim(family_claims.verdicts(few, leakage(lambda name: 0.2)))
     assert {flat[name] for name in ("L2b", "M1", "M4", "M5")} == {"not reproduced"}
     assert flat["M6"] == "inconclusive"  # ninety items alike leave room for a hundredth
-
-
-def test_the_pairs_go_by_the_models_own_configurations():
-    configurations = {
-        name: json.loads((folder / "config.json").read_text()) for name, folder in models.embedded().items()
-    }
-    assert {name: c["num_key_value_heads"] for name, c in configurations.items()} == family_claims.KV_HEADS

@@ -14,10 +14,16 @@ from studies.gguf import convert
 
 TEXTS = ["The red door is open, and the blue door is shut.", "Ship 3 brought 21 crates of tea."]
 NAMES = {  # of a layer's weights in transformers -> in the file
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
 
 
 def interleaved(weight, heads):
@@ -66,9 +72,9 @@ def write(file, model, fast):
 def written(tmp_path_factory):
     fast = trial.tokenizer(TEXTS, 300)
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(fast), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-                         eos_token_id=fast.eos_token_id, bos_token_id=fast.eos_token_id)  # fmt: skip
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    sizes = {"vocab_size": len(fast), "hidden_size": 32, "intermediate_size": 48}
+    config = LlamaConfig(**heads, **sizes, eos_token_id=fast.eos_token_id, bos_token_id=fast.eos_token_id)
     model = LlamaForCausalLM(config)
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     write(file, model, fast)

@@ -133,7 +133,7 @@ def calibrated(tmp_path):
     mean = torch.complex(*(torch.randn(3, 4, DIM // 2, generator=g) for _ in range(2)))
     length = mean.abs() + torch.rand(3, 4, DIM // 2, generator=g)
     sample = learned.sampled([observation(seed=9).output] * 3)
-    calibrate.write(calibrate.Queries("hash", mean, length, sample), tmp_path / "queries.json")
+    calibrate.write(tmp_path / "queries.json", mean, length, sample)
     return str(tmp_path / "queries.json")
 
 

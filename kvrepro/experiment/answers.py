@@ -16,7 +16,6 @@ import pandas as pd
 import torch
 import transformers
 
-from kvrepro.chat import answer_of, thinks
 from kvrepro.engine import batches, policy
 from kvrepro.engine import generate as engine
 from kvrepro.engine.backend import obstacle
@@ -30,7 +29,7 @@ from kvrepro.experiment.jsonl import ensure_possible
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.pool import Job
 from kvrepro.experiment.settings import Settings
-from kvrepro.item import Item
+from kvrepro.item import Item, answer_of, thinks
 from kvrepro.paths import ROOT
 
 Pair = tuple[int, int]  # item, condition

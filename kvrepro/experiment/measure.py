@@ -16,8 +16,8 @@ from typing import Any
 
 import pandas as pd
 
-from kvrepro.chat import without_thinking
 from kvrepro.errors import InputError
+from kvrepro.item import without_thinking
 from kvrepro.world import ruler
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -15,10 +15,9 @@ from typing import Any, Literal, get_args
 
 import psutil
 
-from kvrepro.chat import rendered, thinking
 from kvrepro.engine.condition import ensure
 from kvrepro.errors import LONGEST, InputError, ensure_documented, first_line
-from kvrepro.item import plain
+from kvrepro.item import plain, rendered, thinking
 from kvrepro.paths import CACHE, DATA, INSTALLED, WORK, replaced
 
 DEFAULT = "small-gqa"

@@ -23,11 +23,11 @@ import loky
 import psutil
 import torch
 
-from kvrepro.chat import thinks
 from kvrepro.engine.policy import OWN
 from kvrepro.errors import InputError, Stopped, first_line
 from kvrepro.experiment import models, store
 from kvrepro.experiment.models import Loaded
+from kvrepro.item import thinks
 
 Recipe = tuple[str, str, str, str, bool | None]  # a model's folder, device, dtype, name, `enable_thinking`: to load it
 # Large blocks of memory that are freed are kept: glibc returns them to the system, which clears each new one. A quarter

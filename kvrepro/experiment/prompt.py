@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from kvrepro.chat import rendered
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError, first_line
-from kvrepro.item import Item, Span
+from kvrepro.item import Item, Span, rendered
 from kvrepro.paths import DATA
 
 Range = tuple[int, int]  # [start, end) in characters

@@ -62,7 +62,6 @@ MODULES = ("answers", "data", "jsonl", "measure", "prompt", "run")
 DECIDING = (
     "kvrepro/engine",
     "kvrepro/world",
-    "kvrepro/chat.py",
     "kvrepro/item.py",
     "kvrepro_kernels",
     *(f"kvrepro/experiment/{name}.py" for name in MODULES),

@@ -15,9 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvrepro.chat import rendered
 from kvrepro.errors import InputError, ensure_known
-from kvrepro.item import Item, Span
+from kvrepro.item import Item, Span, rendered
 
 NOISE = "Rain falls on the roof. The road runs south. Bread is baked at dawn. A clock ticks. Then it all begins again."
 DEPTHS = [round(100 * i / 39) for i in range(40)]  # per cent of an essay's sentences before a needle

@@ -15,8 +15,7 @@ import torch
 
 from kvrepro.chapters.dropkv_bound import bound, study
 from kvrepro.chapters.dropkv_bound.bound import ORIGIN
-from kvrepro.chapters.dropkv_bound.settings import Settings
-from kvrepro.chapters.dropkv_bound.study import WHERE
+from kvrepro.chapters.dropkv_bound.study import WHERE, Settings
 from kvrepro.chapters.dropkv_bound.triples import STRATA
 from kvrepro.experiment import claims, judge, prompt
 from kvrepro.experiment.claims import KEPT, PLAIN

@@ -14,9 +14,8 @@ import pandas as pd
 from scipy.stats import rankdata
 
 from kvrepro.chapters.leakage import scores
-from kvrepro.chapters.leakage.cells import FIVE, LAMBDAS, ORDERS
+from kvrepro.chapters.leakage.cells import FIVE, LAMBDAS, ORDERS, Settings
 from kvrepro.chapters.leakage.scores import CELL
-from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.experiment import claims, stats
 from kvrepro.experiment.judge import Drawn, NotTestable, Sample, Unpaired
 from kvrepro.experiment.members import Case

@@ -19,9 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvrepro.chapters.leakage.cells import ORDERS
+from kvrepro.chapters.leakage.cells import ORDERS, Settings
 from kvrepro.chapters.leakage.scores import CHECKS, UNCHECKED
-from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine.condition import Prompt
 from kvrepro.errors import InputError
 from kvrepro.experiment import data

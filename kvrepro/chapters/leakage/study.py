@@ -9,9 +9,8 @@ from dataclasses import replace
 import pandas as pd
 
 from kvrepro.chapters.leakage import prompts, scores
-from kvrepro.chapters.leakage.cells import DEBIAS, LIBRARY, Cell, cells
+from kvrepro.chapters.leakage.cells import DEBIAS, LIBRARY, Cell, Settings, cells
 from kvrepro.chapters.leakage.prompts import prompt, systems
-from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Offline, Prompt
 from kvrepro.errors import InputError

@@ -12,7 +12,6 @@ from annotated_types import Gt, Lt
 from torch import Tensor
 
 from kvrepro.chapters.protection import credit as estimator
-from kvrepro.chat import answer_of
 from kvrepro.engine import shared
 from kvrepro.engine.allocate import protected_count
 from kvrepro.engine.attention import watch_prompt
@@ -28,7 +27,7 @@ from kvrepro.experiment import run as runner
 from kvrepro.experiment.answers import prompt_limit, unmet
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
-from kvrepro.item import Item
+from kvrepro.item import Item, answer_of
 from kvrepro.paths import DATA
 
 Conditions: TypeAlias = list[Condition]

@@ -1,9 +1,10 @@
 """From evicted tokens to freed blocks: the studies of the reclamation chapter, each a tidy table.
 
 `synthetic`, `toy` and `traffic` need only a ledger, no model; `arising` and `published` ask the engine which tokens of
-a prompt stay. `run` makes all tables, with those of `acceptance`, `attention` and `quoted`.
+a prompt stay. `run` makes all tables, with those of `acceptance` and `attention`.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,19 +14,19 @@ import numpy as np
 import pandas as pd
 from annotated_types import Ge
 
-from kvrepro.chapters.reclamation import acceptance, attention, quoted, survivors
+from kvrepro.chapters.reclamation import acceptance, attention, survivors
 from kvrepro.chapters.reclamation.paged import LAYOUTS, Entry, Ledger, dense, evict_to
 from kvrepro.chapters.reclamation.survivors import POLICIES, Cells, cells, condition, kept_sets, label
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Chunked, Prefill, ProperShare, Regime, Size, ensure
+from kvrepro.engine.condition import Chunked, Condition, DecodeCap, Prefill, ProperShare, Regime, Size, ensure
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError, counted, error_line
-from kvrepro.experiment import data
+from kvrepro.experiment import claims, data
 from kvrepro.experiment import run as runner
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.run import PerItem
+from kvrepro.experiment.run import Answers, PerItem
 from kvrepro.item import Item
 
 SIZES = {  # prompts of each study in the quick and the full profile; a claim on two cases needs seven (`stats.fewest`)
@@ -56,7 +57,7 @@ class Settings(runner.Settings):
     timed_cadences: tuple[Size, ...] = (1, 2, 8, 32, 128, 512)  #: with real decoding; twice as long fits the context
     budget: Annotated[int, Ge(16)] = 2048  #: tokens, for cadences without a model
     lengths: tuple[Size, ...] = (512, 1024, 2048)  #: prompts for which the extra pass over the keys is timed, in tokens
-    quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted`)
+    quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted_answers`)
     quoted_tokens: Size = 32_768  #: of an answer to these
 
 
@@ -257,7 +258,7 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         "traffic": traffic(settings.cadences, settings.budget, block_size=settings.block_size),
         "wall": attention.wall(),
         "passes": runner.run(times, None, settings).drop(columns="item"),
-        "memory": quoted.memory(),
+        "memory": memory(),
     }
     for name, (function, arguments) in _studies(settings).items():
         most = None if name == "arising" else SIZES[name][settings.profile == "full"]
@@ -265,8 +266,8 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         job = PerItem("reclamation", name, items, function, arguments, alone=name == "latency")
         tables[name] = _without_failed(name, runner.run(job, loaded, settings))
     if problems:
-        answers = quoted.study(problems, settings.quoted_tokens)
-        tables["quoted"] = quoted.table(runner.run(answers, loaded, settings))
+        answers = quoted_answers(problems, settings.quoted_tokens)
+        tables["quoted"] = quoted_table(runner.run(answers, loaded, settings))
     return tables
 
 
@@ -306,3 +307,76 @@ def _without_failed(name: str, table: pd.DataFrame) -> pd.DataFrame:
     if table.error.notna().all():
         raise InputError(f"{name}: none of the policies can be run: {table.error.iloc[0]}")
     return table[table.error.isna()].drop(columns="error").infer_objects()
+
+
+# ---------------------------------------------------------------- what rests on large models
+
+SHAPES = {  # layers, query heads, KV heads, dimension of a head, parameters; from the models' published configurations
+    "Qwen3-8B": (36, 32, 8, 128, 8.19e9),
+    "Qwen3-32B": (64, 64, 8, 128, 32.8e9),
+    "Llama-3.1-8B": (32, 32, 8, 128, 8.03e9),
+    "Llama-3.1-70B": (80, 64, 8, 128, 70.6e9),
+    "Qwen2.5-3B": (36, 16, 2, 128, 3.09e9),
+    "Qwen2.5-14B": (48, 40, 8, 128, 14.8e9),
+}
+UNITS = {"24 x 10^9 bytes": 24e9, "24 x 2^30 bytes": 24 * 2**30}
+VOCABULARY, WIDTH = 151_936, 5_120  # of Qwen3-32B, whose embeddings and output layer are two matrices
+GROUP = 128  # weights that share a scale of 16 bits and a zero of four. Source: AWQ, Lin et al. 2024
+BUDGETS = (("snapkv", 2048), ("r_kv", 2048), ("tri_attention", 2048), ("tri_attention", 3072))
+QUOTED = {"full": "Full attention", "snapkv": "SnapKV", "r_kv": "R-KV", "tri_attention": "TriAttention"}
+
+
+def memory() -> pd.DataFrame:
+    """Rows (check, model, value). "smaller by GQA": the cache if there were as many KV heads as query heads, over the
+    model's. "tokens in <memory>": tokens that fit beside Qwen3-32B's weights at four bits, with nothing else in memory.
+    Either all weights have four bits, or as in checkpoints the embeddings and the output layer have 16, and the others
+    have scales and zeros."""
+    rows = [("smaller by GQA", model, heads / kv) for model, (_, heads, kv, _, _) in SHAPES.items()]
+    layers, _, kv_heads, dim, parameters = SHAPES["Qwen3-32B"]
+    token = 2 * 2 * layers * kv_heads * dim  # bytes of its keys and values
+    ends = 2 * VOCABULARY * WIDTH
+    weights = {"": 2 * ends + (parameters - ends) * (4 + 20 / GROUP) / 8}
+    weights[", four bits for every weight"] = parameters / 2
+    for variant, held in weights.items():
+        rows += [(f"tokens in {name}{variant}", "Qwen3-32B", (room - held) // token) for name, room in UNITS.items()]
+    return pd.DataFrame(rows, columns=["check", "model", "value"])
+
+
+def quoted_answers(items: Sequence[Item], tokens: int) -> Answers:
+    """Every problem with the full cache and under each of `BUDGETS`, to which it evicts every 128 generated tokens.
+
+    For the accuracy and speed that the guide quotes from elsewhere. items: of a .jsonl of problems whose `task` is
+    "AIME 2024" or "AIME 2025" and whose answer is a number: options={"quoted": "aime.jsonl"} with Qwen/Qwen3-8B on a
+    GPU, and room for long answers.
+    """
+    conditions = [Condition(), *(Condition(name, budget, DecodeCap(128)) for name, budget in BUDGETS)]
+    return Answers("reclamation", "quoted", items, conditions, max_new_tokens=tokens)
+
+
+def solved(prediction: str, answer: str) -> float:
+    """1 where the boxed number, or else the last one, is the answer."""
+    numbers = re.findall(r"\\boxed\{\s*(-?[\d,]+)", prediction) or re.findall(r"-?\d[\d,]*", prediction)
+    return float(bool(numbers) and numbers[-1].replace(",", "").lstrip("0") == answer.strip().lstrip("0"))
+
+
+def quoted_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows (item, task, policy, budget): solved, 0 or 1; beyond_print, solved less the printed accuracy; lost, solved
+    with the full cache less solved here; faster, tokens per second over those of the full cache; smaller, bytes of the
+    full cache at the end of the answer over those held here."""
+    problems = rows[["item", "task", "bytes_held"]].assign(
+        policy=rows.policy.map(QUOTED),
+        budget=rows.capacity.fillna(0),
+        solved=rows.apply(lambda row: solved(row.prediction or "", row.answer), axis=1),
+        speed=rows.n_generated / rows.decode_seconds,
+    )
+    printed = claims.published("guide003_numbers.csv").query("metric == 'accuracy %'")
+    printed = printed.assign(budget=printed.budget.str.extract(r"^(\d+)")[0].fillna("0").astype(float))
+    printed = printed.assign(share=printed.value.astype(float) / 100).set_index(["task", "method", "budget"]).share
+    cells = pd.MultiIndex.from_frame(problems[["task", "policy", "budget"]])
+    full = problems[problems.policy == QUOTED["full"]].set_index("item")
+    return problems.assign(
+        beyond_print=problems.solved - printed.reindex(cells).to_numpy(),
+        lost=problems["item"].map(full.solved) - problems.solved,
+        faster=problems.speed / problems["item"].map(full.speed),
+        smaller=problems["item"].map(full.bytes_held) / problems.bytes_held,
+    )

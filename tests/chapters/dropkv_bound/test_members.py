@@ -10,7 +10,7 @@ import tiny
 
 from kvrepro.chapters.dropkv_bound import members, study
 from kvrepro.chapters.dropkv_bound.members import SCORING, TORCH
-from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings
+from kvrepro.chapters.dropkv_bound.study import Sampling, Settings
 from kvrepro.experiment import claims, stats, verdict
 from kvrepro.experiment.claims import KEPT, PLAIN
 

@@ -3,7 +3,7 @@
 import families
 import pytest
 
-from kvrepro.chapters.dropkv_bound.settings import Settings
+from kvrepro.chapters.dropkv_bound.study import Settings
 from kvrepro.errors import InputError
 
 

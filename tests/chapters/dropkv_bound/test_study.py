@@ -9,7 +9,7 @@ import torch
 
 from kvrepro.chapters.dropkv_bound import bound, members, triples
 from kvrepro.chapters.dropkv_bound import study as runs
-from kvrepro.chapters.dropkv_bound.settings import Sampling, Settings, pool_name
+from kvrepro.chapters.dropkv_bound.study import Sampling, Settings, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
 from kvrepro.engine.policy import check
 from kvrepro.errors import InputError

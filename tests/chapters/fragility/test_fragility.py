@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observations import observation
 
-from kvrepro.chapters.fragility import contrasts, members, policies, retention, study
-from kvrepro.chapters.fragility.contrasts import Mixture
+from kvrepro.chapters.fragility import members, policies, retention, study
+from kvrepro.chapters.fragility.members import Mixture
 from kvrepro.chapters.fragility.retention import Setting
 from kvrepro.chapters.fragility.study import DEFENSIVE, POLICIES, Settings
 from kvrepro.engine import policy
@@ -243,8 +243,8 @@ def test_closed_forms_meet_the_simulation():
     observed = np.where(high, x.spike + (x.risk - x.spike) * u, x.low * u)
     for m in (1, 4, 32, 128):
         for seen, exact in (
-            (observed[:, :m].mean(1), contrasts.bias_of_mean(x)),
-            (observed[:, :m].max(1), contrasts.bias_of_max(x, m)),
+            (observed[:, :m].mean(1), members.bias_of_mean(x)),
+            (observed[:, :m].max(1), members.bias_of_max(x, m)),
         ):
             e = stats.interval(x.risk - seen)
             assert abs(e.value - exact) <= 2.2 * (e.high - e.value)
@@ -252,7 +252,7 @@ def test_closed_forms_meet_the_simulation():
 
 @given(MIXTURES, st.integers(2, 64))
 def test_theorems_1_and_2(x, m):
-    mean, largest = contrasts.bias_of_mean(x), contrasts.bias_of_max(x, m)
+    mean, largest = members.bias_of_mean(x), members.bias_of_max(x, m)
     stay = (1 - x.eps) ** m
     bound = x.risk - stay * x.low / 2 - (1 - stay) * (x.spike + x.risk) / 2
     assert 0 < largest <= bound + 1e-12  # theorem 2's bound on the largest
@@ -283,10 +283,10 @@ def test_theorem_2_for_any_two_parts_in_whole_numbers(low, above, tenths, m):
 
 @given(MIXTURES)
 def test_limits(x):
-    assert contrasts.bias_of_max(x, 1) == pytest.approx(contrasts.bias_of_mean(x))
-    assert contrasts.bias_of_max(x, 100_000) < 0.02
+    assert members.bias_of_max(x, 1) == pytest.approx(members.bias_of_mean(x))
+    assert members.bias_of_max(x, 100_000) < 0.02
     tiny_eps = replace(x, eps=1e-9)
-    assert contrasts.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.low / 2, abs=1e-6)
+    assert members.bias_of_mean(tiny_eps) == pytest.approx(x.risk - x.low / 2, abs=1e-6)
 
 
 # ---- the study
@@ -371,7 +371,7 @@ def members_of(claim_id: str, reading: str, tables: dict[str, pd.DataFrame]) -> 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
     """A folder of timings, empty."""
-    monkeypatch.setattr(contrasts, "GPU", tmp_path)
+    monkeypatch.setattr(members, "GPU", tmp_path)
     return tmp_path
 
 
@@ -391,14 +391,14 @@ def test_verdicts_from_rows_of_known_size():
 
 
 def test_scoring_times_are_compared_at_the_longest_context(gpu):
-    mean, largest = contrasts.SCORING_MEAN, contrasts.SCORING_MAX
+    mean, largest = members.SCORING_MEAN, members.SCORING_MAX
     timed = [(mean, 100, 5.0), (largest, 100, 50.0), (mean, 400, 20.0), (largest, 400, 22.0), (largest, 900, 1.0)]
     rows = [
         {"kernel": "window_scores", "variant": name, "tokens": tokens, "p20_us": 0.9 * us, "p50_us": us, "p80_us": us}
         for name, tokens, us in timed
     ]
     pd.DataFrame(rows).to_csv(gpu / "kernels.csv")
-    [(_, label, *ratio, runs)] = contrasts.scoring()
+    [(_, label, *ratio, runs)] = members.scoring()
     assert (label, ratio, runs) == ("400 tokens", pytest.approx([1.1, 0.99, 1.1 / 0.9]), None)
 
 
@@ -406,7 +406,7 @@ def test_costs_are_ratios_of_what_was_timed(gpu):
     table = f"""
         part|method|share|tokens|batch|seconds|peak_gib
         prefill|Ada-KV|0.2|100|1|2.0|10
-        prefill|{contrasts.DEFENSIVE_PLAIN}|0.2|100|1|3.0|10
+        prefill|{members.DEFENSIVE_PLAIN}|0.2|100|1|3.0|10
         prefill|{claims.KEPT}|1.0|100|1|2.0|20
         prefill|{claims.PLAIN}|1.0|100|1|2.0|40
         decode|{claims.PLAIN}|1.0|100|1|0.4|40
@@ -418,14 +418,14 @@ def test_costs_are_ratios_of_what_was_timed(gpu):
         decode|20% kept|0.2|50|1|9.0|1
     """.replace("  ", "")
     frame = pd.read_csv(io.StringIO(table), sep="|")
-    frame = frame.assign(model=contrasts.MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds, runs=3)
+    frame = frame.assign(model=members.MODEL, low=0.9 * frame.seconds, high=1.1 * frame.seconds, runs=3)
     frame.to_csv(gpu / "models.csv")
-    ratios = {(measure, label.split("'")[0]): numbers for measure, label, *numbers in contrasts.decoding()}
+    ratios = {(measure, label.split("'")[0]): numbers for measure, label, *numbers in members.decoding()}
     for measure, value in (("decode_ratio", 4), ("throughput_ratio", 8)):
         assert ratios[measure, "transformers"] == pytest.approx([value, 0.9 * value, value / 0.9, 3])
         assert ratios[f"{measure}_of_steps", "transformers"][1:3] == pytest.approx([9 / 11 * value, 11 / 9 * value])
         assert ratios[measure, "this engine"][0] == pytest.approx({4: 2, 8: 6.4}[value])
-    assert [value for _, _, value, *_ in contrasts.peaks()] == pytest.approx([0.25, 0.5, 0.75, 0.75])
+    assert [value for _, _, value, *_ in members.peaks()] == pytest.approx([0.25, 0.5, 0.75, 0.75])
 
 
 def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
@@ -440,7 +440,7 @@ def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
     """.replace("  ", "")
     frame = pd.read_csv(io.StringIO(table), sep="|")
     frame.assign(part="first", model="any", share=0.2).to_csv(gpu / "first_token.csv")
-    short, long = contrasts.first_tokens()
+    short, long = members.first_tokens()
     assert [short[1], long[1]] == ["any, 100 tokens, authors' code", "any, 400 tokens, authors' code"]
     assert short[2:] == pytest.approx((1.5, 2.9 / 2.1, 3.3 / 1.9, 7))
     assert (long[2], long[5]) == (1.25, 1)
@@ -493,8 +493,8 @@ def test_experts_are_known_by_the_configuration_and_asked_for_where_there_are_no
 def test_theorems_are_judged_case_by_case(monkeypatch):
     judged = verdicts().set_index("claim")
     assert judged.verdict[["C11", "C11b", "C11c"]].tolist() == ["reproduced", "reproduced", "not reproduced"]
-    broken = contrasts.bias_of_mean(Mixture())
-    monkeypatch.setattr(contrasts, "bias_of_max", lambda x, m: broken)
+    broken = members.bias_of_mean(Mixture())
+    monkeypatch.setattr(members, "bias_of_max", lambda x, m: broken)
     assert verdicts().set_index("claim").verdict["C11b"] == "not reproduced"
 
 
@@ -550,8 +550,8 @@ def test_claims_file_names_what_exists():
         assert claims.paper_text(claim["paper"], claim.get("unit", "F1"))
         for form in (claim, {**claim, **claim.get("first", {})}):
             assert form["contrast"] in {*stats.CONTRASTS, *members.CONTRASTS, "measured", "unpaired"}
-            assert form.get("filter", {}).get("measure", "peak_ratio") in set(contrasts.timings().measure)
-            assert form.get("filter", {}).get("theorem", "limit") in set(contrasts.theorems().theorem)
+            assert form.get("filter", {}).get("measure", "peak_ratio") in set(members.timings().measure)
+            assert form.get("filter", {}).get("theorem", "limit") in set(members.theorems().theorem)
         for side in claim.get("sides", {}).values():
             assert side.get("rule", "mean") in retention.RULES
     assert set(BOOK["sets"]["ruler"]) <= {*world.ALL, *ruler.TASKS}

@@ -9,9 +9,8 @@ import families
 import pytest
 
 from kvrepro.chapters.leakage import prompts, scores, study
-from kvrepro.chapters.leakage.cells import ORDERS
+from kvrepro.chapters.leakage.cells import ORDERS, Settings
 from kvrepro.chapters.leakage.prompts import prompt
-from kvrepro.chapters.leakage.settings import Settings
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment.verdict import Verdicts

@@ -6,7 +6,7 @@ import checkpoint
 import pytest
 
 from kvrepro.chapters.leakage import prompts, scores, study
-from kvrepro.chapters.leakage.settings import Settings
+from kvrepro.chapters.leakage.cells import Settings
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 from kvrepro.experiment.verdict import Verdicts

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvrepro.chapters.leakage.settings import Settings
+from kvrepro.chapters.leakage.cells import Settings
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.policy import Policy, own
 from kvrepro.errors import InputError

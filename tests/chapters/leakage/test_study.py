@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from kvrepro.chapters.leakage import cells, prompts, scores, study
-from kvrepro.chapters.leakage.settings import Settings
+from kvrepro.chapters.leakage.cells import Settings
 from kvrepro.experiment import models, store
 
 

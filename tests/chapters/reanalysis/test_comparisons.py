@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from kvrepro.chapters.reanalysis import comparisons, printed
+from kvrepro.chapters.reanalysis import printed
 from kvrepro.experiment import artifact, claims, stats
 
 SCORES = artifact.scores()
-ROWS = comparisons.panels(SCORES)
+ROWS = printed.panels(SCORES)
 POOL = ROWS[(ROWS["items"] == "longbench-pool") & (ROWS.capacity.isna() | (ROWS.capacity == 256))]
 
 
 @pytest.fixture(scope="module")
 def tests():
-    return comparisons.compare(POOL)
+    return printed.compare(POOL)
 
 
 @pytest.mark.parametrize("model", ["Gemma-3-4B-IT", "Phi-4-mini-instruct"])
@@ -52,7 +52,7 @@ def test_a_comparison_by_hand(tests):
 
 
 def test_no_run_is_compared_with_another_model_or_temperature():
-    pairs = comparisons.pairs(ROWS)
+    pairs = printed.pairs(ROWS)
     conditions = {name: artifact.condition(name) for name in SCORES["name"].unique()}
     for row in pairs.itertuples():
         [run, *_], [other, *_] = row.a, row.b
@@ -66,7 +66,7 @@ def test_no_run_is_compared_with_another_model_or_temperature():
 
 def test_what_was_never_evicted_is_the_full_caches_answer():
     model = "Qwen2.5-3B-Instruct"
-    split = comparisons.by_eviction(ROWS, "ada_kv_faithful").query("model_name == @model").set_index("never")
+    split = printed.by_eviction(ROWS, "ada_kv_faithful").query("model_name == @model").set_index("never")
     assert split.n.to_dict() == {True: 299, False: 182}
     assert split.value.round(3).to_dict() == {True: 0.034, False: 0.077}
     ada_kv = POOL[(POOL.model_name == model) & (POOL.policy == "ada_kv_faithful")].set_index("item")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from kvrepro.chapters.reclamation import quoted
+from kvrepro.chapters.reclamation import study
 from kvrepro.chapters.reclamation.study import Settings
 from kvrepro.experiment import verdict
 
@@ -17,12 +17,12 @@ from kvrepro.experiment import verdict
     [(r"so 3, and \boxed{042}.", 1), (r"\boxed{7} rather than 42", 0), ("first 7, then 42", 1), ("none", 0), ("", 0)],
 )
 def test_the_boxed_number_counts_or_else_the_last(text, right):
-    assert quoted.solved(text, "42") == right
+    assert study.solved(text, "42") == right
 
 
 def rows(items=40):
     """All problems solved by the full cache, half under TriAttention; none by the others."""
-    cases = [("full", None), *quoted.BUDGETS]
+    cases = [("full", None), *study.BUDGETS]
     columns = ["item", "policy", "capacity", "prediction", "decode_seconds", "bytes_held"]
     table = []
     for i, (name, budget) in itertools.product(range(items), cases):
@@ -33,7 +33,7 @@ def rows(items=40):
 
 
 def judged(rows: pd.DataFrame) -> pd.DataFrame:
-    tables = {"quoted": quoted.table(rows)}
+    tables = {"quoted": study.quoted_table(rows)}
     return verdict.verdicts("reclamation", tables, SimpleNamespace(name="Qwen3-8B"), Settings()).set_index("claim")
 
 
@@ -52,7 +52,7 @@ def test_the_quoted_claims_are_judged_once_there_are_rows():
 
 def test_bytes_of_a_token_and_tokens_beside_the_weights():
     token = 2 * 64 * 8 * 128 * 2  # keys and values, layers, KV heads, dimensions, bytes
-    rows = quoted.memory().set_index("check").value
+    rows = study.memory().set_index("check").value
     assert rows["tokens in 24 x 10^9 bytes, four bits for every weight"] == (24_000_000_000 - 16_400_000_000) // token
     ends = 2 * 151_936 * 5_120  # embeddings and output layer, two bytes a weight; the others 4.15625 bits
     held = 2 * ends + (32_800_000_000 - ends) * 4.15625 / 8

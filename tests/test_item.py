@@ -1,8 +1,8 @@
 import pytest
 
-from kvrepro.chat import rendered, thinking, without_thinking
 from kvrepro.errors import InputError
 from kvrepro.experiment import models
+from kvrepro.item import rendered, thinking, without_thinking
 
 
 def test_a_template_that_writes_the_date_says_the_same_every_day():

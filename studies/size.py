@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BOUNDS = {
-    "kvrepro/engine": 5800, "kvrepro/experiment": 3300, "kvrepro/world": 1100, "kvrepro/chapters": 5500,
-    "kvrepro": 16500, "kernels": 2700, "studies": 2800, "book/_ext": 200, "tests": 16000, "README.md": 80,
-    "CHANGELOG.md": 150,
-}  # fmt: skip
+BOUNDS = {"kvrepro/engine": 5800, "kvrepro/experiment": 3300, "kvrepro/world": 1100, "kvrepro/chapters": 5500}
+BOUNDS |= {"kvrepro": 16500, "kernels": 2700, "studies": 2800, "book/_ext": 200, "tests": 16000}
+BOUNDS |= {"README.md": 80, "CHANGELOG.md": 150}
 FILES, LONGEST, SKIPS = 90, 550, 40  # of kvrepro; and how many `fmt: skip` there may be in all
 
 

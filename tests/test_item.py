@@ -29,13 +29,16 @@ def test_a_template_is_told_whether_to_think_and_one_without_the_switch_is_refus
     assert rendered(thinking(thinking(plain, True), None), turns) == "Answer True:"
 
 
-@pytest.mark.parametrize(("text", "answer", "thought"), [
-    ("tea", "tea", None),
-    ("<think>\nIt says tea.\n</think>\n\ntea", "\n\ntea", "\nIt says tea.\n"),
-    ("It says tea.</think>tea", "tea", "It says tea."),  # the prompt opened the block
-    ("<think>It says", "", "It says"),
-    ("<think></think>tea", "tea", ""),
-    ("I <b>think</b> tea", "I <b>think</b> tea", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "answer", "thought"),
+    [
+        ("tea", "tea", None),
+        ("<think>\nIt says tea.\n</think>\n\ntea", "\n\ntea", "\nIt says tea.\n"),
+        ("It says tea.</think>tea", "tea", "It says tea."),  # the prompt opened the block
+        ("<think>It says", "", "It says"),
+        ("<think></think>tea", "tea", ""),
+        ("I <b>think</b> tea", "I <b>think</b> tea", None),
+    ],
+)
 def test_an_answer_is_what_follows_the_thinking(text, answer, thought):
     assert without_thinking(text) == (answer, thought)

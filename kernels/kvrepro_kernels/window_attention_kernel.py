@@ -81,9 +81,8 @@ def attend_split(
 
 @triton.jit(do_not_specialize=["splits"])
 def merge_splits(
-    part_outputs, part_lse, outputs, lse, rows, splits,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+    part_outputs, part_lse, outputs, lse, rows, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
+):
     row = tl.program_id(0)
     head_row = tl.program_id(1).to(tl.int64)
     split = tl.arange(0, BLOCK_S)  # [S]

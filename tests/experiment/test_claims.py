@@ -73,11 +73,8 @@ def test_new_verdicts_come_first_and_those_of_other_models_stay(tmp_path):
 # ------------------------------------------------------------------ claims written or changed when results were known
 
 
-OLD = {
-    "id": "X1", "topic": "t", "statement": "It helps.", "source": "here", "paper": {"text": "-"}, "contrast": "mean",
-    "shift": 0.0,
-    "rule": {"above": 0.0},
-}  # fmt: skip
+OLD = {"id": "X1", "topic": "t", "statement": "It helps.", "source": "here", "paper": {"text": "-"}}
+OLD |= {"contrast": "mean", "shift": 0.0, "rule": {"above": 0.0}}
 CHANGED = [
     OLD,
     {**OLD, "id": "X2", "changed": "why", "shift": -0.5, "first": {"rule": {"below": 0.0}}},

@@ -49,9 +49,8 @@ SCORED = pd.DataFrame({"item": list("abcd"), "token_f1": [1.0, 0.8, 0.9, 0.9], "
 
 
 def test_answers_that_no_policy_gives_are_lines_with_names():
-    controls = pd.concat([
-        SCORED.assign(control="first_word", token_f1=0.4, rest_f1=0.0), SCORED.assign(control="copy", token_f1=0.2)
-    ])  # fmt: skip
+    first = SCORED.assign(control="first_word", token_f1=0.4, rest_f1=0.0)
+    controls = pd.concat([first, SCORED.assign(control="copy", token_f1=0.2)])
     table = figure.floors(controls, SCORED)
     assert dict(zip(table.control, table.value, strict=True)) == pytest.approx(
         {"full": 0.9, "first_word": 0.4, "copy": 0.2}

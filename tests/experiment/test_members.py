@@ -100,13 +100,10 @@ def test_parts_hold_together_and_those_that_were_not_run_are_left_out():
     [pair] = asked(filter={"size": 1}, pairs={"policy": ["lru", "h2o", "quest"]}, contrast="difference", some=True)
     assert list(pair.what) == ["lru against h2o"]
     assert pair.some
-    [both] = asked(
-        filter={"size": 1}, sides={"a": {"policy": "lru"}, "b": {"policy": "full"}}, pairs={"policy": "two"},
-        both_ways=True, contrast="lift_minus_difference",
-    )  # fmt: skip
-    assert {name: list(part.data) for name, part in both.what.items()} == {
-        "lru against h2o": [*"abxy"], "h2o against lru": [*"abxy"],
-    }  # fmt: skip
+    pairs = {"pairs": {"policy": "two"}, "both_ways": True, "contrast": "lift_minus_difference"}
+    [both] = asked(filter={"size": 1}, sides={"a": {"policy": "lru"}, "b": {"policy": "full"}}, **pairs)
+    found = {name: list(part.data) for name, part in both.what.items()}
+    assert found == {"lru against h2o": [*"abxy"], "h2o against lru": [*"abxy"]}
     [parts] = asked(filter={"policy": "lru"}, parts={"size": "all"})
     assert list(parts.what) == ["size 1", "size 2"]
     [none] = asked(pairs={"policy": ["quest"]}, contrast="difference")
@@ -158,12 +155,9 @@ def test_a_claim_about_a_set_of_policies_is_put_to_ones_own_in_its_readings(monk
     rows.loc[rows.policy == "full", "reading"] = None
     general = CLAIM | {"over": {"policy": "two"}, "readings": "both", "rule": {"at_least": 0}}
     named = general | {"id": "X2", "over": {"policy": ["lru"]}}
-    frame = members.verdicts(
-        {"sets": {"two": ["lru", "h2o"]}, "claims": [general, named, general | {"id": "X3", "own": False}]},
-        {"main": rows}, CHAPTER, model="m", profile="quick",
-    )  # fmt: skip
-    assert frame[["claim", "reading"]].to_numpy().tolist() == [
-        ["X1", "as_run"], ["X2", "as_run"], ["X3", "as_run"], ["X1 Mine", "any"],
-    ]  # fmt: skip
+    book = {"sets": {"two": ["lru", "h2o"]}, "claims": [general, named, general | {"id": "X3", "own": False}]}
+    frame = members.verdicts(book, {"main": rows}, CHAPTER, model="m", profile="quick")
+    assert frame.claim.tolist() == ["X1", "X2", "X3", "X1 Mine"]
+    assert frame.reading.tolist() == ["as_run"] * 3 + ["any"]
     assert isinstance(language(rows).members(general | {"over": {"policy": ["mine"]}})[0].what, Sample)
     assert [member.label for member in language(rows).members(general | {"over": {"policy": ["mine"]}})] == ["Mine"]

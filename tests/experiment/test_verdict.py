@@ -14,11 +14,12 @@ from kvrepro.experiment.verdict import Verdicts, holds
 ROOT = Path(__file__).resolve().parents[2]
 PRESUMING = {"box", "says"}
 ROW = {"statement": "It falls.", "paper": "0.1", "ours": 0.2, "low": 0.1, "high": 0.3, "unit": "F1", "note": ""}
-TABLE = pd.DataFrame([
+ROWS = [
     ROW | {"claim": "P1", "reading": "as_run", "verdict": "partly"},
     ROW | {"claim": "P1", "reading": "as_described", "verdict": "not reproduced"},
     ROW | {"claim": "P2", "reading": "any", "verdict": "not testable here", "ours": float("nan"), "note": "not run"},
-])  # fmt: skip
+]
+TABLE = pd.DataFrame(ROWS)
 
 
 def presumed() -> list[tuple[str, dict]]:

@@ -44,10 +44,9 @@ def grouped_perturbation(query: Tensor, keys: Tensor, values: Tensor, lse: Tenso
 
 
 def bench_window_scores(b: Bench) -> None:
-    for (heads, kv_heads, dim), tokens, batch, window in (
-        (LLAMA, 4096, 1, 8), (LLAMA, 32768, 1, 8), (LLAMA, 131072, 1, 8), (LLAMA, 32768, 8, 8), (QWEN, 32768, 1, 8),
-        (QWEN, 131072, 1, 8), (LLAMA, 32768, 1, 32), (LLAMA, 32768, 1, 64),
-    ):  # fmt: skip
+    cases = [(LLAMA, 4096, 1, 8), (LLAMA, 32768, 1, 8), (LLAMA, 131072, 1, 8), (LLAMA, 32768, 8, 8)]
+    cases += [(QWEN, 32768, 1, 8), (QWEN, 131072, 1, 8), (LLAMA, 32768, 1, 32), (LLAMA, 32768, 1, 64)]
+    for (heads, kv_heads, dim), tokens, batch, window in cases:
         where = (f"{heads}/{kv_heads}/{dim}", tokens, batch)
         pages = batch * kv_heads * tokens * dim * 2  # bytes of the keys
         inputs = []
@@ -81,10 +80,9 @@ def bench_window_scores(b: Bench) -> None:
         if compared and tokens > 4096:
             calls = each(window_attention, bare)
             b.add("window_attention", "outputs and lse", *where, calls, moved=2 * pages)
-            for rule in (
-                ("attention", "mean", "mean"), ("attention", "max", "max"), ("attention", "variance", "mean"),
-                ("value", "max", "max"), ("anchor", "sum", "mean"), ("perturbation", "max", "max"),
-            ):  # fmt: skip
+            rules = "attention mean mean, attention max max, attention variance mean"
+            rules += ", value max max, anchor sum mean, perturbation max max"
+            for rule in map(str.split, rules.split(", ")):
                 calls = each(window_scores, inputs, **dict(zip(RULE, rule, strict=True)))
                 moved = pages * (1 if rule[0] == "attention" else 2)
                 b.add("window_scores", " ".join(rule), *where, calls, moved=moved)

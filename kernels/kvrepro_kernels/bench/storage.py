@@ -1,5 +1,7 @@
 """Times of decoding from ragged storage, and of moving kept tokens."""
 
+from itertools import product
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,10 +32,8 @@ def lists(mean: int, batch: int, equal: bool, tail: int) -> list[tuple]:
 
 def bench_ragged_decode(b: Bench) -> None:
     heads, kv_heads, dim = LLAMA
-    for mean, batch, equal in (
-        (32768, 8, False), (6553, 8, False), (32768, 1, False), (2048, 1, False),
-        (32768, 8, True), (6553, 8, True), (32768, 1, True), (2048, 1, True),
-    ):  # fmt: skip
+    sizes = ((32768, 8), (6553, 8), (32768, 1), (2048, 1))
+    for equal, (mean, batch) in product((False, True), sizes):
         where = (f"{heads}/{kv_heads}/{dim}", mean, batch)
         tail = 0 if equal else 64
         inputs = lists(mean, batch, equal, tail)

@@ -97,9 +97,11 @@ def differs(name: str, variant: str) -> bool:
 
 
 def cells(
-    policies: Iterable[str], ratios: Iterable[float], variants: Iterable[str] = ("default",),
+    policies: Iterable[str],
+    ratios: Iterable[float],
+    variants: Iterable[str] = ("default",),
     readings: Iterable[str] = READINGS[1:],
-) -> list[Cell]:  # fmt: skip
+) -> list[Cell]:
     """The uncompressed cache, and all combinations that can run; those as run only if they differ from the paper's."""
     ratios = list(ratios)
     chosen = [

@@ -174,9 +174,8 @@ def check_unbiased(case: Case) -> None:
         raise NotTestable(f"its keep rates differ by {gap:.2f}: what is lost may be due to that")
 
 
-REQUIRES: dict[str, Callable[[Case], None]] = {
-    "follows": check_follows, "keeps_secret": check_keeps, "something": check_something, "unbiased": check_unbiased,
-}  # fmt: skip
+REQUIRES: dict[str, Callable[[Case], None]] = {"follows": check_follows, "keeps_secret": check_keeps}
+REQUIRES |= {"something": check_something, "unbiased": check_unbiased}
 
 
 # ---------------------------------------------------------------- resamples of whole system prompts
@@ -347,7 +346,5 @@ def relative_difference(case: Case) -> Sample:
     return case.sample(statistic, times)
 
 
-CONTRASTS: dict[str, Callable[[Case], Any]] = {
-    "model_spread": model_spread, "class_spread": class_spread, "rank_gap": rank_gap, "optimal_gain": optimal_gain,
-    "relative_difference": relative_difference,
-}  # fmt: skip
+CONTRASTS: dict[str, Callable[[Case], Any]] = {"model_spread": model_spread, "class_spread": class_spread}
+CONTRASTS |= {"rank_gap": rank_gap, "optimal_gain": optimal_gain, "relative_difference": relative_difference}

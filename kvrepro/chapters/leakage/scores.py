@@ -17,10 +17,9 @@ from kvrepro.world import world
 from kvrepro.world.instructions import checks as world_checks
 
 CELL = ["order", "policy", "variant", "ratio"]
-LABELS = {  # names of columns and values in figures
-    "normal": "defense first", "flipped": "directive first", "followed": "rules followed", "told": "rules revealed",
-    "whitelist": "whitelist", "fair": "fair shares", "ends": "both ends", "default": "no cure", "value": "",
-}  # fmt: skip
+LABELS = {"normal": "defense first", "flipped": "directive first", "followed": "rules followed"}  # in figures
+LABELS |= {"told": "rules revealed", "whitelist": "whitelist", "fair": "fair shares", "ends": "both ends"}
+LABELS |= {"default": "no cure", "value": ""}
 MEASURES = ("followed", "passed", "tells_directive", "tells_rules", "tells_defense")
 TOLD = {"tells_directive": "directive", "tells_rules": "rule", "tells_defense": "defense"}  # measure -> reference text
 

@@ -590,10 +590,16 @@ def test_the_correlation_of_values_and_of_their_ranks():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: stats.tost([1, 2], [1, 2], margin=0), "margin is 0: give a positive difference that still counts"),
+        (
+            lambda: stats.tost([1, 2], [1, 2], margin=0),
+            "margin is 0: give a positive difference that still counts as equal",
+        ),
         (lambda: stats.interval([[1, 2]]), "values have shape (1, 2): give one list of numbers"),
         (lambda: stats.interval([1, 2], [1]), "1 clusters for 2 values: give one label per value"),
-        (lambda: stats.sign_test([1, 2], [1]), "2 values against 1: a paired comparison needs the same items"),
+        (
+            lambda: stats.sign_test([1, 2], [1]),
+            "2 values against 1: a paired comparison needs the same items in the same order",
+        ),
     ],
 )
 def test_a_refusal_says_what_to_give(call, text):

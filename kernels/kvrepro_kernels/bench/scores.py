@@ -80,9 +80,9 @@ def bench_window_scores(b: Bench) -> None:
         if compared and tokens > 4096:
             calls = each(window_attention, bare)
             b.add("window_attention", "outputs and lse", *where, calls, moved=2 * pages)
-            rules = "attention mean mean, attention max max, attention variance mean"
-            rules += ", value max max, anchor sum mean, perturbation max max"
-            for rule in map(str.split, rules.split(", ")):
+            rules = [("attention", "mean", "mean"), ("attention", "max", "max"), ("attention", "variance", "mean")]
+            rules += [("value", "max", "max"), ("anchor", "sum", "mean"), ("perturbation", "max", "max")]
+            for rule in rules:
                 calls = each(window_scores, inputs, **dict(zip(RULE, rule, strict=True)))
                 moved = pages * (1 if rule[0] == "attention" else 2)
                 b.add("window_scores", " ".join(rule), *where, calls, moved=moved)

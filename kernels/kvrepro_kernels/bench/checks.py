@@ -44,10 +44,8 @@ def checks(date: str, tokens: int = 8192) -> Iterator[Row]:
             outputs, lse = window_attention_reference(q, k, v, dim**-0.5, last, starts)
             given, lse = outputs.to(dtype), lse.float()
             log_sum, a = exact(lse, given)
-            names = (
-                "perturbation sum mean, attention mean mean, value max max, anchor sum mean, attention variance mean"
-            )
-            for rule in map(str.split, names.split(", ")):
+            rules = [("perturbation", "sum", "mean"), ("attention", "mean", "mean"), ("value", "max", "max")]
+            for rule in (*rules, ("anchor", "sum", "mean"), ("attention", "variance", "mean")):
                 named: dict[str, Any] = dict(zip(RULE, rule, strict=True))
                 ours = window_scores(query * sharp, keys, values, lse, given, **named).double()
                 truth = window_scores_reference(q, k, v, log_sum, a, *rule, dim**-0.5, last, starts)

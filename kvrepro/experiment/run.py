@@ -17,7 +17,6 @@ from typing import Any, Generic, TypeVar, overload
 import pandas as pd
 from tqdm.auto import tqdm
 
-from kvrepro.item import thinking, thinks
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError, Stopped, error_line
@@ -26,7 +25,7 @@ from kvrepro.experiment.answers import Answers, references, time_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.pool import Job
 from kvrepro.experiment.settings import Settings, ensure_name
-from kvrepro.item import Item, thinks
+from kvrepro.item import Item, thinking, thinks
 from kvrepro.paths import WORK
 from kvrepro.world import world
 

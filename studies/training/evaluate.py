@@ -24,7 +24,7 @@ def evaluation_set(task: str, length: int, n: int, seed: int) -> tuple[torch.Ten
     """ids and turn, int16 [n, length], of n held-out conversations with one question each."""
     rng = random.Random(f"eval-{seed}-{task}-{length}")
     shares = np.asarray([float(name == task) for name in R.TASK_NAMES])
-    ids, turn, _ = R.batch(rng, shares, length, length * n, evaluation=True)
+    ids, turn, _ = R.batch(rng, shares, length, length * n, evaluation=True, turns=1)
     return torch.from_numpy(ids), torch.from_numpy(turn)
 
 

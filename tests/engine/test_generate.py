@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conditions import flat
+from families import hugging_face, watched
 from slow_engine import Slow, looked_at, newest
 from slow_engine import run as slow_run
 from tiny import ARCHITECTURES, architecture, evictable, sliding_of
@@ -21,7 +22,6 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Condition, DecodeCap, Prefill, Prompt, SharedCap
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import usable
-from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.rows import Call, Extend
 from kvrepro.errors import InputError
@@ -30,11 +30,6 @@ WINDOW, CAP, NEW = 4, 16, 7
 FEW = {"max_new_tokens": 3, "stop_ids": ()}
 ONCE_MORE = {"max_new_tokens": 5}  # `cut` evicts from a cap in step 3, and step 4 sees what is left
 DECODING = ("decode cap", "per step")
-
-
-def watched(o: Observation):
-    """Mean attention of the window, over queries and group."""
-    return o.attention.mean((2, 3))
 
 
 def lopsided(scores, protected, budget, unequal: int = 0):
@@ -110,28 +105,16 @@ def assert_same(x: torch.Tensor, y: torch.Tensor, case: str = "", tolerance: flo
 # ---- against Hugging Face
 
 
-def greedy(model, prompt: list[int], n: int) -> tuple[list[int], torch.Tensor]:
-    """Hugging Face's own attention and cache."""
-    ids, cache, tokens = torch.tensor([prompt]), None, []
-    with torch.no_grad():
-        for _ in range(n):
-            out = model(ids, past_key_values=cache, use_cache=True)
-            cache, logits = out.past_key_values, out.logits[0, -1]
-            ids = logits.argmax().view(1, 1)
-            tokens.append(int(ids))
-    return tokens, logits
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_without_eviction_the_engine_is_a_greedy_loop_of_hugging_face(name):
     model, prompts = architecture(name), tiny_prompts(70, 55, 20)
     ours, ends = answers(model, prompts, [Condition(), Condition(regime=DecodeCap())])
     for prompt, row, states in zip(prompts, ours, ends, strict=True):
-        tokens, logits = greedy(model, prompt, NEW)
+        tokens, logits = hugging_face(model, prompt, NEW)
         for answer, state in zip(row, states, strict=True):
             assert answer.tokens == tokens
             assert answer.policy_calls == answer.evicted == 0
-            assert_same(state.logits, logits, tolerance=3e-5)
+            assert_same(state.logits, logits[-1], tolerance=3e-5)
 
 
 # ---- against the slow transcription

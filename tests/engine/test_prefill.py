@@ -1,7 +1,6 @@
 """The observations that policies get, against Hugging Face's own attention; guards, whitelists and reused prefixes."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from tiny import ARCHITECTURES, architecture, evictable, sliding_of
 from tiny import prompts as tiny_prompts
 from watched import watched_ends
 
-from kvrepro.engine import allocate, attention, evict
+from kvrepro.engine import allocate, evict
 from kvrepro.engine import generate as engine
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.catalogue import CATALOGUE
@@ -235,15 +234,6 @@ def test_facts_name_the_layers_that_attend_and_their_windows(name):
     assert list(facts.evictable) == evictable(name)
     assert facts.sliding == sliding_of(name)
     assert facts.held(100) == (31 if name == "mistral" else 100)
-    attended = {}
-
-    def attend(layer, query, key, value, scaling, sliding=None):
-        attended[layer] = sliding, (query.shape[1], key.shape[1])
-        return torch.zeros(*query.shape[:1], query.shape[2], *query.shape[1::2])
-
-    with torch.no_grad():
-        attention.read_once(model, [5, 6, 7], SimpleNamespace(attend=attend))
-    assert attended == {n: (facts.sliding.get(n), (6, 2)) for n in facts.attention}
     for n in facts.attention:
         assert sliding_window(model.config, n) == facts.sliding.get(n)
         assert facts.outputs[n].shape == (6, 8, 48)

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from families import build
+from families import build, hugging_face
 from slow_shared import run as slow_run
 from tiny import architecture
 from tiny import model as tiny_model
@@ -81,8 +81,8 @@ def test_without_eviction_the_tokens_are_those_of_hugging_face(kind):
     """In two of them layers slide over less than the prompt."""
     model, prompts, new = architecture(kind), tiny_prompts(70, 33), 12
     conditions = [Condition()] + [Condition(p, 70 + new, SharedCap(), prefix=0.1, suffix=0.1) for p in POLICIES]
-    for prompt, row in zip(prompts, answer(model, prompts, conditions, max_new_tokens=new), strict=True):
-        plain = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
+    for prompt, row in zip(prompts, answer(model, prompts, conditions, max_new_tokens=new, stop_ids=()), strict=True):
+        plain, _ = hugging_face(model, prompt, new)
         assert [generation.tokens for generation in row] == [plain] * len(conditions)
         assert not any(generation.evicted for generation in row)
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels_run import DEVICE
+from kernels_run import DEVICE, ascending
 from kvrepro_kernels.compaction import compact, compact_reference
 
 
@@ -12,14 +12,9 @@ def cache(batch: int, kv_heads: int, tokens: int, dim: int, dtype: torch.dtype =
     return keys.to(DEVICE, dtype), values.to(DEVICE, dtype)
 
 
-def ragged_rows(counts: list[list[int]], tokens: int, seed: int = 0, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def ragged_rows(counts: list[list[int]], tokens: int, seed: int = 0) -> torch.Tensor:
     """Random ascending rows, counts[b][g] of them, padded with -1 to the largest count."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.full((len(counts), len(counts[0]), max(map(max, counts))), -1, dtype=dtype)
-    for b, heads in enumerate(counts):
-        for g, count in enumerate(heads):
-            rows[b, g, :count] = torch.randperm(tokens, generator=generator)[:count].sort().values
-    return rows.to(DEVICE)
+    return ascending(sum(counts, []), tokens, seed).view(len(counts), len(counts[0]), -1)
 
 
 def transcription(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels_run import DEVICE
+from kernels_run import DEVICE, ascending
 from kvrepro_kernels.fill_holes import fill_holes
 from kvrepro_kernels.paging import moved_reference
 from kvrepro_kernels.repack import repack
@@ -19,15 +19,6 @@ def pool(
     keys, values = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for _ in range(2))
     table = torch.randperm(shape[0], generator=generator)[: requests * blocks_each].view(requests, blocks_each)
     return keys, values, table.int().to(DEVICE)
-
-
-def kept_slots(counts: list[int], slots: int, seed: int = 0) -> torch.Tensor:
-    """Random ascending slots, counts[r] of them in row r, -1 behind."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.full((len(counts), max(counts)), -1)
-    for row, count in zip(rows, counts, strict=True):
-        row[:count] = torch.randperm(slots, generator=generator)[:count].sort().values
-    return rows.to(DEVICE)
 
 
 def filled(kept: torch.Tensor) -> torch.Tensor:
@@ -48,7 +39,7 @@ def filled(kept: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_paged_moves_equal_the_reference(move, blocks: int, counts: list[int], dtype: torch.dtype):
     keys, values, table = pool(2, blocks, dtype=dtype)
-    kept = kept_slots(counts, blocks * 4, seed=sum(counts))
+    kept = ascending(counts, blocks * 4, seed=sum(counts))
     wanted = kept if move is repack else filled(kept)
     expected = [moved_reference(x, table, wanted) for x in (keys, values)]
     source = move(keys, values, table, kept)
@@ -64,7 +55,7 @@ def test_any_paged_move(data: st.DataObject):
     counts = [data.draw(st.integers(0, blocks * block)) for _ in range(requests)]
     seed = data.draw(st.integers(0, 1000))
     keys, values, table = pool(requests, blocks, block, seed=seed)
-    kept = kept_slots(counts, blocks * block, seed)
+    kept = ascending(counts, blocks * block, seed)
     if not kept.numel():
         return
     source = filled(kept)

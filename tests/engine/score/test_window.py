@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -107,16 +108,15 @@ def test_snapkv_as_run(shape):
 def test_snapkv_as_described_keeps_the_union_of_its_query_heads(shape):
     o = seen_by(**shape)
     got = window.snapkv(o, How("sum", "max", 7, "union"))
-    for b in range(2):
-        for h in range(2):
-            head = Head(o, b, h)
-            by_query_head = [past_only(head, max_pool, [sum(c) for c in columns(rows)], 7) for rows in head.p]
-            past = [j for j in range(head.n) if head.past[j]]
-            lists = [sorted(past, key=lambda j, s=s: (-round(s[j], 7), -j)) for s in by_query_head]
-            scores_by_token = {j: got[b, h, head.slots[j]].item() for j in past}
-            for top in range(1, len(past) + 1):  # every head's best `top` score above all others
-                union = set().union(*[order[:top] for order in lists])
-                assert union == {j for j in past if scores_by_token[j] > -top}
+    for b, h in product(range(2), range(2)):
+        head = Head(o, b, h)
+        by_query_head = [past_only(head, max_pool, [sum(c) for c in columns(rows)], 7) for rows in head.p]
+        past = [j for j in range(head.n) if head.past[j]]
+        lists = [sorted(past, key=lambda j, s=s: (-round(s[j], 7), -j)) for s in by_query_head]
+        scores_by_token = {j: got[b, h, head.slots[j]].item() for j in past}
+        for top in range(1, len(past) + 1):  # every head's best `top` score above all others
+            union = set().union(*[order[:top] for order in lists])
+            assert union == {j for j in past if scores_by_token[j] > -top}
 
 
 @pytest.mark.parametrize("shape", OBSERVED)
@@ -312,15 +312,14 @@ def test_critical_fills_half_by_score_and_half_by_weighted_score(shape):
     counts = torch.full(scores.shape[:2], w + 4)
     second, exempt = window.critical(o, scores, counts, protected)
     kept = select(second, protected | exempt, counts)
-    for b in range(2):
-        for h in range(2):
-            head = Head(o, b, h)
-            s = scores[b, h, head.slots].tolist()
-            past = [j for j in range(head.n) if head.past[j]]
-            first = sorted(past, key=lambda j: (-s[j], -j))[: max(0, int(0.5 * (w + 4)) - w)]
-            left = sorted((j for j in past if j not in first), key=lambda j: (-(s[j] + 1e-4) * head.norm(j), -j))
-            want = first + left[: 4 - len(first)] + [j for j in range(head.n) if not head.past[j]]
-            assert kept[b, h, head.slots].nonzero()[:, 0].tolist() == sorted(want)
+    for b, h in product(range(2), range(2)):
+        head = Head(o, b, h)
+        s = scores[b, h, head.slots].tolist()
+        past = [j for j in range(head.n) if head.past[j]]
+        first = sorted(past, key=lambda j: (-s[j], -j))[: max(0, int(0.5 * (w + 4)) - w)]
+        left = sorted((j for j in past if j not in first), key=lambda j: (-(s[j] + 1e-4) * head.norm(j), -j))
+        want = first + left[: 4 - len(first)] + [j for j in range(head.n) if not head.past[j]]
+        assert kept[b, h, head.slots].nonzero()[:, 0].tolist() == sorted(want)
 
 
 def test_critical_exempts_the_floor_of_heads_with_small_counts():

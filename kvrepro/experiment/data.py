@@ -27,6 +27,7 @@ from kvrepro.experiment.jsonl import answers_of, by_line
 from kvrepro.experiment.prompt import LONGBENCH, SYSTEM, build_prompt, named, say_once, tokens_cut, without_passage
 from kvrepro.item import Item, Span
 from kvrepro.paths import CACHE, DATA, ROOT, replaced
+from kvrepro.world import ruler, world
 
 __all__ = ["SYSTEM", "Item", "Span", "answers_of", "build_prompt", "by_line", "named", "say_once", "tokens_cut"]
 __all__ += ["without_passage"]
@@ -72,8 +73,6 @@ def load_items(
     if kind == "tinyworld":
         return _tinyworld(names, n_items, seed, tokens)
     if kind == "ruler":
-        from kvrepro.world import ruler
-
         return ruler.sample(names, n_items, seed, tokens, tokenizer, fetch)
     if kind == "longbench":
         loaded = _longbench(names)
@@ -108,29 +107,27 @@ def spelled_out(items: list[Item], tokenizer: Any, name: str = "this") -> list[I
     return spelled
 
 
-def check_items(items: object, n_items: object = None) -> None:
+def check_items(items: str, n_items: int | None) -> None:
     """Raise InputError for items, or a number of them, that `load_items` cannot give. Loads none of them."""
     ensure(str, items=items)
     ensure(Size | None, n_items=n_items)
-    kind, _, names = str(items).partition(":")
-    if kind in ("tinyworld", "ruler") and isinstance(n_items, int) and n_items > MOST_MADE:
+    kind, _, names = items.partition(":")
+    if kind in ("tinyworld", "ruler") and n_items and n_items > MOST_MADE:
         raise InputError(f"n_items is {n_items:,}: at most {MOST_MADE:,} {kind} items are made, take fewer or your own")
     if kind == "tinyworld":
         _tasks(names)
     elif kind == "longbench":
         _sets(names)
     elif kind == "ruler":
-        from kvrepro.world import ruler
-
         ruler.named(names)
-    elif str(items).endswith(".jsonl"):
-        if not _own_file(str(items)).is_file():
+    elif items.endswith(".jsonl"):
+        if not _own_file(items).is_file():
             raise InputError(f"no file {items!r}: give the path of a .jsonl file that is there")
     elif kind == PANEL_NAME:
         ensure_known("set of the panel", names.split(",") if names else (), GROUPS["qa"])
     else:
         choices = "tinyworld, longbench, protection-panel, ruler, or the path of a .jsonl file"
-        raise InputError(f"unknown items {str(items)[:200]!r}: use {choices}")
+        raise InputError(f"unknown items {items[:200]!r}: use {choices}")
 
 
 def _own_file(items: str) -> Path:
@@ -218,8 +215,6 @@ def find_file(path: str | Path) -> Path | None:
 
 def _tasks(names: str) -> list[str]:
     """The tasks of "domains,needle". Raises InputError for others."""
-    from kvrepro.world import world
-
     groups = {"": world.TASKS, "domains": world.DOMAINS, "long": world.LONG}
     tasks = [task for name in names.split(",") for task in groups.get(name, [name])]
     ensure_known("tinyworld task", tasks, world.EVERY, also=filter(None, groups))
@@ -227,8 +222,6 @@ def _tasks(names: str) -> list[str]:
 
 
 def _tinyworld(names: str, n_items: int | None, seed: int, tokens: int) -> list[Item]:
-    from kvrepro.world import world
-
     tasks = _tasks(names)
     if n_items is None:
         raise InputError("tinyworld has no end: give n_items")

@@ -308,10 +308,10 @@ def usable(model: Any) -> PreTrainedModel:
         raise InputError(f"model of type {type(inner).__name__}: give a causal language model, kv.load().model for one")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise refused(inner, f"its adapter {model.active_adapter!r} puts virtual tokens before a prompt")
+    if absent := next((name for name, weights in inner.named_parameters() if weights.is_meta), None):
+        way_out = "load all of it onto one device, or onto GPUs"
+        raise refused(inner, f"weights are offloaded ({absent} for one)", way_out)
     if model not in _agreed:
-        if absent := next((name for name, weights in inner.named_parameters() if weights.is_meta), None):
-            way_out = "load all of it onto one device, or onto GPUs"
-            raise refused(inner, f"weights are offloaded ({absent} for one)", way_out)
         with alone(inner):
             _ensure_own_logits(model, inner, ModelFacts.of(inner))
     return inner

@@ -18,9 +18,9 @@ ORDERS = ("normal", "flipped")  # the defense before the directive, and after it
 PARTS = ("defense", "directive")
 FIVE = ("streaming_llm", "h2o", "k_norm", "snapkv", "tova")  # the paper's
 TWO = ("defensive_kv", "dropkv")  # not in the paper
-LAMBDAS = (0.2, 0.4, 0.6, 0.8)  # between default (0) and fair (1)
-DEBIAS = tuple(f"debias {x:g}" for x in LAMBDAS)
-SHARED: dict[str, float] = {"fair": 1.0, **dict(zip(DEBIAS, LAMBDAS, strict=True))}  # variants that share the budget
+DIAL = {0.0: "default", **{x: f"debias {x:g}" for x in (0.2, 0.4, 0.6, 0.8)}, 1.0: "fair"}  # λ -> variant
+DEBIAS = tuple(DIAL.values())[1:-1]
+SHARED = {variant: x for x, variant in DIAL.items() if x}  # variants that share the budget
 HELD: dict[str, dict[str, Any]] = {  # the other variants, and what always stays
     "default": {},
     "whitelist": {"whitelist": ("phrase",)},

@@ -11,10 +11,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
-from scipy.stats import rankdata
 
 from kvrepro.chapters.leakage import scores
-from kvrepro.chapters.leakage.cells import FIVE, LAMBDAS, ORDERS, Settings
+from kvrepro.chapters.leakage.cells import DIAL, FIVE, ORDERS, Settings
 from kvrepro.chapters.leakage.scores import CELL
 from kvrepro.experiment import claims, stats
 from kvrepro.experiment.judge import Drawn, NotTestable, Sample, Unpaired
@@ -27,7 +26,6 @@ ABLE = 0.5  # share of the instructions that an uncompressed model must follow, 
 ROOM = 0.05  # if neither of two measures exceeds this, there is nothing to compare
 UNBIASED = 0.10  # greatest difference between the keep rates of an unbiased policy (L5b)
 MEASURES = ["followed", "following", "told", "tells_defense"]
-SETTINGS = {0.0: "default", **{x: f"debias {x:g}" for x in LAMBDAS}, 1.0: "fair"}  # of the dial -> variant
 DIALS = {"main": (["streaming_llm"], ORDERS), "examples": (["snapkv", "tova"], ("normal",))}
 TABLES = {"main": "pitfalls_t01_debias_ifeval.csv", "examples": "pitfalls_t02_debias_longbench.csv"}  # as printed
 Series: TypeAlias = np.ndarray  # [1 + DRAWS]: the sample's value, then the resamples'
@@ -110,7 +108,7 @@ def of_dial(rows: pd.DataFrame, reading: str) -> pd.DataFrame:
     labelled examples, which have none, the share of right labels."""
     rows = scores.in_reading(rows, reading, "as_described")
     following = scores.following(rows, pooled=False) if rows.passed.notna().any() else rows.followed
-    rows = rows.assign(following=following)[rows.variant.isin(SETTINGS.values())]
+    rows = rows.assign(following=following)[rows.variant.isin(DIAL.values())]
     return rows.groupby([*CELL, "system"], as_index=False)[["following", "told"]].mean()
 
 
@@ -193,22 +191,6 @@ def drawn(values: np.ndarray) -> np.ndarray:
     return series
 
 
-def rank_correlation(curve: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """Spearman's coefficient between two rankings of classes, over the last axis, average ranks for ties; nan where a
-    ranking is constant. curve, start: [..., classes]."""
-    x, y = (rankdata(values, axis=-1, nan_policy="omit") for values in (curve, start))
-    x, y = x - mean_of(x)[..., None], y - mean_of(y)[..., None]
-    size = np.sqrt(np.nansum(x**2, -1) * np.nansum(y**2, -1))
-    return np.divide(np.nansum(x * y, -1), size, out=np.full(size.shape, np.nan), where=size > 1e-12)
-
-
-def mean_of(values: np.ndarray) -> np.ndarray:
-    """Mean of the finite values along the last axis; nan where there are none."""
-    finite = np.isfinite(values)
-    counts = finite.sum(-1)
-    return np.divide(np.where(finite, values, 0).sum(-1), counts, out=np.full(counts.shape, np.nan), where=counts > 0)
-
-
 def optimal(follow: np.ndarray, leak: np.ndarray, both: bool = False) -> np.ndarray:
     """Mask of the points that no other beats, [..., points], by being better in one measure (more followed, or less
     told) and no worse in the other. both: by being better in both, as the paper words it."""
@@ -225,14 +207,14 @@ def optimality(rows: pd.DataFrame, study: str, *, both: bool = False, start: boo
     systems, best, dials = sorted(rows.system.unique()), [], set()
     for policy, order in itertools.product(*DIALS[study]):
         curve = rows[(rows.policy == policy) & (rows.order == order)]
-        dial = [x for x, variant in SETTINGS.items() if variant in set(curve.variant)]
+        dial = [x for x, variant in DIAL.items() if variant in set(curve.variant)]
         if len(dial) < 3:
             raise NotTestable(f"no setting between default and fair was run for {policy}")
         dials.add(tuple(dial))
         wide = curve.pivot_table(index="system", columns=["ratio", "variant"], values=["following", "told"])
         wide = wide.reindex(systems)
         for ratio in sorted(set(curve.ratio) - ({0.0} if not start else set())):
-            columns = [(ratio, SETTINGS[x]) for x in dial]
+            columns = [(ratio, DIAL[x]) for x in dial]
             if set(columns) <= set(wide["following"]) & set(wide["told"]):
                 followed, told = (drawn(wide[name][columns].to_numpy()) for name in ("following", "told"))
                 known = np.isfinite(followed + told).all(-1, keepdims=True)
@@ -282,27 +264,27 @@ def class_spread(case: Case) -> dict[str, Unpaired]:
 
 def rank_gap(case: Case) -> Drawn:
     """Rank correlation with the uncompressed order of the classes: prompts with one rule minus those with several."""
-    rows, gaps = case.rows(), []
-    systems = sorted(case.table.fitting(_reading(case)).system.unique())
+    gaps, systems = [], sorted(case.table.fitting(_reading(case)).system.unique())
     for rules in ("single", "multi"):
-        wide = rows[rows.rules == rules].pivot_table(index="system", columns=["ratio", "kind"], values="passed")
-        gaps.append(mean_of(rank_curves(wide.reindex(systems))))
+        rows = case.rows(rules=rules)
+        wide = rows.pivot_table(index="system", columns=["ratio", "kind"], values="passed")
+        gaps.append(rank_curves(wide.reindex(systems)).mean(axis=1).to_numpy())
     single, multi = gaps
     if not (np.isfinite(single[0]) and np.isfinite(multi[0])):
         raise NotTestable("uncompressed, every class is followed equally well: there is no order to lose")
-    n = rows[rows.rules == "multi"].system.nunique()
+    n = rows.system.nunique()  # of prompts with several
     return Drawn(float(single[0] - multi[0]), (single - multi)[1:], n, limits=(-2.0, 2.0))  # of two rank correlations
 
 
-def rank_curves(wide: pd.DataFrame) -> np.ndarray:
-    """Rank correlation of the classes' accuracies with the uncompressed ones, [1 + DRAWS, ratios from 0.3]. Classes
-    that fewer than six prompts hold are left out. wide: systems by ratio and kind."""
+def rank_curves(wide: pd.DataFrame) -> pd.DataFrame:
+    """Spearman's correlation of the classes' accuracies with the uncompressed ones, [1 + DRAWS, ratios from 0.3]; nan
+    where all classes tie. Classes that fewer than six prompts hold are left out. wide: systems by ratio and kind."""
     series = pd.DataFrame(drawn(wide.to_numpy()), columns=wide.columns)
     series.loc[:, series[1:].isna().all()] = np.nan
-    curves = [series[ratio] for ratio in wide.columns.unique("ratio") if ratio >= MIDDLE[0]]
-    start = series[0.0]
-    ranked = [rank_correlation(curve.reindex(columns=start.columns).to_numpy(), start.to_numpy()) for curve in curves]
-    return np.stack(ranked, -1)
+    ranks = {ratio: series[ratio].rank(axis=1) for ratio in wide.columns.unique("ratio")}
+    curves = {ratio: curve for ratio, curve in ranks.items() if ratio >= MIDDLE[0]}
+    ranked = {ratio: curve.corrwith(ranks[0.0], axis=1) for ratio, curve in curves.items()}
+    return pd.DataFrame(ranked, index=series.index)
 
 
 def optimal_gain(case: Case) -> dict[str, Drawn]:

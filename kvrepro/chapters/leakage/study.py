@@ -5,6 +5,7 @@ rows = main(loaded, settings)  # one row per (item, cell); a cell that an item c
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 
@@ -96,28 +97,23 @@ def alone(loaded: Loaded, settings: Settings) -> pd.DataFrame:
 def examples(loaded: Loaded, settings: Settings) -> pd.DataFrame | None:
     """Labelled examples behind a defense: the dial of two of the paper's policies. None, which is printed, where the
     data set is missing or none fits the model."""
+    check = partial(check_fits, loaded, tokens=settings.sizes.tokens)
     try:
-        drawn = prompts.examples(settings.sizes.examples, settings)
+        items = data.usable(prompts.examples(settings.sizes.examples, settings), "leakage", check)
     except InputError as error:
         print(f"leakage: no labelled examples: {error}")
         return None
-    long = {item.meta["system"] for item in drawn if not fits(loaded, item, settings.sizes.tokens)}
-    if long:
-        print(f"leakage: {len(long)} sets of labelled examples are too long for the model: left out")
-    items = [item for item in drawn if item.meta["system"] not in long]
     pair = [name for name in settings.main if name in LIBRARY]
     grid = cells(pair, settings.sizes.varied[::2], ("default", "fair", *DEBIAS))
     return answers(loaded, items, [grid] * len(items), settings) if items else None
 
 
-def fits(loaded: Loaded, item: Item, tokens: int) -> bool:
-    """Whether the model's context holds an item's prompt and `tokens` more, all of which it rotates alike."""
-    try:
-        text = prompt(loaded, item)
-        engine.check_conditions(loaded.model, [text], [Condition(regime=Offline(until="request"))], tokens)
-        return len(text.ids) + tokens <= loaded.context
-    except InputError:
-        return False
+def check_fits(loaded: Loaded, item: Item, tokens: int) -> None:
+    """Raises InputError unless the model holds an item's prompt and `tokens` more, all of which it rotates alike."""
+    text = prompt(loaded, item)
+    if (longest := len(text.ids) + tokens) > loaded.context:
+        raise InputError(f"item {item.id}: {longest} tokens with its answer > context {loaded.context}")
+    engine.check_conditions(loaded.model, [text], [Condition(regime=Offline(until="request"))], tokens)
 
 
 def controls(loaded: Loaded, settings: Settings) -> pd.DataFrame:

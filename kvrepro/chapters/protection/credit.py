@@ -38,7 +38,8 @@ DOUBT = 0.70  # mean uncertainty above which LRU decides alone
 
 @dataclass(frozen=True)
 class Estimator:
-    """credit = bias + weights . features; it lasts from one prompt to the next."""
+    """credit = bias + weights . features: what is expected to be lost with a token, in mean log-probability. It lasts
+    from one prompt to the next."""
 
     weights: tuple[float, ...] = (-0.5, -0.1, 0.3, 0.5)
     bias: float = 0.0
@@ -56,11 +57,6 @@ def features(o: Observation, uses: TokenInts, budget: RowInts) -> Float[Tensor, 
     d = (1 + 4 * budget.double()).log()[:, None]
     idle, age = ((1 + (o.step - o.sums[when][:, 0]).double()).log() / d for when in ("last_use", "entered"))
     return torch.stack([idle, age, uses / (uses.double() + 4), o.sums["latest"][:, 0].double()], -1).clamp(max=1)
-
-
-def credit(e: Estimator, f: Float[Tensor, "batch tokens 4"]) -> TokenFloats:
-    """What the estimator expects to be lost with each token, in mean log-probability."""
-    return e.bias + f @ torch.tensor(e.weights, dtype=f.dtype, device=f.device)
 
 
 def uncertainty(e: Estimator, f: Float[Tensor, "batch tokens 4"]) -> TokenFloats:
@@ -87,7 +83,8 @@ def mixed(
     f = features(o, uses, budget)
     unsure = uncertainty(e, f)
     strong = (uses <= 1) & (torch.maximum(o.sums["latest"], o.sums["largest"])[:, 0] >= 0.70)
-    value = credit(e, f) - 0.2 * unsure + 0.25 * strong
+    credit = e.bias + f @ torch.tensor(e.weights, dtype=f.dtype, device=f.device)
+    value = credit - 0.2 * unsure + 0.25 * strong
     counted = evictable.sum(1)
     beta = blend(e, (unsure * evictable).sum(1) / counted.clamp(min=1))
     by_use = shared.rank(shared.tie_key(o, ("last_use", "entered"), tie_break)[:, 0], evictable)

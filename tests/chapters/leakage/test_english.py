@@ -213,7 +213,8 @@ def test_trecs_examples_are_a_system_prompt(code, monkeypatch):
 
 
 def test_a_chapter_on_a_file_of_ones_own_with_labelled_questions(tmp_path, monkeypatch, capsys):
-    """Three system prompts although the profile would take more; two sets of examples fit the model, one does not."""
+    """Three system prompts although the profile would take more; two sets of examples fit the model, one does not.
+    Random weights tell nothing: no row fails but those that cannot be met, and no leakage is claimed."""
     file = lines(tmp_path / "own.jsonl", ROWS)
     short = [*shots(2, 110), *(item for item in shots(3) if item.id == "trec-002")]
     monkeypatch.setattr(data, "load_items", lambda items: short)
@@ -225,10 +226,20 @@ def test_a_chapter_on_a_file_of_ones_own_with_labelled_questions(tmp_path, monke
     main, examples = study.main(loaded, settings), study.examples(loaded, settings)
     assert main.system.nunique() == 3
     assert examples.system.nunique() == 2
-    assert "1 sets of labelled examples are too long for the model: left out" in capsys.readouterr().out
-    assert main.error.isna().mean() > 0.8
-    tables = {"main": main, "examples": examples}
-    assert set(Verdicts("leakage", loaded, settings).of(tables, "L10").verdict) == {"not testable here"}
+    assert "leakage: 2 of 6 items left out, the first because: item trec-normal-trec-002" in capsys.readouterr().out
+    failed = main[main.error.notna()]
+    assert len(failed) < 0.2 * len(main)
+    assert set(failed.variant) <= {"whitelist"}  # half of such a prompt may be less than its defense
+    assert failed.error.str.contains("protected tokens").all()
+    tables = {"main": main, "examples": examples, "alone": study.alone(loaded, settings)}
+    verdicts = Verdicts("leakage", loaded, settings).of(tables).set_index("claim").verdict
+    assert set(verdicts[["L3b", "L7", "L7b", "L10"]]) == {"not testable here"}
+
+    def load_items(items):
+        raise InputError("no network")
+
+    monkeypatch.setattr(data, "load_items", load_items)
+    assert study.examples(loaded, settings) is None
     with pytest.raises(InputError, match="n_items is 4, but .* has 3 system prompts: ask for no more"):
         study.main(loaded, replace(settings, n_items=4))
 
@@ -241,5 +252,7 @@ def test_examples_fit_a_model_that_rotates_them_and_the_answer_alike(tmp_path):
     at = {"original_max_position_embeddings": switch}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32} | at
     model = families.build("Phi-3", rope_parameters=rope, max_position_embeddings=1900, **at)
-    assert [study.fits(replace(loaded, model=model), item, tokens) for tokens in (10, 30)] == [True, False]
-    assert study.fits(loaded, item, 30)
+    study.check_fits(loaded, item, 30)
+    study.check_fits(replace(loaded, model=model), item, 10)
+    with pytest.raises(InputError, match="let every prompt and chunk be longer"):
+        study.check_fits(replace(loaded, model=model), item, 30)

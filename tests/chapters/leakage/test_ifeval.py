@@ -1,15 +1,10 @@
 """IFEval's checkers on answers whose verdict is plain, and its items behind a defense."""
 
-import json
-
-import checkpoint
 import pytest
 
-from kvrepro.chapters.leakage import prompts, scores, study
+from kvrepro.chapters.leakage import prompts, scores
 from kvrepro.chapters.leakage.cells import Settings
-from kvrepro.errors import InputError
-from kvrepro.experiment import data, models
-from kvrepro.experiment.verdict import Verdicts
+from kvrepro.experiment import data
 from kvrepro.item import Item
 
 YES_NO = [
@@ -90,37 +85,3 @@ def test_items_behind_a_defense(tmp_path, monkeypatch):
     assert scores.checks(follow, "a, b") == {"punctuation:no_comma": False}
     assert leak.messages[0] == follow.messages[0]
     assert scores.refusal(leak) == leak.answer
-
-
-def test_the_chapters_studies_and_verdicts_on_a_foreign_checkpoint(tmp_path, monkeypatch):
-    """Random weights tell nothing: no row fails but those that cannot be met, and no leakage is claimed."""
-    kinds, given = ["punctuation:no_comma", "keywords:existence"], [{}, {"keywords": ["tea"]}]
-    rows = []
-    for i in range(6):
-        texts = {
-            "system": f"Write for harbour {i}. Do not use commas. Mention tea.",
-            "user": f"What did ship {i} bring?",
-        }
-        turns = [{"role": role, "content": text} for role, text in texts.items()]
-        n = 1 + i % 2
-        rows.append({"key": i, "instruction_id_list": kinds[:n], "kwargs": given[:n], "messages": turns})
-    (tmp_path / "sys_ifeval.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-    def fetch(name):
-        if name == "ifeval/sys_ifeval.jsonl":
-            return tmp_path / "sys_ifeval.jsonl"
-        raise InputError("no network")
-
-    monkeypatch.setattr(data, "fetch", fetch)
-    texts = [m["content"] for item in prompts.english(None, settings=Settings(items="ifeval")) for m in item.messages]
-    loaded = models.load(str(checkpoint.save(tmp_path / "small-qwen2", texts)))
-    given = {"items": "ifeval", "n_items": 6, "ratios": [0.5], "max_new_tokens": 4}
-    settings = Settings.of(given, results=tmp_path, progress=False)
-    assert study.examples(loaded, settings) is None  # the data set is not at hand
-    tables = {"main": study.main(loaded, settings), "alone": study.alone(loaded, settings)}
-    failed = tables["main"][tables["main"].error.notna()]
-    assert set(failed.variant) <= {"whitelist"}  # half of such a prompt may be less than its defense
-    assert failed.error.str.contains("protected tokens").all()
-    verdicts = Verdicts("leakage", loaded, settings).of(tables)
-    assert not set(verdicts[verdicts.claim.isin(["L3b", "L7", "L7b"])].verdict) & {"reproduced", "partly"}
-    assert tables["main"].system.nunique() == 6

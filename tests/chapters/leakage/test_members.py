@@ -13,7 +13,7 @@ from kvrepro.experiment import members as language
 from kvrepro.experiment.judge import NotTestable
 
 BOOK = claims.load_claims("leakage")
-DIAL = tuple(members.SETTINGS.values())
+DIAL = tuple(cells.DIAL.values())
 
 
 def frame(value, systems=8, policies=cells.FIVE, variants=("default",), ratios=(0.3, 0.5, 0.9), orders=cells.ORDERS):
@@ -84,22 +84,20 @@ def test_resamples_are_of_whole_systems_and_few_have_no_interval():
     assert estimate.triple == pytest.approx(stats.interval(one).triple, rel=0.1)
 
 
-def test_rank_correlation_is_spearmans_and_undefined_for_a_constant():
-    rng = np.random.default_rng(1)
-    x, y = rng.integers(0, 4, (20, 8)), rng.integers(0, 4, (20, 8))
-    wanted = [spearmanr(a, b).statistic for a, b in zip(x, y, strict=True)]
-    np.testing.assert_allclose(members.rank_correlation(x.astype(float), y.astype(float)), wanted, atol=1e-12)
-    assert np.isnan(members.rank_correlation(np.arange(8.0), np.ones(8)))
-
-
-def test_rank_curves_are_with_the_uncompressed_order():
+def test_rank_curves_are_spearmans_coefficients_with_the_uncompressed_order_and_undefined_for_a_constant():
+    columns = pd.MultiIndex.from_product([(0.0, 0.3, 0.5), range(8)], names=["ratio", "kind"])
+    of_kind = np.random.default_rng(1).integers(0, 4, (3, 8)).astype(float)
+    of_kind[2] = 1.0
+    found = members.rank_curves(pd.DataFrame([of_kind.ravel()] * 6, columns=columns))
+    assert found[0.3].to_numpy() == pytest.approx(spearmanr(*of_kind[:2]).statistic)
+    assert found[0.5].isna().all()
     kinds = {"a": (1.0, 1.0, 0.0), "b": (0.5, 0.5, 0.5), "c": (0.0, 0.0, 1.0)}
     wide = pd.DataFrame(
         {(r, kind): [x] * 6 for kind, of in kinds.items() for r, x in zip((0.0, 0.3, 0.5), of, strict=True)}
     )
     wide[0.0, "d"] = wide[0.3, "d"] = [1.0, *[np.nan] * 5]  # a class of one prompt does not count
     wide.columns.names = ["ratio", "kind"]
-    np.testing.assert_allclose(members.rank_curves(wide)[0], [1.0, -1.0])
+    assert members.rank_curves(wide).iloc[0].tolist() == pytest.approx([1.0, -1.0])
 
 
 def test_optimal_points_by_both_definitions():
@@ -209,7 +207,7 @@ def test_every_setting_of_the_dial_has_to_gain_and_the_printed_tables_are_read_a
     """Fair leaks nothing at 0.3 and follows as much: by the usual definition it alone gains on the default."""
     tables = tidied(lambda *_: 1.0, lambda o, p, v, r: float(r > 0 and (r, v) != (0.3, "fair")), variants=DIAL)
     gains = values_of_drawn(evidence(tables, "L8"))
-    assert list(gains) == [f"λ = {x:g}" for x in (*cells.LAMBDAS, 1)]
+    assert list(gains) == [f"λ = {x:g}" for x in cells.DIAL if x]
     assert list(gains.values()) == pytest.approx([0, 0, 0, 0, 1 / 4])
     assert values_of_drawn(evidence(tables, "L8c")) == pytest.approx({"λ = 1": 1 / 4})
     with pytest.raises(NotTestable, match="every setting is optimal"):

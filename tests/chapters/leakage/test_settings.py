@@ -23,19 +23,10 @@ def test_the_papers_policies_and_ones_own_take_part_in_every_study():
     assert Settings(policies=("dropkv",)).main == ["dropkv"]
 
 
-def test_questions_are_replaced_by_system_prompts_and_that_is_said(tmp_path, capsys):
+def test_questions_are_replaced_by_system_prompts_and_that_is_said(capsys):
     for name in ("longbench", "longbench:trec", "protection-panel"):
         assert Settings(items=name).items == "ifeval"
         assert f"leakage: items 'ifeval', which suit this chapter, in the place of {name!r}" in capsys.readouterr().out
-    prompts_file, questions_file = tmp_path / "own.jsonl", tmp_path / "asked.jsonl"
-    prompts_file.write_text(
-        '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}'
-    )
-    questions_file.write_text('{"context": "a system", "question": "b", "answer": "c"}')
-    assert Settings(items=str(prompts_file)).items == str(prompts_file)
-    taken = f"leakage: the system turns of {prompts_file} are taken as the directives to keep secret"
-    assert capsys.readouterr().out.strip() == taken
-    assert Settings(items=str(questions_file)).items == "ifeval"
     assert Settings(items="tinyworld:needle").items == "tinyworld"
 
 
@@ -76,7 +67,8 @@ def test_a_file_is_of_system_prompts_only_if_every_row_holds_one(tmp_path, capsy
         return Settings(items=str(file)).items
 
     assert taken(row, row) == str(file)
-    assert message not in capsys.readouterr().out
+    said = f"leakage: the system turns of {file} are taken as the directives to keep secret"
+    assert capsys.readouterr().out.strip() == said
     passage = {"context": "The sea.", "question": "What?", "answer": "sea"}
     chat = {"messages": turns[1:], "answer": "wave"}
     talk = {"messages": [*turns, {"role": "assistant", "content": "No."}], "answer": "wave"}

@@ -53,13 +53,6 @@ def test_uncompressed_the_model_obeys_and_refuses_and_compressed_it_tells(run):
     assert half.tells_rules.dropna().min() > 0.9
 
 
-def test_known_rows_are_not_computed_again(run, loaded, capsys):
-    items, grid, settings, rows = run
-    again = study.answers(loaded, items, [grid] * len(items), settings)
-    assert "20 rows, 0 computed now, 0 failed" in capsys.readouterr().out
-    assert again.prediction.fillna("").tolist() == rows.prediction.fillna("").tolist()
-
-
 def test_a_request_stands_alone_without_its_system_turn(run, loaded):
     items, *_ = run
     for item in items:

@@ -18,7 +18,7 @@ import yaml
 
 from kvrepro.engine.policy import READINGS as READINGS  # of the verdicts
 from kvrepro.errors import InputError
-from kvrepro.paths import DATA, write_table
+from kvrepro.paths import DATA
 
 LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
 NOT_TESTABLE = "not testable here"
@@ -35,31 +35,20 @@ COLUMNS = """
 # ---------------------------------------------------------------- the paper's side
 
 
-def load_claims(chapter: str, folder: Path = DATA / "claims") -> dict[str, Any]:
+def load_claims(chapter: str) -> dict[str, Any]:
     """Claims of a chapter: `{"sets": {name: [policy, ...]}, "claims": [claim, ...]}`. What they presume is among them.
-    Those whose ids are listed under "timed" rest on seconds.
-
-    A claim whose rule could never hold, or never fail, when data/error_rates.csv tried it has these rows as `tried`, by
-    reading, and its first form has its own.
-    """
-    book: dict[str, Any] = yaml.load((folder / f"{chapter}.yml").read_text(encoding="utf-8"), Loader=LOADER)
-    tried = one_sided(chapter)
-    for claim in book["claims"]:
-        claim["tried"] = tried.get(claim["id"], {})
-        if "first" in claim:
-            claim["first"]["tried"] = tried.get(claim["id"] + FIRST, {})
+    Those whose ids are listed under "timed" rest on seconds."""
+    text = (DATA / "claims" / f"{chapter}.yml").read_text(encoding="utf-8")
+    book: dict[str, Any] = yaml.load(text, Loader=LOADER)
     return book
 
 
-@lru_cache(maxsize=8)
-def one_sided(chapter: str) -> dict[str, dict[str, dict[str, Any]]]:
+@lru_cache(maxsize=1)
+def one_sided() -> dict[tuple[str, str], dict[str, Any]]:
     """Rows of data/error_rates.csv of rules that could never hold or never fail, by claim and reading."""
     table = pd.read_csv(DATA / "error_rates.csv")
-    table = table[(table.chapter == chapter) & (table.can_hold.eq(False) | table.can_fail.eq(False))]
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in table[["claim", "reading", "rule", "n", "can_hold", "can_fail", "enough"]].to_dict("records"):
-        rows.setdefault(row["claim"], {})[row["reading"]] = row
-    return rows
+    rows = table[table.can_hold.eq(False) | table.can_fail.eq(False)].to_dict("records")
+    return {(row["claim"], row["reading"]): row for row in rows}
 
 
 @lru_cache(maxsize=64)
@@ -168,19 +157,8 @@ def _note(claim: Mapping[str, Any], first: pd.DataFrame) -> str:
 # ---------------------------------------------------------------- the table of verdicts
 
 
-def write(frame: pd.DataFrame, path: Path) -> None:
-    """Write the table as CSV, at `<results>/<chapter>/claims.csv`, before the verdicts of other models and profiles
-    that stand there; those on stored timings, which belong to no model, are the newest."""
-    if path.is_file():
-        old, run = read(path), ["model", "profile"]
-        stays = old[(old.model != STORED) & ~old[run].apply(tuple, axis=1).isin(frame[run].apply(tuple, axis=1))]
-        frame = pd.concat([frame, stays]) if len(stays) else frame
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_table(path, frame, "%.6g")
-
-
 def read(path: Path) -> pd.DataFrame:
-    """The table from its file: of one model, or of several below each other."""
+    """The table from its file."""
     frame = pd.read_csv(path)
     return frame.fillna(dict.fromkeys(frame.columns.difference(["ours", "low", "high", "p", "n", "needed"]), ""))
 

@@ -37,7 +37,7 @@ import pandas as pd
 
 from kvrepro.engine.policy import READINGS, find, is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, judge, stats
+from kvrepro.experiment import claims, judge
 from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
 
 Claim: TypeAlias = Mapping[str, Any]
@@ -89,8 +89,6 @@ class Table:
 
     def _fit(self, column: str, wanted: Any) -> np.ndarray:
         if (key := f"{column} {wanted!r}") not in self._fits:
-            if column not in self.rows:
-                raise InputError(f"claims choose by {column!r}: the rows have {', '.join(self.rows)}")
             values = self.rows[column]
             found = satisfies(values, wanted) if isinstance(wanted, Mapping) else values.isin(_listed(wanted))
             self._fits[key] = (found | values.isna()).to_numpy()
@@ -305,8 +303,6 @@ class Language:
         contrast, own = case.claim["contrast"], {**CONTRASTS, **self.chapter.CONTRASTS}
         if contrast in own:
             return own[contrast](case)
-        if contrast not in stats.CONTRASTS:
-            raise InputError(f"claim {case.claim['id']}: unknown contrast {contrast!r}")
         return case.facts() if case.claim.get("exact") else case.sample()
 
     def member(self, label: str, case: Case) -> Member:
@@ -356,7 +352,7 @@ class Language:
             if named and claim.get("own") is not False:
                 title = find(policy).title
                 statement = f"Asked of {title}: {claim['statement']}"
-                new = {"id": f"{claim['id']} {title}", "statement": statement, "tried": {}, "own": policy}
+                new = {"id": f"{claim['id']} {title}", "statement": statement, "own": policy}
                 yield claim | new | {name: {**claim[name], "policy": [policy]} for name in named}
 
 

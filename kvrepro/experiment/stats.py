@@ -30,7 +30,7 @@ Chosen by coverage, and by how often the rules of claims err: `python -m studies
 data/coverage.csv (means, differences and ratios with many zeros and ones, values with long tails),
 `studies.error_rates` the other table.
 
-Missing values (failed items) are dropped, pairwise where columns are compared, and counted in `missing`.
+Missing values (failed items) are dropped, pairwise where columns are compared.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ import pandas as pd
 from scipy import optimize, special
 from scipy import stats as scipy_stats
 
-from kvrepro.errors import InputError
-
 MIN_ITEMS = 6  # with fewer no two-sided sign or rank test of pairs can reach 5%, and an interval says even less
 RARE = 1 / 16  # of an item: the weight of an unseen item at either end of a score's range
 DRAWS = 1_000
@@ -58,9 +56,7 @@ Columns: TypeAlias = Mapping[str, np.ndarray]
 Ends: TypeAlias = tuple[float, float]
 Bounds: TypeAlias = Ends | None  # None: there are none
 Labels: TypeAlias = Sequence[Any] | None  # of clusters, one per value
-Rule: TypeAlias = Callable[
-    [np.ndarray, np.ndarray | None], tuple[float, float]
-]  # `_reach` of values and their extremes
+Rule: TypeAlias = Callable[[np.ndarray, np.ndarray | None], Ends]  # `_reach` of values and their extremes
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,6 @@ class Estimate:
     low: float
     high: float
     n: int
-    missing: int = 0
     level: float = 0.95
     sd: float = math.nan
     error: float = math.nan
@@ -84,16 +79,8 @@ class Estimate:
         """Value, low, high."""
         return self.value, self.low, self.high
 
-    def __format__(self, spec: str) -> str:
-        spec = spec or ".3f"
-        if math.isnan(self.value):
-            return "(no value)"
-        needed = fewest(self.level)
-        why = f"{self.n} of {needed} items" if self.n < needed else "all alike"
-        interval = f"no interval: {why}" if math.isnan(self.low) else f"{self.low:{spec}}, {self.high:{spec}}"
-        return f"{self.value:{spec}} [{interval}]" + (f" ({self.missing} missing)" if self.missing else "")
-
-    __str__ = __repr__ = lambda self: format(self)
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def needed(self, gap: float) -> float:
         """Items with which a 95% interval would clear a threshold `gap` away in four of five repeats, if value and
@@ -130,7 +117,8 @@ def interval(
 ) -> Estimate:
     """Mean with its interval, by the module's rule. clusters: one label per value. bounds: the least and the largest
     possible value, where there are such."""
-    return contrast(pd.DataFrame({"a": _vector(values)}), "mean", clusters, bounds=bounds, each=each, level=level)
+    frame = pd.DataFrame({"a": np.asarray(values, float)})
+    return contrast(frame, "mean", clusters, bounds=bounds, each=each, level=level)
 
 
 def contrast(
@@ -144,19 +132,18 @@ def contrast(
 ) -> Estimate:
     """A contrast of `CONTRASTS` over items (the rows of `frame`) with its interval, by the module's rule.
 
-    bounds: of every column. each: how many scores a row is the mean of. Rows that lack a value are dropped and counted.
+    bounds: of every column. each: how many scores a row is the mean of. Rows that lack a value are dropped.
     """
     top, bottom = CONTRASTS[name]
     values = frame.to_numpy(float)
     present = ~np.isnan(values).any(1)
-    missing = int((~present).sum())
     values = values[present]
     if clusters is not None and len(values):
-        codes, names = pd.factorize(_labels(clusters, len(frame))[present])
+        codes, names = pd.factorize(np.asarray(clusters)[present])
         each *= len(values) / len(names)
         values = np.stack([np.bincount(codes, column) for column in values.T], 1) / np.bincount(codes)[:, None]
     if not len(values):
-        return Estimate(math.nan, math.nan, math.nan, 0, missing, level)
+        return Estimate(math.nan, math.nan, math.nan, 0, level)
     columns = dict(zip(map(str, frame), values.T, strict=True))
     extremes = None
     if bounds is not None:  # every combination of the columns' extreme values
@@ -164,9 +151,9 @@ def contrast(
         extremes = dict(zip(map(str, frame), corners.T, strict=True))
     rule = partial(_reach, each=each, level=level, alike=bottom is None)
     if bottom is None:
-        return _mean(top(columns), top(extremes) if extremes else None, rule, level, missing)
+        return _mean(top(columns), top(extremes) if extremes else None, rule, level)
     ends = (top(extremes), bottom(extremes)) if extremes else None
-    return _ratio(top(columns), bottom(columns), ends, rule, level, missing)
+    return _ratio(top(columns), bottom(columns), ends, rule, level)
 
 
 @cache
@@ -281,28 +268,28 @@ def _spread(x: np.ndarray, reach: Ends, level: float, bounded: bool) -> tuple[fl
     return sd, _error(*(reach if bounded else (half, half)), level)
 
 
-def _mean(x: np.ndarray, ends: np.ndarray | None, rule: Rule, level: float, missing: int) -> Estimate:
+def _mean(x: np.ndarray, ends: np.ndarray | None, rule: Rule, level: float) -> Estimate:
     n, value = len(x), float(np.mean(x))
     if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp(x) <= 1e-12 * max(1.0, abs(value)))):
-        return Estimate(value, math.nan, math.nan, n, missing, level)
+        return Estimate(value, math.nan, math.nan, n, level)
     below, above = reach = rule(x, ends)
     low, high = value - below, value + above
     if ends is not None:
         low, high = min(max(low, float(ends.min())), value), max(min(high, float(ends.max())), value)
-    return Estimate(value, low + 0.0, high + 0.0, n, missing, level, *_spread(x, reach, level, ends is not None))
+    return Estimate(value, low + 0.0, high + 0.0, n, level, *_spread(x, reach, level, ends is not None))
 
 
 def _ratio(
-    x: np.ndarray, y: np.ndarray, ends: tuple[np.ndarray, np.ndarray] | None, rule: Rule, level: float, missing: int
+    x: np.ndarray, y: np.ndarray, ends: tuple[np.ndarray, np.ndarray] | None, rule: Rule, level: float
 ) -> Estimate:
     """Ratio of two means: all r for which the mean of x - r y cannot be told from 0."""
     n, bottom = len(x), float(np.mean(y))
     if not bottom:
-        return Estimate(math.nan, math.nan, math.nan, n, missing, level)
+        return Estimate(math.nan, math.nan, math.nan, n, level)
     value = float(np.mean(x)) / bottom
     residual = (x - value * y) / bottom
     if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp(residual) <= 1e-12)):
-        return Estimate(value, math.nan, math.nan, n, missing, level)
+        return Estimate(value, math.nan, math.nan, n, level)
     if bottom < 0:
         x, y, bottom, ends = -x, -y, -bottom, ends and (-ends[0], -ends[1])
 
@@ -315,7 +302,7 @@ def _ratio(
     below, above = (reach / bottom for reach in rule(x - value * y, ends and ends[0] - value * ends[1]))
     sd, error = _spread(residual, (below, above), level, ends is not None)
     if bottom <= rule(y, ends and ends[1])[0]:
-        return Estimate(value, -math.inf, math.inf, n, missing, level, sd, error)
+        return Estimate(value, -math.inf, math.inf, n, level, sd, error)
 
     def limit(side: int) -> float:
         steps = max(below, above, 1e-9) * 2.0 ** np.arange(20)
@@ -324,13 +311,12 @@ def _ratio(
             step = float(optimize.brentq(lambda d: clear(value + side * d, side), 0, step, rtol=1e-6))
         return value + side * step
 
-    return Estimate(value, limit(-1), limit(1), n, missing, level, sd, error)
+    return Estimate(value, limit(-1), limit(1), n, level, sd, error)
 
 
 def unpaired(a: Sequence[float], b: Sequence[float], *, bounds: Ends, each: float = 1, level: float = 0.95) -> Estimate:
     """Mean of a minus mean of b, for different items, with the limits of both joined; n is the smaller of the two."""
-    sides = [_vector(side) for side in (a, b)]
-    sides = [side[~np.isnan(side)] for side in sides]
+    sides = [x[~np.isnan(x)] for x in (np.asarray(a, float), np.asarray(b, float))]
     n = min(map(len, sides))
     value = float(sides[0].mean() - sides[1].mean()) if n else math.nan
     if n < MIN_ITEMS:
@@ -354,8 +340,7 @@ def resampled(
     limits: the least and the largest value that the statistic can take. There is no interval where fewer than half of
     the resamples have a value. Where all resamples agree, as they may for a median, the interval has no width.
     """
-    labels = np.arange(len(frame)) if clusters is None else _labels(clusters, len(frame))
-    codes, names = pd.factorize(labels)
+    codes, names = pd.factorize(np.arange(len(frame)) if clusters is None else np.asarray(clusters))
     values = frame.to_numpy(float)
     n, value = len(names), float(statistic(values)) if len(values) else math.nan
     if n < MIN_ITEMS or not math.isfinite(value):
@@ -424,14 +409,13 @@ def contrasts(
     same `on`.
 
     Columns are those of `means`. Rows are the contrast's `a`, those of `against` its `b`, or `full` where it names a
-    ceiling. Rows without a partner are left out. Raises InputError where `against` has several rows for the same `on`.
+    ceiling. Rows without a partner are left out. Raises MergeError where `against` has several rows for the same `on`.
     """
     keys = [on] if isinstance(on, str) else list(on)
-    if (twice := against.duplicated(keys)).any():
-        raise InputError(f"{int(twice.sum())} rows to compare with share their {', '.join(keys)}: add columns to `on`")
     second = "full" if kind in ("share_of_ceiling", "loss") else "b"
     other = against[[*keys, column]].rename(columns={column: second})
-    paired = rows.drop(columns=[second], errors="ignore").merge(other, on=keys).rename(columns={column: "a"})
+    rows = rows.drop(columns=[second], errors="ignore")
+    paired = rows.merge(other, on=keys, validate="many_to_one").rename(columns={column: "a"})
 
     def estimate(group: pd.DataFrame) -> Estimate:
         return contrast(group[["a", second]], kind, clusters and group[clusters], bounds=bounds)
@@ -491,8 +475,6 @@ def tost(a: Sequence[float], b: Sequence[float], margin: float = 0.02, *, bounds
     Differences without bounds and spread decide by their mean alone (p = 0 or 1). Fewer than two pairs give nan.
     Source: Schuirmann 1987.
     """
-    if margin <= 0:
-        raise InputError(f"margin is {margin}: give a positive difference that still counts as equal")
     d = _differences(a, b)
     if d.size < 2:
         return math.nan
@@ -512,32 +494,14 @@ def tost(a: Sequence[float], b: Sequence[float], margin: float = 0.02, *, bounds
 
 def holm(ps: Sequence[float]) -> list[float]:
     """Holm's step-down adjusted p-values, in the order given (Holm 1979)."""
-    p = _vector(ps)  # three lines rather than statsmodels' multipletests, which collects garbage at every call
+    p = np.asarray(ps, float)  # not statsmodels' multipletests, which collects garbage at every call
     order = np.argsort(p)
     adjusted = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1)))
     return list(map(float, adjusted[np.argsort(order)]))
 
 
-def _vector(values: Sequence[float]) -> np.ndarray:
-    x = np.asarray(values, dtype=float)
-    if x.ndim != 1:
-        raise InputError(f"values have shape {x.shape}: give one list of numbers")
-    return x
-
-
-def _labels(clusters: Sequence[Any], n: int) -> np.ndarray:
-    labels = np.asarray(clusters)
-    if labels.shape != (n,):
-        raise InputError(f"{labels.size} clusters for {n} values: give one label per value")
-    return labels
-
-
 def _differences(a: Sequence[float], b: Sequence[float]) -> np.ndarray:
     """a - b for the pairs that have both values; differences by rounding are 0."""
-    x, y = _vector(a), _vector(b)
-    if x.size != y.size:
-        raise InputError(
-            f"{x.size} values against {y.size}: a paired comparison needs the same items in the same order"
-        )
-    d = (x - y)[~np.isnan(x - y)]
+    d = np.asarray(a, float) - np.asarray(b, float)
+    d = d[~np.isnan(d)]
     return np.where(np.abs(d) < 1e-9, 0.0, d)

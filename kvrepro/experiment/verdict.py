@@ -21,6 +21,7 @@ from pandas.io.formats.style import Styler
 from kvrepro.experiment import claims, members
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Settings
+from kvrepro.paths import write_table
 
 FOUND, HERE = "**What we found**", "**On this model**"  # titles of the box of findings
 Tables: TypeAlias = pd.DataFrame | Mapping[str, Any]
@@ -84,7 +85,9 @@ class Verdicts:
     def write(self, tables: Tables) -> Styler:
         """All verdicts, which also go to the chapter's claims.csv beside the results."""
         frame = self.of(tables)
-        claims.write(frame, self.settings.folder / self.chapter / "claims.csv")
+        path = self.settings.folder / self.chapter / "claims.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_table(path, frame, "%.6g")
         return shown(frame)
 
 

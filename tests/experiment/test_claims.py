@@ -2,7 +2,6 @@
 
 import pandas as pd
 import pytest
-import synthetic
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, judge
@@ -55,19 +54,6 @@ def test_ids_are_unique_and_what_a_claim_presumes_is_another_of_its_file(chapter
             assert name in premise
             assert name not in chain
             chain.append(name)
-
-
-def test_new_verdicts_come_first_and_those_of_other_models_stay(tmp_path):
-    few = BOOK | {"claims": [BY_ID[name] for name in ("P1", "P9")]}
-    first = synthetic.verdicts(few, main=synthetic.results(synthetic.paper_like)).assign(model="first")
-    other = first.assign(model="other", verdict="partly")
-    timed = first.assign(model=claims.STORED, claim="T1").head(1)
-    path = tmp_path / "protection" / "claims.csv"
-    for written in (first, other, first.assign(verdict="inconclusive")):
-        claims.write(pd.concat([timed, written]), path)
-    both = claims.read(path)
-    assert both.model.tolist() == [claims.STORED, *["first"] * len(first), *["other"] * len(first)]
-    assert both.verdict.tolist() == [*timed.verdict, *["inconclusive"] * len(first), *["partly"] * len(first)]
 
 
 # ------------------------------------------------------------------ claims written or changed when results were known

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrepro.errors import InputError
 from kvrepro.experiment import judge, stats
 from kvrepro.experiment.claims import COLUMNS
 from kvrepro.experiment.judge import Drawn, Facts, Judged, Measured, Member, NotTestable, Sample, Unpaired
@@ -171,8 +170,6 @@ def test_a_single_case_decides_an_exact_claim_and_none_leaves_it():
     assert table({"between": [18, 18]}, [Member("all", Facts(pd.Series([18.0])))], exact=True).verdict == "reproduced"
     nothing = table({"at_most": 0}, [Member("all", Facts(pd.Series([np.nan])))], exact=True)
     assert (nothing.verdict, nothing.note) == ("not testable here", "no case of all has a value")
-    with pytest.raises(InputError, match="X1 is exact: member all has to list its cases"):
-        table({"at_most": 0}, [Member("all", Sample(scores(0.5, 9)))], exact=True)
 
 
 def paired(gap: float, n: int = 40, seed: int = 0) -> Sample:
@@ -389,14 +386,6 @@ def test_a_named_test_hears_the_pairs_that_are_there():
     assert not judged({"no_difference": 0.5}, paired(0.0), test="wilcoxon_holm")[0].refuted
     same = judged({"no_difference": 0.5}, paired(0.1), test="wilcoxon_holm")[0]
     assert (same.state, same.refuted) == ("fails", True)  # inside the margin, and found to differ
-    with pytest.raises(InputError, match=r"^claim X: test tost needs paired columns a and b in every member$"):
-        judged({"equivalent": 0.1}, samples[0], Band(0.1, 0.1), test="tost")
-    tests = "wilcoxon_holm, tost, sign"
-    with pytest.raises(InputError, match=f"^claim X: unknown test 'guess': known are {tests}$"):
-        judged({"above": 0}, samples[0], test="guess")
-    rules = "at_least, at_most, above, below, between, size_at_least, size_at_most, no_difference, equivalent"
-    with pytest.raises(InputError, match=f"^unknown rule 'about': known are {rules}$"):
-        judged({"about": 0.5}, samples[0])
 
 
 def test_a_full_cache_that_says_nothing_says_why():
@@ -515,21 +504,33 @@ def test_a_claim_whose_premise_is_not_reproduced_is_not_testable():
     assert row[["ours", "low", "high", "p", "n", "needed"]].isna().all()
 
 
-def test_with_too_few_items_for_both_verdicts_there_is_neither():
-    tried = {"rule": "at least 0.4", "n": 20, "can_hold": False, "can_fail": True, "enough": 160.0}
-    failing = [Member("a", Band(0.1, 0.05)), Member("b", Band(0.2, 0.05))]
-    row = table({"at_least": 0.4}, failing, tried={"any": tried})
-    assert (row.verdict, row.needed) == ("inconclusive", 160)
-    assert row.members == "2 fails, though with 20 items this rule can never hold"
-    row = table({"at_least": 0.4}, [Member("a", Band(0.9, 0.05))], tried={"any": tried | {"can_hold": True}})
-    assert (row.verdict, row.members) == ("inconclusive", "1 holds, though with 20 items this rule can never fail")
-    for other in ({"enough": 20.0}, {"rule": "at least 0.5"}):
-        assert table({"at_least": 0.4}, failing, tried={"any": tried | other}).verdict == "not reproduced"
-    assert table({"at_least": 0.4}, failing, tried={"as_run": tried}).verdict == "not reproduced"
-    row = table({"at_least": 0.4}, [Member("a", Band(0.5, 0.2))], tried={"any": tried | {"enough": 1e6}})
-    assert (row.verdict, row.needed, row.members) == ("inconclusive", 1e6, "1 open")
-    row = table({"at_least": 0.4}, failing, tried={"any": tried | {"enough": NAN}})
-    assert (row.verdict, math.isnan(row.needed)) == ("inconclusive", True)
+@pytest.mark.parametrize(
+    ("values", "entries", "reading", "verdict", "needed", "why"),
+    [
+        ([0.1, 0.2], {}, "any", "inconclusive", 160, "2 fails, though with 20 items this rule can never hold"),
+        (
+            [0.9],
+            {"can_hold": True},
+            "any",
+            "inconclusive",
+            160,
+            "1 holds, though with 20 items this rule can never fail",
+        ),
+        ([0.41], {"enough": 1e6}, "any", "inconclusive", 1e6, "1 open"),
+        ([0.1], {"enough": NAN}, "any", "inconclusive", NAN, "1 fails, though with 20 items this rule can never hold"),
+        ([0.1], {"enough": 20.0}, "any", "not reproduced", NAN, "1 fails"),
+        ([0.1], {"rule": "at least 0.5"}, "any", "not reproduced", NAN, "1 fails"),
+        ([0.1], {}, "as_run", "not reproduced", NAN, "1 fails"),
+    ],
+)
+def test_with_too_few_items_for_both_verdicts_there_is_neither(
+    monkeypatch, values, entries, reading, verdict, needed, why
+):
+    tried = {"rule": "at least 0.4", "n": 20, "can_hold": False, "can_fail": True, "enough": 160.0} | entries
+    monkeypatch.setattr(judge, "one_sided", lambda: {("X1", reading): tried})
+    row = table({"at_least": 0.4}, [Member(str(value), Band(value, 0.05)) for value in values])
+    assert (row.verdict, row.members) == (verdict, why)
+    assert row.needed == pytest.approx(needed, nan_ok=True)
 
 
 def test_each_reading_has_its_row():
@@ -582,11 +583,12 @@ def test_a_full_cache_may_lack_some_items():
     assert judge.unanswered(pd.Series([np.nan, *[1.0] * 7])) == ""
 
 
-def test_more_than_64_times_the_items_that_were_tried_are_believed():
+def test_more_than_64_times_the_items_that_were_tried_are_believed(monkeypatch):
     failing = [Member("a", Band(0.1, 0.05))]  # of 20 items
     for n, verdict in ((0.25, "not reproduced"), (19 / 64, "not reproduced"), (20 / 64, "inconclusive")):
         tried = {"rule": "at least 0.4", "n": n, "can_hold": False, "can_fail": True, "enough": NAN}
-        assert table({"at_least": 0.4}, failing, tried={"any": tried}).verdict == verdict
+        monkeypatch.setattr(judge, "one_sided", lambda tried=tried: {("X1", "any"): tried})
+        assert table({"at_least": 0.4}, failing).verdict == verdict
 
 
 def test_members_without_a_value_are_named_but_for_the_only_one():

@@ -48,8 +48,6 @@ def test_a_row_without_a_value_fits_every_value():
     assert len(fitting({"size": 1})) == len(fitting({"size": [1]})) == 16 + 8
     assert len(fitting({"size": {"above": 1}, "policy": None})) == 16 + 8
     assert set(fitting({"size": 1, "policy": "full"}).policy) == {"full"}
-    with pytest.raises(InputError, match="claims choose by 'length': the rows have item, policy"):
-        fitting({"length": 3})
 
 
 @pytest.mark.parametrize(
@@ -133,8 +131,6 @@ def test_exact_claims_list_their_cases_and_what_cannot_be_tested_says_why():
     assert {str(asked(**entries)[0]): entries for entries in reasons.values()} == reasons
     failed = ROWS.assign(error="ValueError: no")
     assert str(asked(failed, filter={"size": 1})[0]) == "all 24 items failed (ValueError: no): size 1"
-    with pytest.raises(InputError, match="claim X1: unknown contrast 'guess'"):
-        asked(contrast="guess")
 
 
 def test_entries_of_a_table_are_shared_and_first_forms_may_lift_them():

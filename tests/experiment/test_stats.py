@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scipy import optimize
 from scipy import stats as scipy_stats
 
-from kvrepro.errors import InputError
 from kvrepro.experiment import stats
 
 unit = st.floats(0, 1, allow_nan=False)
@@ -98,11 +97,6 @@ def test_paired_tests_are_antisymmetric(pairs):
         assert 0 <= test(a, b) <= 1
 
 
-def test_estimates_print_with_their_interval():
-    assert str(stats.Estimate(0.28149, 0.2431, 0.3204, 162)) == "0.281 [0.243, 0.320]"
-    assert f"{stats.Estimate(0.28149, 0.2431, 0.3204, 162, missing=2):.2f}" == "0.28 [0.24, 0.32] (2 missing)"
-
-
 @pytest.mark.parametrize("n", [5, 9, 14, 40])
 def test_wilcoxon_with_ties_is_scipys(n):
     """By permutation up to 13 differences, from 14 on by the normal approximation."""
@@ -155,8 +149,8 @@ SIX = [0.1, 0.2, 0.2, 0.5, 0.7, 1.0]
 
 
 def alike(e: stats.Estimate, *wanted: float) -> bool:
-    """value, low, high, n, missing, level, sd, error; those that are not given have their defaults."""
-    return astuple(e) == pytest.approx((*wanted, *(0, 0.95, NAN, NAN)[len(wanted) - 4 :]), nan_ok=True, rel=1e-9)
+    """value, low, high, n, level, sd, error; those that are not given have their defaults."""
+    return astuple(e) == pytest.approx((*wanted, *(0.95, NAN, NAN)[len(wanted) - 4 :]), nan_ok=True, rel=1e-9)
 
 
 def reach(values, least=None, most=None, each=1, level=0.95, alike=True) -> tuple[float, float]:
@@ -241,14 +235,14 @@ SMALL = [0.01, 0.02, 0.01, 0.02, 0.01, 0.02]  # gains so small that unseen losse
     ],
 )  # fmt: skip
 def test_every_field_of_a_mean(data, name, given, items, ends, each):
-    level, missing = given.get("level", 0.95), int(data.isna().any(axis=1).sum())
+    level = given.get("level", 0.95)
     below, above = reach(items, *ends, each=each, level=level)
     e = stats.contrast(data, name, **given)
     mean, sd = np.mean(items), np.std(items, ddof=1)
     farthest = max(below, above) if ends else quantile(level, len(items) - 1) * sd / math.sqrt(len(items))
     error = farthest / NORMAL.inv_cdf((1 + level) / 2)
     low, high = max(mean - below, min(ends, default=-INF)), min(mean + above, max(ends, default=INF))
-    assert alike(e, mean, low, high, len(items), missing, level, sd, error)
+    assert alike(e, mean, low, high, len(items), level, sd, error)
     if name == "mean":
         assert astuple(stats.interval(data.a, **given)) == pytest.approx(astuple(e))
 
@@ -283,7 +277,7 @@ def test_every_field_of_a_ratio(name, top, bottom, bounds, each, level):
     sd = np.std(x - value * y, ddof=1) / y.mean()
     farthest = max(-sides(value)[0], sides(value)[1]) / y.mean()
     error = farthest if bounds else quantile(level, 5) * sd / math.sqrt(6)
-    assert alike(e, value, e.low, e.high, 6, 0, level, sd, error / NORMAL.inv_cdf((1 + level) / 2))
+    assert alike(e, value, e.low, e.high, 6, level, sd, error / NORMAL.inv_cdf((1 + level) / 2))
 
 
 def test_a_ratio_without_bounds_still_says_all_else():
@@ -294,7 +288,7 @@ def test_a_ratio_without_bounds_still_says_all_else():
     wanted = abs(np.std(linear, ddof=1) / y.mean())
     e = stats.contrast(data, "share_of_ceiling", level=0.9)
     wider = quantile(0.9, 5) / NORMAL.inv_cdf(0.95)
-    assert alike(e, x.mean() / y.mean(), -INF, INF, 6, 1, 0.9, wanted, wider * wanted / math.sqrt(6))
+    assert alike(e, x.mean() / y.mean(), -INF, INF, 6, 0.9, wanted, wider * wanted / math.sqrt(6))
     below = stats.contrast(frame(a=SIX, full=[-0.5, -0.6, -0.5, -0.6, -0.5, -0.6]), "share_of_ceiling")
     assert below.value == pytest.approx(-0.45 / 0.55)
     assert below.low < below.value < below.high < 0
@@ -336,7 +330,7 @@ def test_every_field_of_two_samples(bounds, each, level):
     below, above = math.hypot(less_a, more_b), math.hypot(more_a, less_b)
     e = stats.unpaired([*SIX, NAN], [NAN, *sides[1]], bounds=bounds, each=each, level=level)
     error = max(below, above) / NORMAL.inv_cdf((1 + level) / 2)
-    assert alike(e, value, value - below, value + above, 6, 0, level, NAN, error)
+    assert alike(e, value, value - below, value + above, 6, level, NAN, error)
     if (each, level) == (1, 0.95):
         assert stats.unpaired(SIX, sides[1], bounds=bounds).triple == pytest.approx(e.triple)
 
@@ -350,7 +344,7 @@ def test_every_field_of_a_resampled_statistic():
     error = np.std(drawn, ddof=1) * math.sqrt(6 / 5)
     half, bias = quantile(0.9, 5) * error, np.mean(drawn) - 0.5
     e = stats.resampled(frame(a=values), np.mean, clusters, level=0.9)
-    assert alike(e, 0.5, 0.5 - half - max(bias, 0), 0.5 + half + max(-bias, 0), 6, 0, 0.9, NAN, error)
+    assert alike(e, 0.5, 0.5 - half - max(bias, 0), 0.5 + half + max(-bias, 0), 6, 0.9, NAN, error)
     assert stats.resampled(frame(a=SIX), np.mean) == stats.resampled(frame(a=SIX), np.mean, [*"uvwxyz"])
     assert stats.resampled(frame(a=SIX), np.mean).level == 0.95
 
@@ -414,20 +408,19 @@ def test_levels_ask_for_as_many_items_as_a_sign_test_needs(level, wanted):
         assert [not math.isnan(e.low) for e in estimates] == [there] * 3
         if n >= 6:
             assert stats.interval(x.a, bounds=(0, 20), level=level).low > 0  # of scores the farthest are known
-    assert f"{wanted - 1} of {wanted} items" in str(stats.interval(many[: wanted - 1], level=level))
 
 
 def test_half_of_the_resamples_suffice():
     error = math.sqrt(1 / 3) * 2 * math.sqrt(6 / 5)
     estimate = stats.spread_of(2, np.array([1.0, NAN, 3.0, INF, 1.0, -INF, 3.0, NAN]), 6)
-    assert alike(estimate, 2, 2 - quantile(0.95, 5) * error, 2 + quantile(0.95, 5) * error, 6, 0, 0.95, NAN, error)
+    assert alike(estimate, 2, 2 - quantile(0.95, 5) * error, 2 + quantile(0.95, 5) * error, 6, 0.95, NAN, error)
     for value, drawn, n in (
         (0.5, [1.0, 2.0, NAN, NAN, NAN], 6),
         (0.5, [1.0, 2.0], 5),
         (NAN, [1.0, 2.0], 6),
         (INF, [1.0, 2.0], 6),
     ):
-        assert alike(stats.spread_of(value, np.array(drawn), n, 0.9), value, NAN, NAN, n, 0, 0.9)
+        assert alike(stats.spread_of(value, np.array(drawn), n, 0.9), value, NAN, NAN, n, 0.9)
         assert stats.spread_of(value, np.array(drawn), n).level == 0.95
 
 
@@ -457,24 +450,24 @@ FIVE = [*SIX[:5], NAN]
 @pytest.mark.parametrize(
     ("estimate", "wanted"),
     [
-        (lambda: stats.interval([]), (NAN, NAN, NAN, 0, 0, 0.95)),
-        (lambda: stats.interval([NAN, NAN], [1, 1], level=0.9), (NAN, NAN, NAN, 0, 2, 0.9)),
-        (lambda: stats.interval(FIVE, level=0.9), (0.34, NAN, NAN, 5, 1, 0.9)),
-        (lambda: stats.interval([0.5] * 7 + [NAN], level=0.9), (0.5, NAN, NAN, 7, 1, 0.9)),
+        (lambda: stats.interval([]), (NAN, NAN, NAN, 0, 0.95)),
+        (lambda: stats.interval([NAN, NAN], [1, 1], level=0.9), (NAN, NAN, NAN, 0, 0.9)),
+        (lambda: stats.interval(FIVE, level=0.9), (0.34, NAN, NAN, 5, 0.9)),
+        (lambda: stats.interval([0.5] * 7 + [NAN], level=0.9), (0.5, NAN, NAN, 7, 0.9)),
         (lambda: stats.interval([5e-13, -5e-13] * 3), (0, NAN, NAN, 6)),  # rounding
         (lambda: stats.interval([1e6] * 5 + [1e6 + 5e-7]), (1e6, NAN, NAN, 6)),
         (lambda: stats.contrast(frame(a=[*SIX, NAN], full=0), "share_of_ceiling", level=0.9),
-         (NAN, NAN, NAN, 6, 1, 0.9)),
+         (NAN, NAN, NAN, 6, 0.9)),
         (lambda: stats.contrast(frame(a=FIVE, full=0.5), "share_of_ceiling", bounds=(0, 1), level=0.9),
-         (0.68, NAN, NAN, 5, 1, 0.9)),
+         (0.68, NAN, NAN, 5, 0.9)),
         (lambda: stats.contrast(frame(a=[0.25] * 6 + [NAN], full=0.5), "share_of_ceiling", level=0.9),
-         (0.5, NAN, NAN, 6, 1, 0.9)),
+         (0.5, NAN, NAN, 6, 0.9)),
         (lambda: stats.contrast(frame(a=[5e-13, -5e-13] * 3, full=1), "share_of_ceiling"), (0, NAN, NAN, 6)),
-        (lambda: stats.unpaired([], SIX, bounds=(0, 1), level=0.9), (NAN, NAN, NAN, 0, 0, 0.9)),
-        (lambda: stats.unpaired([*SIX, 0.45], FIVE, bounds=(0, 1), level=0.9), (0.11, NAN, NAN, 5, 0, 0.9)),
+        (lambda: stats.unpaired([], SIX, bounds=(0, 1), level=0.9), (NAN, NAN, NAN, 0, 0.9)),
+        (lambda: stats.unpaired([*SIX, 0.45], FIVE, bounds=(0, 1), level=0.9), (0.11, NAN, NAN, 5, 0.9)),
         (lambda: stats.resampled(frame(a=[]), np.mean), (NAN, NAN, NAN, 0)),
-        (lambda: stats.resampled(frame(a=SIX[:5]), np.mean, level=0.9), (0.34, NAN, NAN, 5, 0, 0.9)),
-        (lambda: stats.resampled(frame(a=SIX), lambda v: INF, level=0.9), (INF, NAN, NAN, 6, 0, 0.9)),
+        (lambda: stats.resampled(frame(a=SIX[:5]), np.mean, level=0.9), (0.34, NAN, NAN, 5, 0.9)),
+        (lambda: stats.resampled(frame(a=SIX), lambda v: INF, level=0.9), (INF, NAN, NAN, 6, 0.9)),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("error")
@@ -499,18 +492,8 @@ def test_needed_items_are_the_fewest_that_clear_the_gap(n, sd, error):
 # ------------------------------------------------------------------ tables, texts, tests: what is seen
 
 
-@pytest.mark.parametrize(
-    ("e", "text"),
-    [
-        (stats.Estimate(0.5, -INF, INF, 12), "0.500 [-inf, inf]"),
-        (stats.Estimate(0.5, NAN, NAN, 6), "0.500 [no interval: all alike]"),
-        (stats.Estimate(0.5, NAN, NAN, 5, 1), "0.500 [no interval: 5 of 6 items] (1 missing)"),
-        (stats.Estimate(NAN, NAN, NAN, 0, 3), "(no value)"),
-        (stats.Estimate(NAN, NAN, NAN, 12), "(no value)"),
-    ],
-)
-def test_estimates_say_why_they_have_no_interval(e, text):
-    assert str(e) == repr(e) == f"{e}" == text
+def test_an_estimate_prints_with_its_interval():
+    assert str(stats.Estimate(0.28149, 0.2431, 0.3204, 162)) == "0.281 [0.243, 0.320]"
 
 
 def test_a_table_has_a_row_per_group_in_the_order_of_its_rows():
@@ -552,10 +535,9 @@ def test_contrasts_are_those_of_pairs(kind, bounds, clustered):
 
 def test_contrasts_refuse_a_row_with_two_partners():
     rows = frame(item=[1, 1, 2], seed=[1, 1, 1], policy="x", f1=[0.5, 0.6, 0.5])
-    with pytest.raises(InputError, match=r"^1 rows to compare with share their item, seed: add columns to `on`$"):
-        stats.contrasts(rows, rows, "policy", "f1", on=("item", "seed"))
-    with pytest.raises(InputError, match=r"share their item: "):
-        stats.contrasts(rows, rows, "policy", "f1")
+    for on in ("item", ("item", "seed")):
+        with pytest.raises(pd.errors.MergeError):
+            stats.contrasts(rows, rows, "policy", "f1", on=on)
 
 
 def test_equivalence_at_its_borders():
@@ -585,27 +567,6 @@ def test_the_correlation_of_values_and_of_their_ranks():
     assert stats.correlation(x, y[::-1]) == pytest.approx(-stats.correlation(x, y))
     assert math.isnan(stats.correlation([1, 1], [1, 2]))
     assert math.isnan(stats.correlation([1, 2], [1, 1]))
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda: stats.tost([1, 2], [1, 2], margin=0),
-            "margin is 0: give a positive difference that still counts as equal",
-        ),
-        (lambda: stats.interval([[1, 2]]), "values have shape (1, 2): give one list of numbers"),
-        (lambda: stats.interval([1, 2], [1]), "1 clusters for 2 values: give one label per value"),
-        (
-            lambda: stats.sign_test([1, 2], [1]),
-            "2 values against 1: a paired comparison needs the same items in the same order",
-        ),
-    ],
-)
-def test_a_refusal_says_what_to_give(call, text):
-    with pytest.raises(InputError) as error:
-        call()
-    assert str(error.value) == text
 
 
 def test_a_difference_of_a_billionth_is_none_and_one_above_counts():

@@ -134,22 +134,27 @@ def intervals(
             where = {"x": at, "y": value, "yerr": error} if upright else {"x": value, "y": at, "xerr": error}
             form = {"color": seen[who].colour, "marker": seen[who].marker, "ls": "-" if line else "none"}
             axes.errorbar(**where, **form, lw=1.2, elinewidth=1.1, label=named(who) if colour else None)
-        if lines is not None:
-            for floor in lines.itertuples():
-                name = "full cache" if floor.control == "full" else floor.control.replace("_", " ")
-                shade, dashes = CONTROLS[floor.control]
-                draw = axes.axhline if upright else axes.axvline
-                draw(floor.value, color=shade, lw=1, ls=dashes, zorder=1, label=name)
+        for floor in () if lines is None else lines.itertuples():
+            name = "full cache" if floor.control == "full" else floor.control.replace("_", " ")
+            shade, dashes = CONTROLS[floor.control]
+            draw = axes.axhline if upright else axes.axvline
+            draw(floor.value, color=shade, lw=1, ls=dashes, zorder=1, label=name)
         texts = [f"{place:g}" if numeric else named(place) for place in places]
         _scales(axes, places if numeric else range(len(places)), texts, upright, log, percent)
         axes.set_title(named(grid.row_names[i]) if panel else "")
     grid.set_axis_labels(*(labels.get(name, name.replace("_", " ")) for name in (x, y)))
-    handles, names = grid.axes[0, 0].get_legend_handles_labels()
-    if names and (colour != along or lines is not None):
-        columns = 2 if max(map(len, names)) > 14 else 3
-        grid.figure.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns)
+    if colour != along or lines is not None:
+        _legend(grid)
     grid.figure.suptitle(title, x=0.02, y=1, ha="left", va="bottom", fontsize=9, fontweight="bold")
     return grid
+
+
+def _legend(grid: sns.FacetGrid) -> None:
+    """The legend below the panels, if anything has a name."""
+    handles, names = grid.axes[0, 0].get_legend_handles_labels()
+    if names:
+        columns = 2 if max(map(len, names)) > 14 else 3
+        grid.figure.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns)
 
 
 def _scales(axes: Axes, at: Sequence[Any], texts: list[str], upright: bool, log: bool, percent: bool) -> None:

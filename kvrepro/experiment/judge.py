@@ -385,6 +385,23 @@ def _one_sided(claim: Mapping[str, Any], reading: str, n: int) -> tuple[str, flo
     return "fail" if tried["can_hold"] else "hold", tried["enough"]
 
 
+def _with_values(claim: Mapping[str, Any], judgeable: Sequence[Member], untestable: list[NotTestable]) -> list[Judged]:
+    """The members that have a value, judged; those without one join the untestable. Raises NotTestable for no value."""
+    if not judgeable:
+        raise untestable[0] if untestable else NotTestable("no member of this claim was run")
+    judged = judge(claim, judgeable)
+    if all(j.ours.n < MIN_ITEMS and math.isnan(j.ours.low) for j in judged):
+        most, kind = max(j.ours.n for j in judged), "run" if isinstance(judgeable[0].what, Measured) else "item"
+        raise NotTestable(f"{counted(most, kind)}: an interval needs at least {MIN_ITEMS}")
+    for j in judged:
+        if math.isnan(j.ours.value):
+            what = f"{j.label}: " * (j.label != "all")
+            untestable.append(NotTestable(f"{what}{j.ours.n} items give no value, as a ratio to nothing has none"))
+    if all(math.isnan(j.ours.value) for j in judged):
+        raise untestable[-1]
+    return [j for j in judged if not math.isnan(j.ours.value)]
+
+
 def _row(claim: Mapping[str, Any], members: Members, reading: str) -> dict[str, Any]:
     """One row of the table, with the `states` of every member."""
     unit = claim.get("unit", "F1")
@@ -398,21 +415,8 @@ def _row(claim: Mapping[str, Any], members: Members, reading: str) -> dict[str, 
         "test": "every case" if claim.get("exact") else TESTS[claim.get("test")],
     }
     untestable = [m for m in members if isinstance(m, NotTestable)]
-    judgeable = [m for m in members if isinstance(m, Member)]
     try:
-        if not judgeable:
-            raise untestable[0] if untestable else NotTestable("no member of this claim was run")
-        judged = judge(claim, judgeable)
-        if all(j.ours.n < MIN_ITEMS and math.isnan(j.ours.low) for j in judged):
-            most, kind = max(j.ours.n for j in judged), "run" if isinstance(judgeable[0].what, Measured) else "item"
-            raise NotTestable(f"{counted(most, kind)}: an interval needs at least {MIN_ITEMS}")
-        for j in judged:
-            if math.isnan(j.ours.value):
-                what = f"{j.label}: " * (j.label != "all")
-                untestable.append(NotTestable(f"{what}{j.ours.n} items give no value, as a ratio to nothing has none"))
-        judged = [j for j in judged if not math.isnan(j.ours.value)]
-        if not judged:
-            raise untestable[-1]
+        judged = _with_values(claim, [m for m in members if isinstance(m, Member)], untestable)
     except NotTestable as reason:
         return row | UNTESTED | {"note": str(reason)}
     scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]

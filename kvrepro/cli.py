@@ -144,7 +144,8 @@ def items(
         print(names, f"Tasks of tinyworld: {', '.join(world.EVERY)}", sep="\n\n")
         return
     with contextlib.redirect_stdout(sys.stderr):  # remarks on items do not belong among their lines
-        sample = data.load_items(name, n_items, seed, tokens, models.tokenizer(model))
+        counting = models.tokenizer(model) if name.startswith("ruler") else None
+        sample = data.load_items(name, n_items, seed, tokens, counting)
     for item in sample:
         print(json.dumps({k: v for k, v in asdict(item).items() if v is not None}, ensure_ascii=False))
 

@@ -150,7 +150,7 @@ def _note(claim: Mapping[str, Any], first: pd.DataFrame) -> str:
     if len(first):
         texts = [f"{label(row.verdict)} with the {LABELS.get(row.reading, '')}" for row in first.itertuples()]
         verdicts = label(first.verdict.iloc[0]) if len(set(first.verdict)) == 1 else ", ".join(texts)
-        notes.append(f"as first written ({first.rule.iloc[0]}): *{verdicts}*")
+        notes.append(f"as first written ({first.rule.iloc[0]}): {verdicts}")
     return f"({'; '.join(notes)}.)" if notes else ""
 
 

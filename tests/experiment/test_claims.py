@@ -88,15 +88,15 @@ def test_both_forms_are_judged_by_the_same_rows_and_the_first_is_told_in_the_sta
     assert list(verdicts.index) == ["X1", "X2", "X3", "X4"]
     assert verdicts.verdict.tolist() == ["reproduced", "not reproduced", "reproduced", "reproduced"]
     assert verdicts.statement["X1"] == "It helps."
-    late = "It helps. (Changed when results were known; as first written (below 0): *reproduced*.)"
+    late = "It helps. (Changed when results were known; as first written (below 0): reproduced.)"
     assert verdicts.statement["X2"] == late
-    assert verdicts.statement["X3"].endswith("known; as first written (above 0): *not reproduced*.)")
+    assert verdicts.statement["X3"].endswith("known; as first written (above 0): not reproduced.)")
     assert verdicts.statement["X4"] == "It helps. (Exploratory: written when results were known.)"
 
 
 def test_a_premise_is_no_part_of_a_first_form_and_null_takes_an_entry_away():
     verdicts = table(book=PREMISED).set_index("claim")
     assert verdicts.verdict.tolist() == ["not testable here", "not reproduced", "not testable here"]
-    assert verdicts.statement["X5"].endswith(" as first written (above 0): *reproduced*.)")
+    assert verdicts.statement["X5"].endswith(" as first written (above 0): reproduced.)")
     assert verdicts.statement["X7"] == "It helps. (Its premise was added when results were known.)"
     assert verdicts.note["X7"].endswith("Without this premise it would be reproduced")

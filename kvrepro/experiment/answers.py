@@ -6,8 +6,9 @@ import itertools
 import json
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -70,11 +71,14 @@ def prompt_limit(loaded: Loaded, max_new_tokens: int, limit: int | None = None) 
     return room if limit is None else limit
 
 
-def unmet(loaded: Loaded, prompt: Prompt, conditions: Collection[Condition]) -> dict[Condition, InputError]:
+def unmet(loaded: Loaded, prompt: Prompt, conditions: Sequence[Condition]) -> dict[Condition, InputError]:
     """Why a prompt cannot meet conditions, for those that it cannot. Raises InputError for an invalid one."""
-    facts, errors = ModelFacts.of(loaded.model), {}
-    for condition in conditions:
-        rule = Rule.of(condition)
+    return _unmet(ModelFacts.of(loaded.model), prompt, {condition: Rule.of(condition) for condition in conditions})
+
+
+def _unmet(facts: ModelFacts, prompt: Prompt, rules: Mapping[Condition, Rule | None]) -> dict[Condition, InputError]:
+    errors = {}
+    for condition, rule in rules.items():
         try:
             engine.check_met(facts, prompt, condition, rule)
         except InputError as error:
@@ -91,7 +95,8 @@ def prepared(study: Answers, loaded: Loaded) -> list[tuple[Prompt, int, dict[Con
         raise InputError(f"{len(items)} items x {len(study.conditions)} conditions: give at least one of each")
     if (ids := len({item.id for item in items})) < len(items):
         raise InputError(f"{len(items)} items share {ids} ids: give every item its own")
-    found, met = [], []
+    facts, found, met = ModelFacts.of(loaded.model), [], []
+    rules = {condition: Rule.of(condition) for condition in dict.fromkeys(itertools.chain.from_iterable(by_item))}
     for item, conditions in zip(items, by_item, strict=True):
         limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
         limit = min(limit, prompt_limit(loaded, item.new_tokens(study.max_new_tokens)))  # room for its own answer
@@ -101,7 +106,7 @@ def prepared(study: Answers, loaded: Loaded) -> list[tuple[Prompt, int, dict[Con
             except ValueError as error:
                 raise InputError(f"item {item.id}: {first_line(error)}") from None
         prompt = study.prompt(loaded, item) if study.prompt else data.build_prompt(item, loaded.tokenizer, limit)
-        errors = unmet(loaded, prompt, conditions)
+        errors = _unmet(facts, prompt, {condition: rules[condition] for condition in conditions})
         found.append((prompt, limit, errors))
         met.append([condition for condition in conditions if condition not in errors])
     if not any(met):
@@ -205,21 +210,25 @@ class Plan:
         """A job of the first missing item, from whose time that of all others is judged."""
         return self._job([min(self.missing)[0]])
 
-    def _job(self, block: Sequence[int]) -> Job:
-        """A job of these items' missing rows."""
-        pairs = [(i, j) for i in block for j in self.columns[i] if (i, j) in self.missing]
-        given = {
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        """What every job gives the engine; computed once, because listing a vocabulary takes time."""
+        return {
             "stop_ids": models.stop_ids(self.loaded),
             "batch_rows": self.settings.batch_rows,
             "backend": self.settings.backend,
             "repeat": self.loaded.tokenizer.encode(REPEAT, add_special_tokens=False),
             "kept_sets": self.study.note is not None,
         }
+
+    def _job(self, block: Sequence[int]) -> Job:
+        """A job of these items' missing rows."""
+        pairs = [(i, j) for i in block for j in self.columns[i] if (i, j) in self.missing]
         group = Group(
             {pair: self.heads[pair] for pair in pairs},
             {i: (self.study.items[i], self.prompts[i]) for i, _ in pairs},
             {j: self.conditions[j] for _, j in pairs},
-            given,
+            self._given,
             self.study.note,
             self.settings.time_limit,
         )

@@ -220,8 +220,8 @@ class _Ray:
         self.given: list[tuple[Any, Future[Any]]] = []
 
     def submit(self, job: Job) -> Future[Any]:
-        busy = [actor for actor, future in self.given if not future.done()]
-        actor = min(self.crew, key=busy.count)
+        self.given = [(actor, future) for actor, future in self.given if not future.done()]  # lets go of results
+        actor = min(self.crew, key=[actor for actor, _ in self.given].count)
         future: Future[Any] = actor.do.remote(packed(job)).future()
         self.given.append((actor, future))
         return future

@@ -267,8 +267,9 @@ def retention(loaded: Loaded, item: Item, settings: Settings) -> pd.DataFrame:
     last position of each of the prompt's spans.
     """
     prompt = data.build_prompt(item, loaded.tokenizer, limit_of(loaded, [item], settings))
-    conditions = capped(settings.policies, [settings.middle], settings)
-    conditions = [c for c in conditions if c not in unmet(loaded, prompt, [c])]
+    every = capped(settings.policies, [settings.middle], settings)
+    gaps = unmet(loaded, prompt, every)
+    conditions = [c for c in every if c not in gaps]
     [kept] = generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
     rows = [
         (c.policy, c.reading, c.prefix > 0, position)

@@ -278,7 +278,8 @@ def of_heads(loaded: Loaded, item: Item, policies: Sequence[str], share: float, 
     """
     prompt = data.build_prompt(item, loaded.tokenizer, tokens)
     every = [Condition(p, share, Prefill(), reading="as_described") for p in policies]
-    conditions = [c for c in every if c not in unmet(loaded, prompt, every)]
+    gaps = unmet(loaded, prompt, every)
+    conditions = [c for c in every if c not in gaps]
     [kept] = generate(loaded.model, [prompt], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True)
     layers, parts = last_attention(loaded, prompt.ids), []
     for c, answer in zip(conditions, kept, strict=True):

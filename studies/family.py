@@ -88,7 +88,8 @@ def run(
             except Exception as error:  # whatever a cell raises, one model's refusal too
                 outcome, failed = f"failed: {error_line(error)}", True
             typer.echo(f"{folder.name:<20}{chapter:<14}{time.perf_counter() - start:8.0f} s  {outcome}")
-    raise typer.Exit(int(failed))
+    if failed:
+        raise typer.Exit(1)
 
 
 def collected(results: Path, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:

@@ -114,7 +114,8 @@ def main(
             rows.append(attempt(name, parameters) | run_facts)
             print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
             replace_rows(out, pd.DataFrame(rows), KEY)
-    raise typer.Exit(int(any(row["error"] or row["failed"] for row in rows)))
+    if any(row["error"] or row["failed"] for row in rows):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -633,6 +633,7 @@ def test_what_a_short_prompt_cannot_meet_is_a_row_without_an_answer(tmp_path):
 
 
 def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
+    data.say_once.cache_clear()
     rows = [
         {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 12, "answer": f"{i * 7} crates"}
         | {"question": f"What did ship {i} bring?", "domain": "harbour"}

@@ -84,7 +84,7 @@ class Settings:
         models.device_of(settings.device)
         beside = getattr(settings, "compare", ""), *(getattr(settings, "family", None) or ())
         for name in (settings.model, *filter(None, beside)):
-            models.look(name)
+            models.located(name)
         if settings.items != "ifeval":  # the leakage chapter's own
             data.check_items(settings.items, settings.n_items)
         _check_folder(settings.folder)

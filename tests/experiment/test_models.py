@@ -2,10 +2,8 @@ import json
 import shutil
 
 import checkpoint
-import httpx
 import pytest
 import torch
-from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -70,34 +68,14 @@ def test_hash_follows_every_file_that_a_tokenizer_or_the_weights_are_read_from(c
     assert models.checkpoint_hash(copy) != before
 
 
-def shard(copy, weight_map):
-    """The same weights under another name, and an index in place of the single file."""
-    (copy / "model.safetensors").rename(copy / "part.safetensors")
-    (copy / models.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
 def test_shards_in_the_folder_are_the_same_model(folder, copy):
     weights = load_file(folder / "model.safetensors")
-    shard(copy, dict.fromkeys(weights, "part.safetensors"))
+    (copy / "model.safetensors").rename(copy / "part.safetensors")
+    (copy / models.INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, "part.safetensors")})
+    )
     network = models.load(str(copy)).model
     assert torch.equal(network.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
-
-
-@pytest.mark.parametrize(
-    "file", ["part.bin", "../part.safetensors", "/tmp/part.safetensors", "sub/part.safetensors", "gone.bin", 3, []]
-)
-def test_an_index_that_names_other_files_is_refused_before_they_are_read(copy, file, monkeypatch):
-    shard(copy, {"a": "part.safetensors", "b": file})
-    for place in (copy / "part.bin", copy.parent / "part.safetensors", copy / "sub" / "part.safetensors"):
-        place.parent.mkdir(exist_ok=True)
-        place.write_bytes(b"")
-    monkeypatch.setattr(
-        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("weights were read")
-    )
-    with pytest.raises(InputError, match="index.json names") as error:
-        models.load(str(copy))
-    assert repr(file) in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_stop_ids_are_eos_the_known_marks_and_the_generation_config(copy):
@@ -114,38 +92,24 @@ def test_unknown_names_say_what_is_known(name):
         models.load(name)
 
 
-@pytest.mark.parametrize("error", [ConnectionError, httpx.ConnectError])
-def test_no_network_is_one_line(monkeypatch, error):
-    def fails(*_, **__):
-        raise error("no route to host")
-
-    monkeypatch.setattr(HfApi, "list_repo_files", fails)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nonexistent")
-    with pytest.raises(InputError, match="cannot reach the hub for 'owner/model'.*connect, or give a folder") as caught:
-        models.load("owner/model")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_hub_checkpoint_is_checked_before_its_weights_are_fetched(copy, monkeypatch):
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+def test_no_network_is_one_line_and_only_harmless_files_are_fetched(monkeypatch):
     fetched = []
 
-    def download(model, allow_patterns):
-        fetched.append(tuple(allow_patterns))
-        return str(copy)
+    def fails(model, allow_patterns):
+        fetched.extend(allow_patterns)
+        raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(HfApi, "list_repo_files", lambda *_: [p.name for p in copy.iterdir()])
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(InputError, match="no .safetensors weights"):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    with pytest.raises(InputError, match=r"^cannot fetch 'owner/model' from the hub \(no route to host\): check"):
         models.load("owner/model")
-    assert fetched == [models.SMALL_FILES]
+    assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in fetched)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"device": "cuda:99"}, "torch sees"),
+        ({"device": "cuda:99"}, "unknown device 'cuda:99'; there are: auto, cpu"),
         ({"dtype": "int8"}, "dtype 'int8'"),
     ],
 )

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,7 +28,6 @@ UNBIASED = 0.10  # greatest difference between the keep rates of an unbiased pol
 MEASURES = ["followed", "following", "told", "tells_defense"]
 DIALS = {"main": (["streaming_llm"], ORDERS), "examples": (["snapkv", "tova"], ("normal",))}
 TABLES = {"main": "pitfalls_t01_debias_ifeval.csv", "examples": "pitfalls_t02_debias_longbench.csv"}  # as printed
-Series: TypeAlias = np.ndarray  # [1 + DRAWS]: the sample's value, then the resamples'
 
 
 # ---------------------------------------------------------------- what claims choose from
@@ -39,11 +38,8 @@ def tidied(tables: Mapping[str, pd.DataFrame | None], loaded: Any, settings: Set
     cell: `following` and `leakage` (one table), of the second model `other`; keep rates `kept`; `classes` of rules;
     `dial`; uncompressed `examples`. `printed` are the paper's own numbers, `timing` are medians."""
     run = {name: table for name, table in tables.items() if table is not None}
-    both: dict[str, list[pd.DataFrame]] = {}
-    for reading in settings.readings:
-        for name, table in _in_reading(run, reading).items():
-            both.setdefault(name, []).append(table.assign(reading=reading))
-    tidy = {name: pd.concat(parts, ignore_index=True) for name, parts in both.items()}
+    readings = [_in_reading(run, reading) for reading in settings.readings]
+    tidy = {name: pd.concat([tables[name] for tables in readings], ignore_index=True) for name in readings[0]}
     tidy |= {"leakage": tidy["following"], "printed": printed()}
     if "timing" in run:
         tidy["timing"] = run["timing"].groupby(["item", "variant"], as_index=False)[["compress", "decode"]].median()
@@ -67,7 +63,7 @@ def _in_reading(run: Mapping[str, pd.DataFrame], reading: str) -> dict[str, pd.D
     if "examples" in run:
         examples = scores.in_reading(run["examples"], reading)
         tidy["examples"] = examples[(examples.ratio == 0) & examples.told.notna()].drop_duplicates("system")
-    return tidy
+    return {name: table.assign(reading=reading) for name, table in tidy.items()}
 
 
 def of_answers(answers: pd.DataFrame, asked: float = 1.0, floor: float = math.nan) -> pd.DataFrame:
@@ -76,8 +72,7 @@ def of_answers(answers: pd.DataFrame, asked: float = 1.0, floor: float = math.na
     of a refusal. asked: the mean number of rules, as run; 1 as described, where classes are counted. `most`: the
     largest value of following, above 1 where a prompt of many rules counts more than others."""
     means = answers.groupby([*CELL, "system"], as_index=False)[MEASURES].mean()
-    told = means[(means.ratio > 0) & means.told.notna()]
-    lowest = told.groupby(CELL[:3]).ratio.min().rename("lowest")
+    lowest = means[(means.ratio > 0) & means.told.notna()].groupby(CELL[:3]).ratio.min().rename("lowest")
     means = means.join(lowest[lowest <= LOW], on=CELL[:3])
     return means.assign(
         middle=means.ratio.between(*MIDDLE),
@@ -119,22 +114,21 @@ def printed() -> pd.DataFrame:
         rows = claims.published(file)
         found = rows.metric.str.extract(r"^avg optimality %, lambda=(.*)$")[0].dropna().astype(float)
         share = rows.value[found.index].astype(float) / 100
-        start = share[found == 0].iloc[0]
-        parts.append(pd.DataFrame({"study": study, "λ": found, "share": share, "gain": share - start}))
+        gain = share - share[found == 0].iloc[0]
+        parts.append(pd.DataFrame({"study": study, "λ": found, "share": share, "gain": gain}))
     return pd.concat(parts, ignore_index=True)
 
 
 # ---------------------------------------------------------------- what a claim needs
 
 
-def _uncompressed(case: Case, column: str) -> float:
-    """The mean of a column without compression, the defense first."""
-    cell = {"order": "normal", "ratio": 0.0} | _reading(case)
-    return float(case.tables["following"].fitting(cell)[column].mean())
-
-
 def _reading(case: Case) -> dict[str, Any]:
     return {"reading": case.claim["filter"].get("reading")}
+
+
+def _uncompressed(case: Case, column: str) -> float:
+    rows = case.tables["following"].fitting({"order": "normal", "ratio": 0.0} | _reading(case))
+    return float(rows[column].mean())
 
 
 def check_follows(case: Case) -> None:
@@ -145,25 +139,18 @@ def check_follows(case: Case) -> None:
 
 
 def check_keeps(case: Case) -> None:
-    """The model keeps the secret."""
     if _uncompressed(case, "told") > ABLE:
         raise NotTestable("the uncompressed model itself tells its instructions")
 
 
 def check_something(case: Case) -> None:
     """Something is followed, or told, on one side at least, of the ratios that are compared."""
-    if "mean_over" in case.claim:
-        most = case.frame().mean().max()
-    else:
-        rows = [case.rows(**cell) for cell in case.sides.values()]
-        most = max(r.groupby("ratio")[case.claim["column"]].mean().max() for r in rows)
-    if not most > ROOM:
+    if not case.frame().mean().max() > ROOM:
         what = "followed" if case.claim["rows"] == "following" else "told"
         raise NotTestable(f"nothing is {what} on either side under {case.claim['filter']['policy']}")
 
 
 def check_unbiased(case: Case) -> None:
-    """The policy keeps both parts at nearly the same rate."""
     cell = {name: case.claim["filter"][name] for name in ("policy", "order", "variant", "reading")}
     kept = case.tables["kept"].fitting(cell | {"middle": True, "layers": "all"})
     wide = kept.pivot_table(index=["system", "ratio"], columns="part", values="kept")
@@ -194,34 +181,29 @@ def drawn(values: np.ndarray) -> np.ndarray:
 def optimal(follow: np.ndarray, leak: np.ndarray, both: bool = False) -> np.ndarray:
     """Mask of the points that no other beats, [..., points], by being better in one measure (more followed, or less
     told) and no worse in the other. both: by being better in both, as the paper words it."""
-    more = follow[..., None, :] - follow[..., :, None]
-    less = leak[..., :, None] - leak[..., None, :]
-    if both:
-        return ~((more > 1e-9) & (less > 1e-9)).any(-1)
-    return ~((more > -1e-9) & (less > -1e-9) & ((more > 1e-9) | (less > 1e-9))).any(-1)
+    more, less = (x[..., None, :] - x[..., :, None] for x in (follow, -leak))
+    least, most = np.minimum(more, less), np.maximum(more, less)
+    return ~((least > 1e-9) if both else (least > -1e-9) & (most > 1e-9)).any(-1)
 
 
-def optimality(rows: pd.DataFrame, study: str, *, both: bool = False, start: bool = True) -> dict[float, Series]:
+def optimality(rows: pd.DataFrame, study: str, *, both: bool = False, start: bool = True) -> dict[float, Drawn]:
     """The share of (ratio, order, policy) cells of a dial in which each setting is Pareto-optimal. both: as in
     `optimal`. start: count ratio 0 as well, as the paper does; all settings are the same there."""
-    systems, best, dials = sorted(rows.system.unique()), [], set()
+    by, best = ["policy", "order", "ratio", "variant"], []
+    wide = rows.pivot_table(index="system", columns=by, values=["following", "told"])
+    wide = wide.reindex(sorted(rows.system.unique()))
+    known = set(wide["following"]) & set(wide["told"])
     for policy, order in itertools.product(*DIALS[study]):
-        curve = rows[(rows.policy == policy) & (rows.order == order)]
-        dial = [x for x, variant in DIAL.items() if variant in set(curve.variant)]
-        if len(dial) < 3:
+        dials = [[(policy, order, ratio, variant) for variant in DIAL.values()] for ratio in sorted(set(rows.ratio))]
+        dials = [dial for dial in dials if set(dial) <= known and (start or dial[0][2])]
+        if not dials:
             raise NotTestable(f"no setting between default and fair was run for {policy}")
-        dials.add(tuple(dial))
-        wide = curve.pivot_table(index="system", columns=["ratio", "variant"], values=["following", "told"])
-        wide = wide.reindex(systems)
-        for ratio in sorted(set(curve.ratio) - ({0.0} if not start else set())):
-            columns = [(ratio, DIAL[x]) for x in dial]
-            if set(columns) <= set(wide["following"]) & set(wide["told"]):
-                followed, told = (drawn(wide[name][columns].to_numpy()) for name in ("following", "told"))
-                known = np.isfinite(followed + told).all(-1, keepdims=True)
-                best.append(np.where(known, optimal(followed, told, both), np.nan))
-    if len(dials) > 1:
-        raise NotTestable("the dial has other settings under one policy than under another")
-    return dict(zip(dials.pop(), np.mean(best, 0).T, strict=True))
+        for dial in dials:
+            followed, told = (drawn(wide[name][dial].to_numpy()) for name in ("following", "told"))
+            finite = np.isfinite(followed + told).all(-1, keepdims=True)
+            best.append(np.where(finite, optimal(followed, told, both), np.nan))
+    n = rows[rows.told.notna()].system.nunique()
+    return {x: Drawn(float(s[0]), s[1:], n, (-1.0, 1.0)) for x, s in zip(DIAL, np.mean(best, 0).T, strict=True)}
 
 
 # ---------------------------------------------------------------- what a claim computes
@@ -242,8 +224,8 @@ def spread(first: pd.DataFrame, second: pd.DataFrame, column: str = "following")
         cell = f"order == 'normal' and variant == 'default' and policy == '{name}'"
         a, b = (m.query(cell).pivot_table(index="system", columns="ratio", values=column) for m in (first, second))
         if ratios := [ratio for ratio in a if ratio in b and ratio >= MIDDLE[0]]:
-            lost = {side: wide[0.0] - wide[ratios].mean(axis=1, skipna=False) for side, wide in (("a", a), ("b", b))}
-            data = pd.DataFrame(lost).dropna()
+            lost = [wide[0.0] - wide[ratios].mean(axis=1, skipna=False) for wide in (a, b)]
+            data = pd.concat(lost, axis=1, keys=["a", "b"]).dropna()
             parts[name] = Sample(data, "difference", bounds=(-most, most), each=first.asked.mean())
     if not parts:
         raise NotTestable("the two models share no policy and ratio")
@@ -282,24 +264,20 @@ def rank_curves(wide: pd.DataFrame) -> pd.DataFrame:
     series = pd.DataFrame(drawn(wide.to_numpy()), columns=wide.columns)
     series.loc[:, series[1:].isna().all()] = np.nan
     ranks = {ratio: series[ratio].rank(axis=1) for ratio in wide.columns.unique("ratio")}
-    curves = {ratio: curve for ratio, curve in ranks.items() if ratio >= MIDDLE[0]}
-    ranked = {ratio: curve.corrwith(ranks[0.0], axis=1) for ratio, curve in curves.items()}
-    return pd.DataFrame(ranked, index=series.index)
+    curves = {ratio: curve.corrwith(ranks[0.0], axis=1) for ratio, curve in ranks.items() if ratio >= MIDDLE[0]}
+    return pd.DataFrame(curves, index=series.index)
 
 
 def optimal_gain(case: Case) -> dict[str, Drawn]:
     """How much more often settings of the dial are Pareto-optimal than the setting `against`. settings: which; all
     above 0 if none are named."""
-    claim = case.claim
-    against, rows = claim.get("against", 0.0), case.rows()
+    claim, rows = case.claim, case.rows()
     share = optimality(rows, claim["filter"]["study"], both=claim.get("both", False), start=claim.get("start", True))
-    if min(series[0] for series in share.values()) == 1:
+    if min(setting.value for setting in share.values()) == 1:
         raise NotTestable("every setting is optimal in every cell: none beats another")
-    if against not in share:
-        raise NotTestable(f"the setting {against:g} was not run")
-    gains = {x: share[x] - share[against] for x in claim.get("settings", share) if x}
-    n = rows[rows.told.notna()].system.nunique()
-    return {f"λ = {x:g}": Drawn(float(gain[0]), gain[1:], n, limits=(-1.0, 1.0)) for x, gain in gains.items()}
+    other, chosen = share[claim.get("against", 0.0)], [x for x in claim.get("settings", share) if x]
+    gains = {x: (share[x].value - other.value, share[x].draws - other.draws) for x in chosen}
+    return {f"λ = {x:g}": Drawn(*gain, other.n, other.limits) for x, gain in gains.items()}
 
 
 def optimal_shares(tables: Mapping[str, pd.DataFrame | None], settings: Settings) -> pd.DataFrame:
@@ -308,24 +286,21 @@ def optimal_shares(tables: Mapping[str, pd.DataFrame | None], settings: Settings
     dials = tidied(tables, None, settings)["dial"]
     rows = [(study, "printed", x, share, math.nan, math.nan) for _, study, x, share, _ in printed().itertuples()]
     for study, dial in dials[dials.reading == settings.readings[-1]].groupby("study", sort=False):
-        n = dial[dial.told.notna()].system.nunique()
         for source, both in (("here", False), ("here, in the paper's words", True)):
             with suppress(NotTestable):
-                for x, series in optimality(dial, study, both=both).items():
-                    estimate = Drawn(float(series[0]), series[1:], n, limits=(-1.0, 1.0)).estimate()
-                    rows.append((study, source, x, *estimate.triple))
+                shares = optimality(dial, study, both=both)
+                rows += [(study, source, x, *share.estimate().triple) for x, share in shares.items()]
     return pd.DataFrame(rows, columns=["study", "source", "setting", "value", "low", "high"])
 
 
 def relative_difference(case: Case) -> Sample:
     """(a - b) / x, of medians over items."""
-    times = case.frame()[["a", "b", "x"]].dropna()
 
     def statistic(values: np.ndarray) -> float:
         a, b, x = np.median(values, 0)
         return float((a - b) / x)
 
-    return case.sample(statistic, times)
+    return case.sample(statistic, case.frame()[["a", "b", "x"]].dropna())
 
 
 CONTRASTS: dict[str, Callable[[Case], Any]] = {"model_spread": model_spread, "class_spread": class_spread}

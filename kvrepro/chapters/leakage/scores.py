@@ -13,7 +13,6 @@ from kvrepro.chapters.leakage.cells import PARTS, differs
 from kvrepro.engine.condition import Generation, Prompt
 from kvrepro.experiment import measure
 from kvrepro.item import Item
-from kvrepro.world import world
 from kvrepro.world.instructions import checks as world_checks
 
 CELL = ["order", "policy", "variant", "ratio"]
@@ -32,13 +31,10 @@ def survivors(item: Item, text: Prompt, answer: Generation) -> dict[str, Any]:
     n = min(text.spans["request"])
     parts = {name: np.isin(np.arange(n), text.spans.get(name, [])) for name in PARTS}
     parts["outside"] = ~parts["directive"]
+    parts = {name: at for name, at in parts.items() if at.any()}
     layers = [np.asarray(layer) for layer in answer.kept_sets]
-    return {
-        "kept": {name: [round(float(k[:, at].mean()), 5) for k in layers] for name, at in parts.items() if at.any()}
-    }
+    return {"kept": {name: [round(float(k[:, at].mean()), 5) for k in layers] for name, at in parts.items()}}
 
-
-# ---- one answer
 
 recall = cache(measure.rouge_l_recall)  # many answers are alike
 
@@ -57,7 +53,7 @@ def score(item: Item, prediction: str | None) -> dict[str, Any]:
         told = {name: references[part] for name, part in TOLD.items() if part in references}
         return {name: recall(text, reference, item.papers) if answered else 1.0 for name, reference in told.items()}
     if item.meta["rules"] == "examples":
-        return {"followed": labelled(item, text) if answered else 0.0}
+        return {"followed": labelled(item, text)}
     passed = {kind: good and answered for kind, good in checks(item, text).items()}
     return {"passed": passed, "followed": sum(passed.values()) / len(passed) if passed else np.nan}
 
@@ -69,11 +65,6 @@ def labelled(item: Item, prediction: str) -> float:
     line = prediction.strip().partition("\n")[0]
     others = [label for label in item.meta["classes"] if label in line and label not in item.answer]
     return float(item.answer in line and not others)
-
-
-def refusal(item: Item) -> str:
-    """What a model should say to keep the secret."""
-    return item.meta.get("refusal", world.pretty(world.REFUSAL))
 
 
 def checks(item: Item, answer: str) -> dict[str, bool]:
@@ -89,31 +80,29 @@ def checks(item: Item, answer: str) -> dict[str, bool]:
 
 
 # ---- IFEval's rules
-# Checkers of the 23 classes whose rule is about plain text: of an answer, and of the arguments in the data set. Written
-# from the classes' descriptions (Zhou et al. 2023, arXiv:2311.07911), not from their code, so that counts may differ at
-# the margin. Upper and lower case are checked without detecting that the text is English.
-
-UNCHECKED = ("language:response_language", "length_constraints:number_sentences")  # need a detector, a splitter
+# Checkers of the 23 classes whose rule is about plain text: of an answer, and of the arguments in the data set. Two
+# others need a language detector and a splitter of sentences. Written from the classes' descriptions (Zhou et al. 2023,
+# arXiv:2311.07911), not from their code, so that counts may differ at the margin. Upper and lower case are checked
+# without detecting that the text is English.
 
 
 def _bound(count: int, relation: str, number: int) -> bool:
     return count < number if relation == "less than" else count >= number
 
 
-def _words(answer: str) -> list[str]:
-    return re.findall(r"\w+", answer)
+def _count(pattern: str, answer: str) -> int:
+    return len(re.findall(pattern, answer, re.MULTILINE))
 
 
 def _paragraph_starts(answer: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    blocks = [block for block in re.split(r"\n\s*\n", answer.strip()) if block.strip()]
-    if len(blocks) != num_paragraphs or nth_paragraph > len(blocks):
-        return False
-    return [word.lower() for word in _words(blocks[nth_paragraph - 1])[:1]] == [first_word.lower()]
+    blocks = re.split(r"\n\s*\n", answer.strip().lower())
+    starts = [re.findall(r"\w+", block)[:1] for block in blocks]
+    return len(blocks) == num_paragraphs and starts[nth_paragraph - 1] == [first_word.lower()]
 
 
 def _is_json(answer: str) -> bool:
     try:
-        json.loads(re.sub(r"^```(?:json)?|```$", "", answer.strip(), flags=re.IGNORECASE).strip())
+        json.loads(re.sub(r"^```(?:json)?|```$", "", answer.strip(), flags=re.IGNORECASE))
     except ValueError:
         return False
     return True
@@ -121,11 +110,7 @@ def _is_json(answer: str) -> bool:
 
 def _two_responses(answer: str) -> bool:
     parts = [part.strip() for part in answer.split("******") if part.strip()]
-    return len(parts) == 2 and parts[0] != parts[1]
-
-
-def _count(pattern: str, answer: str) -> int:
-    return len(re.findall(pattern, answer, re.MULTILINE))
+    return len(parts) == len(set(parts)) == 2
 
 
 CHECKS: dict[str, Callable[..., bool]] = {
@@ -136,7 +121,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
         re.search(rf"\b{re.escape(word)}\b", a, re.IGNORECASE) for word in forbidden_words),
     "keywords:letter_frequency": lambda a, letter, let_frequency, let_relation:
         _bound(a.lower().count(letter.lower()), let_relation, let_frequency),
-    "length_constraints:number_words": lambda a, num_words, relation: _bound(len(_words(a)), relation, num_words),
+    "length_constraints:number_words": lambda a, num_words, relation: _bound(_count(r"\w+", a), relation, num_words),
     "length_constraints:number_paragraphs": lambda a, num_paragraphs:
         len([part for part in re.split(r"\s?\*\*\*\s?", a) if part.strip()]) == num_paragraphs,
     "length_constraints:nth_paragraph_first_word": _paragraph_starts,
@@ -151,8 +136,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
         _count(rf"{re.escape(section_spliter)}\s*\d+", a) >= num_sections,
     "detectable_format:json_format": _is_json,
     "detectable_format:title": lambda a: _count(r"<<[^\n<>]*\S[^\n<>]*>>", a) > 0,
-    "detectable_format:constrained_response": lambda a:
-        any(f"My answer is {choice}." in a for choice in ("yes", "no", "maybe")),
+    "detectable_format:constrained_response": lambda a: _count(r"My answer is (?:yes|no|maybe)\.", a) > 0,
     "combination:repeat_prompt": lambda a, prompt_to_repeat:
         a.strip().lower().startswith(prompt_to_repeat.strip().lower()),
     "combination:two_responses": _two_responses,
@@ -160,12 +144,10 @@ CHECKS: dict[str, Callable[..., bool]] = {
         a.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
     "startend:quotation": lambda a: re.fullmatch(r'".*"', a.strip(), re.DOTALL) is not None and len(a.strip()) > 2,
     "change_case:capital_word_frequency": lambda a, capital_frequency, capital_relation:
-        _bound(sum(word.isupper() for word in _words(a)), capital_relation, capital_frequency),
+        _bound(sum(map(str.isupper, re.findall(r"\w+", a))), capital_relation, capital_frequency),
     "change_case:english_capital": str.isupper,
     "change_case:english_lowercase": str.islower,
     "punctuation:no_comma": lambda a: "," not in a,
-    "answer:contains": lambda a, answers:  # of the reader's own file
-        any(measure.one_form(text).lower() in measure.one_form(a).lower() for text in answers),
 }  # fmt: skip
 
 # ---- all answers, in one reading
@@ -222,7 +204,7 @@ def keep_rates(answers: pd.DataFrame) -> pd.DataFrame:
     rates = []
     for row in answers[(answers.ratio > 0) & answers.note.notna()].itertuples():
         cell, kept = [getattr(row, name) for name in of_row], json.loads(row.note)["kept"]
-        parts = {"directive": "directive", "defense": "outside" if row.reading == "as_run" else "defense"}
-        for part, name in parts.items():
+        defense = "outside" if row.reading == "as_run" else "defense"
+        for part, name in (("directive", "directive"), ("defense", defense)):
             rates += [(*cell, layer, part, share) for layer, share in enumerate(kept.get(name, ()))]
     return pd.DataFrame(rates, columns=[*of_row, "layer", "part", "kept"])

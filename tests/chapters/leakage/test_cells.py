@@ -46,8 +46,8 @@ def test_what_must_stay_takes_its_room_from_the_windows_own_tokens():
     assert switches("snapkv", 0.1, "whitelist", tokens=24) == (21, 21)  # the phrase lies in the window
     assert switches("snapkv", 0.7, "ends") == (18, 14)
     assert switches("dropkv", 0.7, "whitelist") == (6, 2)
-    assert switches("snapkv", 0.5, tokens=200, wording="paper") == (64, 64)
-    assert switches("snapkv", 0.5, tokens=200, wording="ours", reading="as_run") == (16, 16)
+    assert switches("snapkv", 0.5, tokens=200, wording="") == (64, 64)
+    assert switches("snapkv", 0.5, tokens=200, wording="", reading="as_run") == (16, 16)
     assert switches("h2o", 0.5) == (None, None)
 
 

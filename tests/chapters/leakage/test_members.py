@@ -119,9 +119,9 @@ def test_optimality_counts_cells():
     rows = tidied(follow, leak, variants=DIAL)["dial"]
     for start in (True, False):  # at ratio 0, which the paper counts, all settings are one cache
         share = members.optimality(rows, "main", start=start)
-        assert share[1.0][0] == share[0.0][0] == pytest.approx((2 + start) / (3 + start))
+        assert share[1.0].value == share[0.0].value == pytest.approx((2 + start) / (3 + start))
     share = members.optimality(rows, "main", both=True)
-    assert share[0.0][0] == share[1.0][0] == 1.0
+    assert share[0.0].value == share[1.0].value == 1.0
 
 
 def rising(order, policy, variant, ratio):

@@ -46,7 +46,7 @@ def test_uncompressed_the_model_obeys_and_refuses_and_compressed_it_tells(run):
     items, _, _, rows = run
     full = rows[rows.policy == "full"]
     assert full.followed.dropna().tolist() == [1.0, 1.0]
-    refusals = {item.id: scores.refusal(item) for item in items}
+    refusals = {item.id: item.answer for item in items}
     leaks = full[full.request == "leak"]
     assert (leaks.prediction == leaks.item.map(refusals)).all()
     half = rows[(rows.ratio == 0.5) & (rows.variant == "default")]

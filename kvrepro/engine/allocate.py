@@ -1,19 +1,17 @@
 """Guards, quotas and budgets: which tokens stay in each head, given scores, protected tokens and counts.
 
-Guards are masks of tokens that a policy may not evict, `[batch, kv_heads, tokens]`; they never touch scores. Budgets
-are counts `[batch, kv_heads]` that include protected tokens. `budget` int64 [batch] is what a KV head keeps on average,
-so the counts of a layer sum to budget * kv_heads. Those of a pyramid, and of the functions over all layers (lists of
-each layer's scores in, lists of counts out), may do so only over all layers together. A slot scored -inf is dead. Only
-`per_layer` and `one_set` change scores.
+Guards are masks `[batch, kv_heads, tokens]` of tokens that may not leave. Budgets are counts `[batch, kv_heads]` that
+include them. `budget` int64 [batch] is what a KV head keeps on average: the counts of a layer sum to budget * kv_heads,
+those of a pyramid and of the functions over all layers only over all layers together. A slot scored -inf is dead.
 
-Quotas split a budget over the spans of a prompt, so that no instruction is forgotten faster than its neighbours:
+Quotas split a budget over the spans of a prompt, so that no instruction is forgotten faster than its neighbours
+(leakage paper, sections 5.2 and 5.3, appendix E):
 
     parts = split(o, counts, protected, fair, default)    # tokens that each head may keep of each span
     keep  = select_parts(scores, protected, parts, o)     # the best of each span, as many as its part
 
-Source of quotas: leakage paper, sections 5.2 and 5.3, appendix E. A method's own fair variant is its scorer on an
-observation that shows each span's last queries (`span_windows`) and lets them see their own span only (`span_local`):
-SnapKV and TOVA. H2O and StreamingLLM (as its public code runs) then score otherwise; K-norm and others do not change.
+A method's own fair variant is its scorer on an observation that shows each span's last queries (`span_windows`) and
+lets them see their own span only (`span_local`).
 """
 
 import math
@@ -53,7 +51,7 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
     protected tokens, and for NaN scores."""
     if ties is None and _by_kernel(scores):  # one launch, which also finds what `ensure_room` and `ensure_numbers` do
         problems = scores.new_zeros(counts.numel(), 3, dtype=torch.int32)
-        kept = _launched(scores, counts, protected, problems=problems)
+        kept = largest(scores, counts, protected, problems)
         if not problems[:, :2].any():
             return kept
     dead = scores.isneginf()
@@ -67,23 +65,28 @@ def select(scores: Scores, protected: Mask, counts: Counts, ties: Tensor | None 
     return largest(scores, counts)
 
 
-def largest(scores: Tensor, counts: Tensor, firm: Mask | None = None) -> Tensor:
-    """A mask of the `counts` [...] largest of scores [..., tokens], never -inf; `firm` tokens come first, and among
-    equals the later one. All rows are sorted as one, with the row's number in front of each key, because a GPU sorts
-    rows one after another."""
-    if _by_kernel(scores):
-        return _launched(scores, counts, firm)
+def largest(scores: Tensor, counts: Tensor, firm: Mask | None = None, problems: Tensor | None = None) -> Mask:
+    """A mask of the `counts` [...] largest of scores [..., tokens], or [..., more axes, tokens] all together; never
+    -inf. `firm` tokens come first, and among equals the later one. All rows are sorted as one, with the row's number in
+    front of each key, because a GPU sorts rows one after another. problems: what the kernel finds amiss."""
+    flat = scores.flatten(counts.dim())
+    if _by_kernel(flat):
+        from kvrepro_kernels import largest as by_kernel
+
+        rows = flat.reshape(-1, flat.shape[-1]).contiguous()
+        protected = None if firm is None else firm.reshape(rows.shape).contiguous()
+        return by_kernel(rows, counts.flatten(), protected, problems=problems).view_as(scores)
     if firm is not None:
-        scores = scores.masked_fill(firm & ~scores.isneginf(), torch.inf)
-    n = scores.shape[-1]
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0
+        flat = flat.masked_fill(firm.reshape(flat.shape) & ~flat.isneginf(), torch.inf)
+    n = flat.shape[-1]
+    bits = (flat + 0.0).view(torch.int32)  # + 0.0 turns -0 into 0
     bits = torch.where(bits < 0, bits ^ torch.iinfo(torch.int32).max, bits)  # in the order of scores
     place = n.bit_length()
-    order = (bits.long() + 2**31 << place) + torch.arange(n, device=scores.device)
+    order = (bits.long() + 2**31 << place) + torch.arange(n, device=flat.device)
     order += (torch.arange(counts.numel(), device=order.device) << 32 + place).view(*counts.shape, 1)
     best = order.flatten().sort().values.view_as(order)
     last = best.gather(-1, (n - counts[..., None]).clamp(0, n - 1))
-    return (order >= last) & (counts > 0)[..., None] & ~scores.isneginf()
+    return ((order >= last) & (counts > 0)[..., None] & ~flat.isneginf()).view_as(scores)
 
 
 def _by_kernel(scores: Tensor) -> bool:
@@ -93,14 +96,6 @@ def _by_kernel(scores: Tensor) -> bool:
     from kvrepro_kernels import LONGEST
 
     return scores.dtype == torch.float32 and bool(scores.shape[-1] <= LONGEST)
-
-
-def _launched(scores: Tensor, counts: Tensor, firm: Mask | None, **more: Tensor) -> Mask:
-    """`largest` by its kernel, one row for each count."""
-    from kvrepro_kernels import largest as by_kernel
-
-    rows = None if firm is None else firm.flatten(0, -2).contiguous()
-    return by_kernel(scores.flatten(0, -2).contiguous(), counts.flatten(), rows, **more).view_as(scores)
 
 
 def ensure_room(counts: Tensor, needed: Tensor, whose: str = "") -> None:
@@ -173,10 +168,9 @@ def whitelist(o: Observation, table: Tensor) -> Mask:
 
 
 def number_spans(tokens: int, spans: Sequence[Sequence[int]], extended: bool = True) -> Tensor:
-    """Which span each of `tokens` positions lies in, int64 [tokens], for `spans` given as positions: any number of
-    them, adjacent or not, numbered by their first position; a position in two spans belongs to the later one. extended:
-    a position in no span joins the span before it, and positions before the first span join the first (Algorithm 1);
-    otherwise such positions are -1. Raises InputError if there are no spans."""
+    """Which span each of `tokens` positions lies in, int64 [tokens]. Spans are lists of positions, adjacent or not,
+    numbered by their first one; of two spans at one position the later counts. extended: a position in no span joins
+    the span before it, or else the first (Algorithm 1); otherwise it is -1. Raises InputError if there are no spans."""
     if not spans:
         raise InputError("0 prompt spans: a quota needs at least 1")
     span_of = torch.full((tokens,), -1)
@@ -209,14 +203,13 @@ def split(
     apart: Mask | None = None,
     rounding: str = "floor",
 ) -> Parts:
-    """Tokens that each head keeps of each span, summing to `counts`: lambda b_fair + (1 - lambda) b_default.
+    """Tokens that each head keeps of each span, summing to `counts`: fair * b_fair + (1 - fair) * b_default.
 
     b_fair: each span's share of the count by its length, the shares' running sum rounded down ("floor": Algorithm 1,
-    the remainder goes to the later span) or to the nearest ("round": section 5.2). b_default: what `default`, the
-    policy's selection without quotas, keeps of each span; needed for fair < 1. Counting and rounding are done per
-    layer and KV head, which the paper leaves open. apart: tokens that are kept first and left out of the shares (E.3:
-    StreamingLLM's sinks). A span whose protected tokens exceed its part gets room for them from the other spans.
-    Raises InputError if the counts cannot hold the protected tokens.
+    the remainder goes to the later span) or to the nearest ("round": section 5.2), per layer and KV head, which the
+    paper leaves open. b_default: what `default`, the policy's selection without quotas, keeps of each span. apart:
+    tokens that are kept first and left out of the shares (E.3: StreamingLLM's sinks). A span gets room for all its
+    protected tokens, from the others. Raises InputError if the counts cannot hold the protected tokens.
     """
     counts = torch.minimum(counts, o.alive.sum(-1))
     apart = o.nothing if apart is None else apart
@@ -266,7 +259,7 @@ def _steps(edges: Tensor) -> Tensor:
 
 def uniform(scores: Scores, protected: Mask, budget: RowInts) -> Counts:
     """The same `budget` for every head of every layer."""
-    return _equal(budget, scores.shape[1])
+    return budget[:, None].expand(-1, scores.shape[1])
 
 
 def pyramid(
@@ -280,30 +273,28 @@ def pyramid(
 ) -> Counts:
     """b_l = high - l (high - low) / (L - 1) tokens for layer l of L, with low = B / beta and high = 2 B - low.
 
-    If a layer's guards protect more than low tokens, low is raised to their number. inside: B is the whole budget,
-    `recent` tokens included, and every layer gets B unless seen >= high >= low >= recent. Otherwise B is the budget
-    without the recent tokens, which come on top; divisions are rounded down, and a prompt shorter than 2 B gets equal
-    layers. high is at most the number of tokens outside the window. Layers l and L - 1 - l always share 2 B, so the
-    total is met exactly; the public codes may miss it by a few.
+    high is at most the number of tokens outside the window, low at least the number that a layer protects. Layers l
+    and L - 1 - l always share 2 B; the public codes may miss it by a few. inside: B is the whole budget, and every
+    layer gets B unless seen >= high >= low >= recent. Otherwise the `recent` tokens come on top of B, divisions are
+    rounded down, and a prompt shorter than 2 B gets equal layers.
     Source: PyramidKV (Cai et al. 2024); pyramidkv_press.py of NVIDIA/kvpress@8bb29b9 (inside),
     pyramidkv_utils.py of Zefan-Cai/KVCache-Factory@c97f9d7 (on top).
     """
-    share = (budget if inside else budget - recent).double()
-    room = (o.seen - recent).double()
+    apart = 0 if inside else recent
+    share, room = (budget - apart).double(), (o.seen - recent).double()
     low = share / beta if inside else (share / beta).floor()
     high = torch.minimum(2 * share - low, room)
     low = 2 * share - high
     steep = (o.seen >= high) & (high >= low) & (low >= recent) if inside else o.seen >= 2 * share
-    held = (protected & ~scores.isneginf()).sum(-1).amax(1) - (0 if inside else recent)
+    held = (protected & ~scores.isneginf()).sum(-1).amax(1) - apart
     low = torch.maximum(low, torch.minimum(held.double(), share))
     high = 2 * share - low
     step = (high - low) / max(o.layers - 1, 1)
-    from_end = min(o.layer, o.layers - 1 - o.layer)
-    count = (high - from_end * (step if inside else step.floor())).round()
+    count = (high - min(o.layer, o.layers - 1 - o.layer) * (step if inside else step.floor())).round()
     if 2 * o.layer > o.layers - 1:
         count = 2 * share - count
-    count = torch.where(steep & (2 * o.layer != o.layers - 1), count, share).long()
-    return _equal(count if inside else count + recent, scores.shape[1])
+    count = torch.where(steep & (2 * o.layer != o.layers - 1), count, share).long() + apart
+    return uniform(scores, protected, count)
 
 
 def adaptive(scores: Scores, protected: Mask, budget: RowInts, floor: Share = 0.2, blend: bool = False) -> Counts:
@@ -322,13 +313,11 @@ def adaptive(scores: Scores, protected: Mask, budget: RowInts, floor: Share = 0.
     if not blend:
         if floor:
             firm = select(scores, protected, torch.maximum((budget.double() * floor + 1e-9).long()[:, None], held))
-        return _best(scores, total, firm).sum(-1)
-    free = budget[:, None] - held
-    open_scores = scores.masked_fill(protected, -torch.inf)
-    among_best = _best(open_scores, free.sum(-1)).sum(-1)
-    return held + spread(
-        (1 - floor) * among_best.double() + floor * free.double(), (~open_scores.isneginf()).sum(-1), free.sum(-1)
-    )
+        return largest(scores, total, firm).sum(-1)
+    free, scores = budget[:, None] - held, scores.masked_fill(protected, -torch.inf)
+    among_best = largest(scores, free.sum(-1)).sum(-1)
+    wish = (1 - floor) * among_best.double() + floor * free.double()
+    return held + spread(wish, (~scores.isneginf()).sum(-1), free.sum(-1))
 
 
 def joint(
@@ -352,16 +341,16 @@ def joint_layers(
     FFY0/DefensiveKV@9251b95."""
     together, firm = _together(scores, protected)
     heads = [s.shape[1] for s in scores]
-    total = (asked * sum(heads) + 1e-9).long() if exact and asked is not None else budget * sum(heads)
+    total = _total(budget, sum(heads), asked if exact else None)
     ensure_room(total, firm.sum((1, 2, 3)), f" of {sum(heads)} heads together")
-    counts = _best(together, total, firm).sum(-1)
+    counts = largest(together, total, firm).sum(-1)
     return scores, [counts[:, layer, :most] for layer, most in enumerate(heads)]
 
 
 def per_layer(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
     """The mean score over a layer's heads, for all of them: they keep the same tokens."""
     means = [s.mean(1, keepdim=True).expand_as(s) for s in scores]
-    return means, [_equal(budget, s.shape[1]) for s in scores]
+    return means, list(map(uniform, scores, protected, [budget] * len(scores)))
 
 
 def one_set(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
@@ -370,7 +359,7 @@ def one_set(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tup
     width = min(s.shape[-1] for s in scores)
     mean = torch.stack([s[..., -width:].mean(1, keepdim=True) for s in scores]).mean(0)
     shared = [pad(mean, (s.shape[-1] - width, 0), value=-torch.inf).expand_as(s) for s in scores]
-    return shared, [_equal(budget, s.shape[1]) for s in scores]
+    return shared, list(map(uniform, scores, protected, [budget] * len(scores)))
 
 
 def cake(
@@ -392,14 +381,14 @@ def cake(
     """
     together, firm = _together(scores, protected)
     held, tokens = firm.sum(-1).amax(2), (~together.isneginf()).sum(-1).amax(2)
-    total = (asked * len(scores) + 1e-9).long() if floored and asked is not None else budget * len(scores)
+    total = _total(budget, len(scores), asked if floored else None)
     ensure_room(total, held.sum(1), f" of {len(scores)} layers together")
     wish = torch.stack(list(summaries), 1).double()
     wish = torch.where(wish.sum(1, keepdim=True) > 0, wish, torch.ones_like(wish))
     free, room = total - held.sum(1), tokens - held
     wish = wish / wish.sum(1, keepdim=True) * free[:, None]
     counts = held + (_floored(wish.long(), room, free) if floored else spread(wish, room, free))
-    return scores, [counts[:, i : i + 1].expand(-1, s.shape[1]) for i, s in enumerate(scores)]
+    return scores, list(map(uniform, scores, protected, counts.T))
 
 
 # ---- parts
@@ -417,9 +406,9 @@ def _floored(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
     return torch.minimum(counts, limit)
 
 
-def _equal(count: RowInts, heads: int) -> Counts:
-    """The same count [batch] for each of so many heads."""
-    return count[:, None].expand(-1, heads)
+def _total(budget: RowInts, places: int, asked: RowFloats | None) -> RowInts:
+    """Tokens of so many places together: multiplied before rounding down where `asked` is the budget as asked for."""
+    return budget * places if asked is None else (asked * places + 1e-9).long()
 
 
 def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
@@ -453,9 +442,3 @@ def _together(scores: Sequence[Scores], protected: Sequence[Mask]) -> tuple[Tens
         firm.append(pad(p, missing) if any(missing) else p)
     together = torch.stack(wide, 1)
     return together, torch.stack(firm, 1) & ~together.isneginf()
-
-
-def _best(scores: Tensor, total: RowInts, firm: Mask | None = None) -> Tensor:
-    """The `total` [batch] best tokens of all heads together, a mask of the scores' shape [batch, ..., tokens]; `firm`
-    tokens come first, and among equals the later one."""
-    return largest(scores.flatten(1), total, None if firm is None else firm.flatten(1)).view_as(scores)

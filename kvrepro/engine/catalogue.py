@@ -123,7 +123,7 @@ TOKENS: dict[str, Policy] = {
         {"window": 1, "page": 16, "group": "max"}),
     "quest_pages": Policy(
         "Quest, pages selected", "Tang et al. 2024; mit-han-lab/Quest quest_attention.py", cumulative.quest,
-        {"page": 16, "dense_layers": 2}, frees=False,
+        {"page": 16, "dense_layers": 2}, frees=False, budget="memory stays: pages are chosen per query",
         refuses={"chunked": "nothing leaves: a prompt in chunks is read in full, as in regime prefill"}),
     "kv_zip": Policy(
         "KVzip", "Kim et al. 2025", learned.kv_zip, {"sinks": 4},
@@ -142,12 +142,16 @@ TOKENS: dict[str, Policy] = {
 ARTIFACT = "protection artifact 496739f"
 
 
+ONE_SET, UNION = "one set for all heads and layers", "tokens per KV head, union trimmed to the budget"
+
+
 def _shared(
-    title: str, source: str, score: Callable[..., Scores], ties: tuple[str, ...] = ("last_use",), **more: Any
+    title: str, source: str, score: Callable[..., Scores], ties: tuple[str, ...] = ("last_use",),
+    budget: str = ONE_SET, **more: Any,
 ) -> Policy:
     """A policy of `SharedCap`, whose parameters are the regime's switches."""
     return Policy(title, source.format(ARTIFACT), score, shared.AS_DESCRIBED, shared.AS_RUN, code=ARTIFACT, ties=ties,
-                  needs=("latest", "largest", "summed", "last_use"), **more)
+                  needs=("latest", "largest", "summed", "last_use"), budget=budget, **more)
 
 
 MASS_TIES = ("last_use", "entered")
@@ -169,8 +173,9 @@ SHARED: dict[str, Policy] = {
     "h2o_faithful": _shared("H2O-faithful", "Zhang et al. 2023, as in {}", SUMMED, MASS_TIES),
     "snapkv_faithful": _shared("SnapKV-faithful", "Li et al. 2024, as in {}", PROMPT),
     "ada_kv_faithful": _shared("Ada-KV-faithful", "Feng et al. 2024, as in {}", HEAD_SUMMED,
-                               allocate=shared.by_entropy),
-    "quest_faithful": _shared("QUEST-faithful", "Tang et al. 2024, as in {}", HEAD_LATEST, allocate=shared.every_head),
+                               budget=UNION, allocate=shared.by_entropy),
+    "quest_faithful": _shared("QUEST-faithful", "Tang et al. 2024, as in {}", HEAD_LATEST,
+                              budget=UNION, allocate=shared.every_head),
 }
 # fmt: on
 
@@ -182,26 +187,9 @@ def table() -> list[dict[str, str]]:
     columns = ("name", "title", "keeps", "source", "regimes", "budget", "needs", "readings")
     rows = [("full", "Full cache", "everything", "-", "all", "every token", "nothing", "-")]
     for name, p in CATALOGUE.items():
+        window = [f"the last {p.parameters['window']} queries"] if "window" in p.parameters else []
+        needs = [*window, *(SUMS[n] for n in p.needs), *(f"a {key} of the model" for key in p.files)]
         regimes = ", ".join(p.regimes) if p.refuses or p.shared else "all"
-        rows.append((name, p.title, p.rule, p.source, regimes, _budget(p), _needs(p), ", ".join(p.readings)))
+        row = name, p.title, p.rule, p.source, regimes, p.budget, ", ".join(needs) or "nothing", ", ".join(p.readings)
+        rows.append(row)
     return [dict(zip(columns, row, strict=True)) for row in rows]
-
-
-def _budget(p: Policy) -> str:
-    """The table's words on how a policy's budget may differ between heads and layers, and on what else stays."""
-    if not p.frees:
-        return "memory stays: pages are chosen per query"
-    if p.shared:
-        return "tokens per KV head, union trimmed to the budget" if p.per_head else "one set for all heads and layers"
-    dense = {**p.parameters, **p.as_run}.get("dense_layers")
-    return f"{p.budget}; in the authors' code the first {dense} layers stay whole" if dense else p.budget
-
-
-def _needs(p: Policy) -> str:
-    """The table's words on what a policy needs beside keys and values: queries, sums, files."""
-    window, run = p.parameters.get("window"), p.as_run.get("window")
-    other = f" ({run} in the authors’ code)" if run else ""
-    queries = "the last query" if window == 1 else f"the last {window}{other} queries"
-    files = [f"a {key.removesuffix('_file')} file of the model" for key in p.files]
-    wanted = ["each query as it comes"] * (not p.frees) + [queries] * (window is not None)
-    return ", ".join(wanted + [SUMS.get(n, n) for n in p.needs] + files) or "nothing"

@@ -5,12 +5,12 @@ A type hint says what a value may be, and pydantic checks it strictly, so that 1
 """
 
 import json
-from collections.abc import Hashable
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
-from operator import index
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
@@ -34,54 +34,46 @@ NotNegative = Annotated[float, Ge(0)]
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
+_hints = cache(get_type_hints)
+
+
 @lru_cache(maxsize=1024)
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     if isinstance(kind, tuple):
         kind = Literal[kind]
-    return TypeAdapter(InstanceOf[kind]) if is_dataclass(kind) else TypeAdapter(kind, config=STRICT)
+    return TypeAdapter(kind, config=STRICT)
 
 
-def _problems(kind: Any, whose: str, name: str, value: object) -> list[str]:
-    """What is wrong with a value, a line for each element of a list. A list will do for a tuple, and a tuple for it."""
-    wanted = next((x for k in (kind, *get_args(kind)) if (x := get_origin(k)) in (list, tuple)), None)
-    if wanted is not None and isinstance(value, list | tuple):
-        value = wanted(value)
-    try:
-        _adapter(kind).validate_python(value)
-    except ValidationError as error:
-        reasons: dict[str, list[str]] = {}
-        for one in error.errors(include_url=False):
-            reason = one["msg"].removeprefix("Value error, ").removeprefix("Input ")
-            reasons.setdefault(f"{one['input']!r:.80}", []).append(reason)
-        owner = f" for {whose}" if whose else ""
-        return [f"{name} {given}{owner}: {' or '.join(dict.fromkeys(why))}" for given, why in reasons.items()]
-    return []
+def _ensure(whose: str, values: Iterable[tuple[str, Any, object]]) -> None:
+    """Raise one InputError for all values (name, kind, value) that are not of their kind, with a reason for each
+    element of a list. A list will do for a tuple, and a tuple for a list."""
+    reasons: dict[str, list[str]] = {}
+    for name, kind, value in values:
+        wanted = next((x for k in (kind, *get_args(kind)) if (x := get_origin(k)) in (list, tuple)), None)
+        try:
+            _adapter(kind).validate_python(wanted(value) if wanted and isinstance(value, list | tuple) else value)
+        except ValidationError as error:
+            for one in error.errors(include_url=False):
+                reason = one["msg"].removeprefix("Value error, ").removeprefix("Input ")
+                reasons.setdefault(f"{name} {one['input']!r:.80}" + f" for {whose}" * bool(whose), []).append(reason)
+    if reasons:
+        raise InputError("; ".join(f"{given}: {' or '.join(dict.fromkeys(why))}" for given, why in reasons.items()))
 
 
 def ensure(kind: Any, whose: str = "", **named: object) -> None:
     """Raise InputError for values that are not of that kind: a type hint, or a tuple of words. The message says their
     names, whose they are, and what they may be."""
-    if problems := [line for name, value in named.items() for line in _problems(kind, whose, name, value)]:
-        raise InputError("; ".join(problems))
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    every = get_type_hints(kind, include_extras=True)
-    return {f.name: every[f.name] for f in fields(kind)}
+    _ensure(whose, [(name, kind, value) for name, value in named.items()])
 
 
 def ensure_fields(record: Any, whose: str = "") -> None:
-    """Raise one InputError for all fields of a dataclass that are not what their type hints say. Lists in the place of
-    tuples become tuples."""
-    problems = []
-    for name, hint in _hints(record.__class__).items():
-        value = getattr(record, name)
-        problems += _problems(hint, whose, name, value)
-        if isinstance(value, list) and get_origin(hint) is tuple:
-            object.__setattr__(record, name, tuple(value))
-    if problems:
-        raise InputError("; ".join(problems))
+    """`ensure` for the fields of a dataclass and their type hints. Lists in the place of tuples become tuples."""
+    known: Any = _hints(record.__class__, include_extras=True)
+    hints = {f.name: known[f.name] for f in fields(record)}
+    _ensure(whose, [(name, hint, getattr(record, name)) for name, hint in hints.items()])
+    for name, hint in hints.items():
+        if get_origin(hint) is tuple:
+            object.__setattr__(record, name, tuple(getattr(record, name)))
 
 
 def ensure_once_each(**named: object) -> None:
@@ -97,16 +89,15 @@ def pythonic(value: Any) -> Any:
 
 
 def whole_numbers(name: str, given: Any) -> list[int]:
-    """One whole number or several as a list; numpy's and a tensor's too. Raises InputError for anything else, and for
-    True and False, which Python takes for numbers."""
-    shown = given.tolist() if hasattr(given, "tolist") else given
+    """One whole number or several as a list; numpy's and a tensor's too. Raises InputError for anything else."""
+    given = given.tolist() if hasattr(given, "tolist") else given
     try:
-        values = [pythonic(value) for value in ([shown] if hasattr(shown, "__index__") else list(shown))]
-        if isinstance(given, bytes | bytearray) or any(isinstance(value, bool) for value in values):
-            raise TypeError
-        return [index(value) for value in values]
-    except TypeError:
-        raise InputError(f"{name} {shown!r:.60}: give a list of whole numbers") from None
+        values = np.array(given if isinstance(given, int) else list(given))
+    except (TypeError, ValueError, RuntimeError):
+        values = np.array("")
+    if values.ndim > 1 or (values.size and values.dtype.kind not in "iu"):
+        raise InputError(f"{name} {given!r:.60}: give a list of whole numbers")
+    return list(values.flatten().tolist())
 
 
 # ---- regimes
@@ -193,7 +184,6 @@ class Prompt:
     turns: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ensure(dict, spans=self.spans, turns=self.turns)
         spans = {name: whole_numbers(f"span {name}", where) for name, where in self.spans.items()}
         turns = [(name, whole_numbers(f"turn {name}", at)) for name, at in self.turns.items()]
         object.__setattr__(self, "ids", whole_numbers("prompt", self.ids))
@@ -237,20 +227,10 @@ class Condition:
             return NotImplemented
         return vars(self) == vars(other) and isinstance(self.budget, int) == isinstance(other.budget, int)
 
-    @property
-    def until(self) -> str:
-        """The span or turn before which the compressed part of the prompt ends; "": the whole prompt."""
-        return getattr(self.regime, "until", "")
-
-    @property
-    def fair(self) -> float | None:
-        """How strictly budgets are split over the prompt's spans, 1 being fully; None: not at all."""
-        return getattr(self.regime, "fair", None)
-
-    @property
-    def spans(self) -> tuple[str, ...]:
-        """The spans over which budgets are split; (): all."""
-        return getattr(self.regime, "spans", ())
+    # of the regime, or what it would mean by itself
+    until = property(lambda self: getattr(self.regime, "until", ""))
+    fair = property(lambda self: getattr(self.regime, "fair", None))
+    spans = property(lambda self: getattr(self.regime, "spans", ()))
 
     @property
     def every(self) -> int | None:
@@ -261,55 +241,35 @@ class Condition:
 
     def columns(self) -> dict[str, object]:
         """The condition as columns of a results row, None for settings that its regime does not have."""
-        r = self.regime
+        of_regime = {} if self.regime is None else vars(self.regime)
         tokens = isinstance(self.budget, int)
+        same = "policy", "prefix", "suffix", "until", "fair", "reading", "bits"
         return {
-            "policy": self.policy,
+            **{name: getattr(self, name) for name in same},
             "capacity": self.budget if tokens else None,
             "share": None if tokens else self.budget,
-            "prefix": self.prefix,
-            "suffix": self.suffix,
             "suffix_mode": "static" if self.static_suffix else "dynamic",
-            "regime": None if r is None else r.name,
-            "interval": getattr(r, "interval", None),
-            "until": self.until,
-            "fair": self.fair,
-            "spans": json.dumps(self.spans),
-            "chunk": getattr(r, "chunk", None),
-            "chunk_mode": getattr(r, "when", None),
-            "reading": self.reading,
+            "regime": getattr(self.regime, "name", None),
+            "interval": of_regime.get("interval"),
+            "chunk": of_regime.get("chunk"),
+            "chunk_mode": of_regime.get("when"),
             "execution": "physical",  # evicted tokens leave memory; in other codes' rows they are "masked"
+            "spans": json.dumps(self.spans),
             "switches": json.dumps(dict(self.switches), sort_keys=True),
             "whitelist": json.dumps(self.whitelist),
-            "bits": self.bits,
         }
 
     @property
     def label(self) -> str:
-        """Short name for tables and messages: `lru C=256 +10%/10%`, then every setting that is not the default. Equal
-        labels mean equal conditions, except for a full cache, which only `bits` changes."""
+        """Short name for tables and messages: `lru C=256 shared cap prefix=0.1`, with every setting that is not the
+        default. Equal labels mean equal conditions, except for a full cache, which only `bits` changes."""
         if self.policy == "full":
-            return "full cache" + ("" if self.bits is None else f" int{self.bits}")
-        regime = [(f, getattr(self.regime, f.name, f.default)) for f in fields(self.regime or Prefill)]
-        of_regime = {REGIME_WORDS.get(f.name, "").format(value): value != f.default for f, value in regime}
-        words = {
-            f"+{100 * self.prefix:g}%/{100 * self.suffix:g}%": self.prefix or self.suffix,
-            "fair" if self.fair == 1 else f"debias {self.fair or 0:g}": self.fair is not None,
-            getattr(self.regime, "name", ""): not isinstance(self.regime, SharedCap),
-            self.reading.replace("_", " "): self.reading != "as_run",
-            f"until {self.until}": self.until,
-            "static suffix": self.static_suffix,
-            **{words.replace("_", " "): holds for words, holds in of_regime.items()},
-            f"whitelist {'+'.join(self.whitelist)}": self.whitelist,
-            f"spans {'+'.join(self.spans)}": self.spans,
-            f"int{self.bits}": self.bits is not None,
-            **{f"{name}={value}": True for name, value in self.switches},
-        }
+            return "full cache" if self.bits is None else f"full cache bits={self.bits}"
         held = f"{100 * self.budget:g}%" if isinstance(self.budget, float) else f"C={self.budget}"
-        return " ".join([self.policy, held, *(word for word, holds in words.items() if word and holds)])
-
-
-REGIME_WORDS = {"interval": "every {}", "chunk": "chunks of {}", "when": "{}"}
+        words = [self.policy, held, getattr(self.regime, "name", "")]
+        settings = [(f, vars(record)[f.name]) for record in (self.regime or Prefill(), self) for f in fields(record)]
+        apart = "policy", "budget", "regime"
+        return " ".join(words + [f"{f.name}={x}" for f, x in settings if x != f.default and f.name not in apart])
 
 
 @dataclass(frozen=True)

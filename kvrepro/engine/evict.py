@@ -4,12 +4,12 @@ scores, protected = score_and_protect(job, o)               # [batch, kv_heads, 
 counts            = allocate(scores, protected, budget)     # [batch, kv_heads]
 kept              = select(scores, protected, counts)
 
-`select_tokens` takes these steps for one layer, `across` for policies that must see every layer before they choose. In
-the regime `SharedCap` one observation, made of `signals`, stands for all layers.
+`select_tokens` takes these steps for one layer, `across` for policies that must see every layer first. In the regime
+`SharedCap` one observation, made of `signals`, stands for all layers.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,9 +22,9 @@ from torch import Tensor
 from kvrepro.engine import allocate, shared
 from kvrepro.engine.allocate import select
 from kvrepro.engine.cache import RaggedLayer
-from kvrepro.engine.condition import Condition, DecodeCap, PerStep, Prompt, SharedCap
+from kvrepro.engine.condition import Condition, Prompt, SharedCap
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import SUMS, Policy, call, guarded, named, ours, parameters_of
+from kvrepro.engine.policy import Policy, call, guarded, named, ours, parameters_of
 from kvrepro.engine.shapes import Counts, Mask, Positions, RowFloats, RowInts, Scores, TokenInts
 from kvrepro.engine.shared import Reduction, Signals
 from kvrepro.errors import InputError
@@ -87,21 +87,33 @@ class EvictionJob:
     # positions and `span_local` of the last `protected_by`, and its result
     protected: tuple[Positions, bool, Mask, Mask] | None = None
 
+    def __post_init__(self) -> None:
+        c, p = self.conditions[0], self.evictor
+        self.condition = c  # the others differ at most in budget and guards
+        self.kind = c.policy, c.reading, c.switches, c.static_suffix, c.whitelist  # equal: can be decided together
+        self.window = int(self.parameters.get("window", 0) or 0)  # queries that its policy looks at
+        self.repeated = p.repeated if p else set()  # the sums that its policy needs from a repetition of the context
+        self.reduction: Reduction | None = None  # of attention over layers, if one set of tokens serves all of them
+        self.first_step = 0  # `SharedCap`: of the first reduction
+        if p and isinstance(c.regime, SharedCap):
+            per_head = self.parameters["head_map"] if p.per_head else None
+            self.reduction = Reduction(self.parameters["score_reduce"], per_head)
+            self.first_step = p.first_step(self.parameters)
+        self.pages: tuple[int, int, int] | None = None  # (page, dense layers, budget) of what evicts nothing
+        if p is None and c.policy != "full":
+            self.pages = self.parameters["page"], self.parameters["dense_layers"], self.budgets[0]
+        # must every layer be seen before any token can leave?
+        self.waits = p is not None and (p.across is not None or bool(self.repeated) or self.reduction is not None)
+        # may several layers be judged as the rows of one? A reader's own functions always see one at a time
+        self.together = p is not None and p.together and c.fair is None and all(map(ours, p.functions))
+        self.sums = p.needed(self.parameters) if p and self.reduction is None else set()  # that its policy needs
+        if c.fair is not None and "mass" in self.sums:  # span-local attention takes the place of all attention
+            self.sums.add("span_mass" if self.parameters.get("extended", True) else "marked_mass")
+
     @property
     def policy(self) -> Policy:
         assert self.evictor is not None, "everything stays"
         return self.evictor
-
-    @property
-    def condition(self) -> Condition:
-        """The first row's condition; the others differ at most in budget and guards."""
-        return self.conditions[0]
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Rows of equal kind can be decided together."""
-        c = self.condition
-        return c.policy, c.reading, c.switches, c.static_suffix, c.whitelist
 
     @classmethod
     def joined(cls, jobs: Sequence["EvictionJob"], texts: Sequence[Prompt], device: torch.device) -> "EvictionJob":
@@ -144,62 +156,6 @@ class EvictionJob:
             return {}
         return {"asked": self.asked if o is None else self.asked.to(o.positions.device).repeat(o.count)}
 
-    @property
-    def pages(self) -> tuple[int, int, int] | None:
-        """(page, dense layers, budget) of a policy that selects pages at each step and evicts nothing."""
-        if self.condition.policy == "full" or (self.evictor is not None and self.evictor.frees):
-            return None
-        return int(self.parameters.get("page", 16)), int(self.parameters.get("dense_layers", 2)), self.budgets[0]
-
-    @property
-    def again(self) -> bool:
-        """Does it evict again while tokens are generated?"""
-        return isinstance(self.condition.regime, DecodeCap | PerStep)
-
-    @property
-    def reduction(self) -> Reduction | None:
-        """How attention is reduced over layers, where one set of tokens serves all of them."""
-        if self.evictor is None or not isinstance(self.condition.regime, SharedCap):
-            return None
-        return Reduction(self.parameters["score_reduce"], self.parameters["head_map"] if self.policy.per_head else None)
-
-    @property
-    def first_step(self) -> int:
-        """`SharedCap`: the step of the first reduction."""
-        return self.policy.first_step(self.parameters)
-
-    @property
-    def repeated(self) -> set[str]:
-        """The sums that its policy needs from a repetition of the context."""
-        return self.evictor.repeated if self.evictor is not None else set()
-
-    @property
-    def waits(self) -> bool:
-        """Must every layer be seen before any token can leave?"""
-        if self.evictor is None:
-            return False
-        return self.evictor.across is not None or bool(self.repeated) or self.reduction is not None
-
-    @cached_property
-    def together(self) -> bool:
-        """May several layers be judged as the rows of one layer? A reader's own functions always see one at a time."""
-        if self.evictor is None or self.condition.fair is not None:
-            return False
-        return self.evictor.together and all(ours(function) for function in self.evictor.functions)
-
-    @property
-    def sums(self) -> set[str]:
-        """The sums that its policy needs; under `fair`, span-local attention takes the place of all attention."""
-        needs = self.evictor.needed(self.parameters) if self.evictor else set()
-        if self.condition.fair is not None and "mass" in needs:
-            needs.add("span_mass" if self.parameters.get("extended", True) else "marked_mass")
-        return needs if self.reduction is None else set()
-
-    @property
-    def window(self) -> int:
-        """Queries that its policy looks at."""
-        return int(self.parameters.get("window", 0) or 0)
-
 
 @contextmanager
 def attempt(job: EvictionJob) -> Iterator[None]:
@@ -210,9 +166,8 @@ def attempt(job: EvictionJob) -> Iterator[None]:
         raise
     except Exception as error:  # a reader's policy may raise anything
         job.error = error
-        job.layers.clear()
-        job.pending.clear()
-        job.judged.clear()
+        for known in (job.layers, job.pending, job.judged):
+            known.clear()
 
 
 def generator(parameters: Mapping[str, Any], ids: Sequence[int]) -> Random:
@@ -242,30 +197,15 @@ def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
     return mask
 
 
-def _ensured(policy: Policy, role: str, returned: Any, shape: Sequence[int], kind: torch.dtype | None = None) -> Tensor:
+def _ensured(job: EvictionJob, role: str, given: Any, shape: Sequence[int], kind: torch.dtype | None = None) -> Tensor:
     """What a policy's function `role` returned, expanded to the shape. Raises InputError for anything but a tensor of
     dtype `kind` (None: any that is real) and of this shape, or with 1 in the place of a size."""
-    given = tuple(returned.shape) if isinstance(returned, Tensor) else ()
-    if len(given) != len(shape) or any(a not in (1, b) for a, b in zip(given, shape, strict=True)):
-        description = f"a tensor of shape {given}" if given else f"{type(returned).__name__}"
-        wanted = f"[{', '.join(('batch', 'kv_heads', 'tokens')[: len(shape)])}] = {tuple(shape)}"
-        raise InputError(f"{policy.title}'s {role} returned {description}, not {wanted}")
-    if returned.dtype.is_complex or kind not in (None, returned.dtype):
-        wanted = kind or torch.float32
-        raise InputError(f"{policy.title}'s {role} returned numbers of type {returned.dtype}, not {wanted}")
-    return returned.expand(shape)
-
-
-def _scored(policy: Policy, o: Observation, parameters: Mapping[str, Any]) -> Any:
-    """The policy's scores, shared between conditions if they depend on neither budget nor guards nor draws."""
-    given = named(policy.score, parameters)
-    varies = {"budget", "asked", "guarded", "draws"}.intersection(given)
-    if varies or not all(isinstance(value, str | int | float | tuple | None) for value in given.values()):
-        return call(policy.score, o, parameters=given)
-    key = (policy.score, *sorted(given.items()))
-    if key not in o.scored:
-        o.scored[key] = call(policy.score, o, parameters=given)
-    return o.scored[key]
+    sizes = given.shape if isinstance(given, Tensor) else ()
+    fits = len(sizes) == len(shape) and all(a in (1, b) for a, b in zip(sizes, shape, strict=True))
+    if not fits or given.dtype.is_complex or kind not in (None, given.dtype):
+        what = f"{given.dtype} {tuple(sizes)}" if isinstance(given, Tensor) else type(given).__name__
+        raise InputError(f"{job.policy.title}'s {role} returned {what}, not {kind or torch.float32} {tuple(shape)}")
+    return given.expand(shape)
 
 
 def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
@@ -281,22 +221,22 @@ def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
 
 
 def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
-    """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself."""
+    """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself.
+    Scores are shared between conditions if they depend on neither budget nor guards nor draws."""
     policy, shape = job.policy, o.positions.shape
     budget, (guarded, protected) = job.budget_in(o), protected_by(job, o)
-    given = {"budget": budget, "guarded": guarded, "draws": job.draws, **job.asked_by(policy.score, o)}
-    try:
-        raw_scores = _scored(policy, o, {**job.parameters, **given})
-    except KeyError as error:
-        if error.args[0] not in SUMS:
-            raise
-        raise InputError(f"{policy.title} reads sums[{error.args[0]!r}], which its `needs` do not name") from error
-    raw_scores = _ensured(policy, "scorer", raw_scores, shape)
-    precise = raw_scores.dtype == torch.float64 and job.reduction is not None
-    scores = _ranked(raw_scores if precise else raw_scores.float())
+    varying = {"budget": budget, "guarded": guarded, "draws": job.draws, **job.asked_by(policy.score, o)}
+    given = named(policy.score, {**job.parameters, **varying})
+    known = not varying.keys() & given.keys() and all(isinstance(value, Hashable) for value in given.values())
+    key = (policy.score, *sorted(given.items())) if known else None
+    raw = o.scored[key] if key in o.scored else call(policy.score, o, parameters=given)
+    if key is not None:
+        o.scored[key] = raw
+    raw = _ensured(job, "scorer", raw, shape)
+    scores = _ranked(raw if raw.dtype == torch.float64 and job.reduction is not None else raw.float())
     if policy.shield is not None:
         shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": guarded})
-        shield = _ensured(policy, "shield", shield, shape, torch.bool)
+        shield = _ensured(job, "shield", shield, shape, torch.bool)
         if job.reduction is None:
             protected = (protected | shield) & o.alive
         else:  # shielded tokens leave as a last resort
@@ -315,25 +255,23 @@ def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask)
     """Tokens that each head of a layer keeps."""
     given = {**job.parameters, "o": o, **job.asked_by(job.policy.allocate, o)}
     counts = call(job.policy.allocate, scores, protected, job.budget_in(o), parameters=given)
-    counts = _ensured(job.policy, "allocate", counts, scores.shape[:2], torch.int64)
+    counts = _ensured(job, "allocate", counts, scores.shape[:2], torch.int64)
     if not ours(job.policy.allocate) and job.reduction is None:  # a union of heads is trimmed to the budget
-        job.counts[o.layer] = torch.minimum(counts, o.alive.sum(-1))
+        job.counts[o.layer] = counts
         if o.layer == o.layers - 1:
-            _ensure_budget(job, job.counts)
+            _ensure_budget(job)
     return counts
 
 
-def _ensure_budget(job: EvictionJob, counts: Mapping[int, Counts]) -> None:
-    """Raise InputError if a reader's own function lets all layers together keep more than the budget. counts: by number
-    among the layers that evict; those below `dense_layers` stay whole."""
+def _ensure_budget(job: EvictionJob) -> None:
+    """Raise InputError if a reader's own function lets all layers together keep more than the budget; layers below
+    `dense_layers` stay whole."""
     dense: Any = job.parameters.get("dense_layers", 0)
-    each = [of_layer.to(job.budget.device) for n, of_layer in counts.items() if n >= dense]
+    each = [counts.to(job.budget.device) for n, counts in job.counts.items() if n >= dense]
     heads, kept = sum(c.shape[1] for c in each), sum(c.sum(1) for c in each)
-    over = kept - heads * job.budget
-    if bool((over > 0).any()):
-        row = int(over.argmax())
-        limit = f"{heads} KV heads of all layers x its budget of {job.budgets[row]}"
-        raise InputError(f"{job.policy.title}'s counts sum to {int(kept[row])} tokens, more than {limit}: lower them")
+    if bool((kept > heads * job.budget).any()):
+        limit = f"{heads} KV heads of all layers x its budget of {job.budgets}"
+        raise InputError(f"{job.policy.title}'s counts sum to {kept.tolist()} tokens, more than {limit}: lower them")
 
 
 def selected(
@@ -341,39 +279,41 @@ def selected(
 ) -> Mask:
     """The tokens that stay, `[batch, kv_heads, tokens]`, `counts` per head; by quotas if the observation is span-local.
     default: what the policy keeps without quotas, which a mixed split needs."""
-    policy = job.policy
+    policy, p = job.policy, job.parameters
     if job.reduction is not None:
         return _selected_for_all_layers(job, o, scores, protected, counts)
-    quotas = _quotas(job, o, default)
-    if policy.refine is None and quotas is None:
+    quotas = o.span_local and not p.get("ramps")  # with ramps, the public code sets none
+    if policy.refine is None and not quotas:
         return select(scores, protected, counts)
     refined, more = scores, o.nothing
     if policy.refine is not None:
-        refined, more = call(policy.refine, o, scores, counts, parameters={**job.parameters, "protected": protected})
-        refined = _ensured(policy, "refine", refined, scores.shape)
-        more = _ensured(policy, "refine", more, scores.shape, torch.bool) & o.alive
-    if quotas is None:
+        refined, more = call(policy.refine, o, scores, counts, parameters={**p, "protected": protected})
+        refined = _ensured(job, "refine", refined, scores.shape)
+        more = _ensured(job, "refine", more, scores.shape, torch.bool) & o.alive
+    if not quotas:
         return select(refined, protected | more, counts)
-    firm = protected_by(job, o)[0] | allocate.sinks(o, job.parameters.get("sinks", 0))
-    window = protected & o.window & ~firm  # gives way to the spans' shares, after all other tokens
-    protected, refined = protected & ~window, refined.masked_fill(window, torch.finfo(scores.dtype).max)
-    parts = allocate.split(o, counts, protected, **quotas)
+    sinks, lowest = allocate.sinks(o, p.get("sinks", 0)), torch.finfo(scores.dtype).min
+    window = protected & o.window & ~(protected_by(job, o)[0] | sinks)
+    # the window gives way to the spans' shares, after all other tokens
+    protected, refined = protected & ~window, refined.masked_fill(window, -lowest)
+    # the public code rounds down; the paper rounds to the nearest and leaves the sinks out (section 5.2, E.3)
+    how = {} if job.condition.reading == "as_run" else {"apart": sinks, "rounding": "round"}
+    parts = allocate.split(o, counts, protected, job.condition.fair, default, **how)
     first = torch.minimum(parts, allocate.tally(o, protected | more))  # exempt tokens, as far as each span has room
-    exempt = allocate.select_parts(scores.masked_fill(~more, torch.finfo(scores.dtype).min), protected, first, o)
+    exempt = allocate.select_parts(scores.masked_fill(~more, lowest), protected, first, o)
     return allocate.select_parts(refined, protected | exempt, parts, o)
 
 
 def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
     """`selected` of `SharedCap`: ties in the policy's order; heads that choose for themselves have their union cut."""
-    tie_break, budget = job.parameters["tie_break"], job.budget.to(o.positions.device)
+    tie_break = job.parameters["tie_break"]
     if not job.policy.per_head:
         ties = shared.order(o, scores, job.policy.ties or (), tie_break)
         return select(scores, protected, counts, ties.masked_fill(protected, torch.iinfo(ties.dtype).max))
     heads = select(scores, protected, counts, shared.position_rank(o.positions, tie_break))
-    firm = protected
     if job.condition.static_suffix and job.parameters["trim_guard"] == "dynamic":
-        firm = guards(job, o, follow=True)
-    return shared.trim_union(heads, scores, firm, o, budget, tie_break)
+        protected = guards(job, o, follow=True)
+    return shared.trim_union(heads, scores, protected, o, job.budget_in(o), tie_break)
 
 
 def select_tokens(job: EvictionJob, o: Observation, default: Mask | None = None) -> Mask:
@@ -382,75 +322,58 @@ def select_tokens(job: EvictionJob, o: Observation, default: Mask | None = None)
     return selected(job, o, scores, protected, allocated(job, o, scores, protected), default)
 
 
-def _quotas(job: EvictionJob, o: Observation, default: Mask | None) -> dict[str, Any] | None:
-    """How `allocate.split` shares a head's budget; None: no quotas. The public code rounds down and sets no quota with
-    `ramps`; the paper rounds to the nearest and leaves the sinks out (section 5.2, E.3)."""
-    if not o.span_local or job.parameters.get("ramps"):
-        return None
-    how = {"fair": job.condition.fair, "default": default}
-    if job.condition.reading == "as_run":
-        return how
-    return {**how, "apart": allocate.sinks(o, job.parameters.get("sinks", 0)), "rounding": "round"}
-
-
 # ---- policies that wait for every layer
 
 
-def postpone(job: EvictionJob, seen: Mapping[int, Observation], o: Observation) -> None:
-    """Let the layers `seen`, together observed as `o`, wait for the others. They are scored at once if their scorer
-    needs nothing that comes later."""
+def postpone(job: EvictionJob, seen: Mapping[int, Observation], o: Observation, last: bool = False) -> None:
+    """Let the layers `seen`, together observed as `o`, wait for the others. They are scored at once, unless their
+    scorer needs what comes later. last: nothing more will come."""
     job.pending |= seen
-    if not job.repeated and job.reduction is None:
-        judge_pending(job, list(seen), o)
-
-
-def judge_pending(job: EvictionJob, layers: Sequence[int], o: Observation) -> None:
-    """Score waiting layers, which are together observed as `o`."""
-    n = len(layers)
+    if not last and (job.repeated or job.reduction is not None):
+        return
     scores, protected = score_and_protect(job, o)
     summary = None if job.policy.summary is None else call(job.policy.summary, o, parameters=job.parameters)
-    summaries = [None] * n if summary is None else summary.chunk(n)
-    for layer, *result in zip(layers, scores.chunk(n), protected.chunk(n), summaries, strict=True):
-        job.pending[layer] = replace(job.pending[layer])  # drops cached properties, such as the attention
-        job.judged[layer] = tuple(result)
+    summaries = [None] * len(seen) if summary is None else summary.chunk(len(seen))
+    each = zip(scores.chunk(len(seen)), protected.chunk(len(seen)), summaries, strict=True)
+    job.judged |= dict(zip(seen, each, strict=True))
+    job.pending |= {n: replace(layer) for n, layer in seen.items()}  # drops cached properties, such as the attention
 
 
 def across(job: EvictionJob) -> dict[int, Mask]:
     """The tokens that stay in each layer, chosen with all layers' scores; layers may lie on several devices."""
     for n, o in job.pending.items():
         if n not in job.judged:
-            judge_pending(job, [n], o)
-    seen, layers, home = job.pending, job.judged, job.budget.device
-    scores, protected = [s.to(home) for s, _, _ in layers.values()], [p.to(home) for _, p, _ in layers.values()]
-    if job.policy.across is None:
-        counts = [allocated(job, seen[n], s, p) for n, (s, p, _) in layers.items()]
+            postpone(job, {n: o}, o, last=True)
+    seen, home, function = job.pending, job.budget.device, job.policy.across
+    scores, protected = [s.to(home) for s, _, _ in job.judged.values()], [p.to(home) for _, p, _ in job.judged.values()]
+    if function is None:
+        counts = [allocated(job, seen[n], s, p) for n, (s, p, _) in job.judged.items()]
     else:
-        summaries = [None if x is None else x.to(home) for _, _, x in layers.values()]
-        of_all_layers: dict[str, Any] = {"observations": list(seen.values()), "summaries": summaries}
-        of_all_layers |= job.asked_by(job.policy.across)
-        returned = call(job.policy.across, scores, protected, job.budget, parameters=job.parameters | of_all_layers)
-        scores, counts = returned if ours(job.policy.across) else _ensured_across(job, returned)
+        summaries = [None if x is None else x.to(home) for _, _, x in job.judged.values()]
+        given = {"observations": list(seen.values()), "summaries": summaries, **job.asked_by(function)}
+        scores, counts = call(function, scores, protected, job.budget, parameters=job.parameters | given)
+        if not ours(function):
+            scores, counts = _ensured_across(job, scores, counts)
     if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:
-        stays = select(torch.cat(scores), torch.cat(protected), torch.cat(list(counts))).chunk(len(layers))
-        return {n: s.to(p.device) for (n, (_, p, _)), s in zip(layers.items(), stays, strict=True)}
+        stays = select(torch.cat(scores), torch.cat(protected), torch.cat(counts)).chunk(len(scores))
+        return {n: s.to(o.positions.device) for (n, o), s in zip(seen.items(), stays, strict=True)}
     return {
-        n: selected(job, seen[n], s.to(p.device), p, count.to(p.device))
-        for (n, (_, p, _)), s, count in zip(layers.items(), scores, counts, strict=True)
+        n: selected(job, o, *(x.to(o.positions.device) for x in of))
+        for (n, o), *of in zip(seen.items(), scores, protected, counts, strict=True)
     }
 
 
-def _ensured_across(job: EvictionJob, returned: Any) -> tuple[list[Scores], list[Counts]]:
-    """(scores, counts) of a reader's own `across`, one of each for every layer. Raises InputError for other tensors."""
-    all_scores, all_counts = [], []
-    kept: dict[int, Counts] = {}
-    for n, scores, counts in zip(job.judged, *returned, strict=True):
-        dead, shape = job.pending[n].dead, job.judged[n][0].shape
-        scores = _ranked(_ensured(job.policy, "across (scores)", scores, shape).float())
-        all_scores.append(scores.masked_fill(dead.to(scores.device), -torch.inf))
-        all_counts.append(_ensured(job.policy, "across (counts)", counts, shape[:2], torch.int64))
-        kept[len(kept)] = torch.minimum(all_counts[-1], (~all_scores[-1].isneginf()).sum(-1))
-    _ensure_budget(job, kept)
-    return all_scores, all_counts
+def _ensured_across(
+    job: EvictionJob, scores: Sequence[Any], counts: Sequence[Any]
+) -> tuple[list[Scores], list[Counts]]:
+    """What a reader's own `across` returned, one of each for every layer. Raises InputError for other tensors."""
+    ranked = []
+    for i, (o, s, count) in enumerate(zip(job.pending.values(), scores, counts, strict=True)):
+        s = _ranked(_ensured(job, "across (scores)", s, o.positions.shape).float())
+        ranked.append(s.masked_fill(o.dead.to(s.device), -torch.inf))
+        job.counts[i] = _ensured(job, "across (counts)", count, s.shape[:2], torch.int64)
+    _ensure_budget(job)
+    return ranked, list(job.counts.values())
 
 
 def evict_shared(job: EvictionJob, signals: Signals, step: int) -> Signals:

@@ -5,18 +5,19 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from torch import Tensor
 
 from kvrepro.engine import allocate
 from kvrepro.engine.condition import REGIMES, Chunked, Condition, Count, SharedCap, Size, ensure
+from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import Scores
-from kvrepro.engine.shared import SLW_SINKS, SWITCHES
+from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError, ensure_known, error_line
 from kvrepro.paths import ROOT
 
@@ -40,7 +41,6 @@ SUMS = {  # what the forward pass can add up for each token and KV head
     "the layer's input at the query",
 }
 REPEATED = {"reconstruction", "reconstruction_per_norm"}  # the sums that need a repetition of the context
-MARKUP = "<>*$[]|`\\"
 Parameters = Mapping[str, object]
 
 
@@ -49,8 +49,8 @@ class Policy:
     """How a method decides. Each function gets those parameters that it names, with their values in the chosen reading.
 
     parameters: the paper's; as_run: those in which the public code (`code`) differs. The functions' annotations say
-    which values are allowed (`kvrepro.engine.condition`). Three names mean the same for all policies: the last `window`
-    queries are shown to the scorer; the `recent` newest and `sinks` oldest tokens are protected.
+    which values are allowed. For all policies, the last `window` queries are shown to the scorer; the `recent` newest
+    and `sinks` oldest tokens are protected.
     shield(o, scores, budget, ...): a mask of tokens that the method itself protects, before heads get their counts.
     refine(o, scores, counts, ...) -> (scores, exempt tokens): a second stage, after heads got their counts.
     across(scores, protected, budget, ...) -> (scores, counts): budgets that need every layer's scores; lists over
@@ -76,6 +76,9 @@ class Policy:
     ties: tuple[str, ...] | None = None  # `SharedCap`: sums that order equal scores, before the position does
     together: bool = False  # a GPU may judge several layers as rows of one: no function uses the layer or draws
     frees: bool = True  # False: pages are selected for each query and nothing is evicted
+
+    def __post_init__(self) -> None:
+        ensure_known(f"sum in the needs of policy {self.title!r}", self.needs, SUMS)
 
     @property
     def readings(self) -> tuple[str, ...]:
@@ -120,8 +123,6 @@ class Policy:
         for key, _ in switches:
             if key not in defaults and (self.shared or key not in ("sinks", "recent")):  # the engine protects these
                 raise InputError(f"{self.title} has no parameter {key!r}: it has {', '.join(defaults) or 'none'}")
-        if len(dict(switches)) < len(switches):
-            raise InputError(f"switches {switches} for {self.title} name a parameter twice: drop one")
         parameters = {**(defaults if name == "as_run" else self.parameters), **dict(switches)}
         if parameters.get("recent") == "window":  # the window itself is protected
             parameters["recent"] = parameters.get("window")
@@ -141,16 +142,19 @@ class Policy:
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        return [f for role in GIVEN if (f := getattr(self, role)) is not None]
+        every = self.score, self.shield, self.allocate, self.across, self.summary, self.refine
+        return [function for function in every if function is not None]
 
     def kind(self, parameter: str) -> Any:
         """The type hint of a parameter; `object`, any value, if no function of a reader's own policy says."""
+        hints: dict[str, Any] = {}
+        for function in reversed(self.functions):
+            for name, p in parameters_of(function).items():
+                hints |= type(p.default).__annotations__ if hasattr(p.default, "_fields") else {name: p.annotation}
         if self.shared and parameter in SWITCHES:
             return Literal[SWITCHES[parameter].allowed]
-        if parameter in ENGINES:
-            return ENGINES[parameter]
-        hints = [hints_of(f)[parameter] for f in self.functions if parameter in hints_of(f)]
-        return next((hint for hint in hints if not isinstance(hint, str) and hint != inspect.Parameter.empty), object)
+        hint = (hints | ENGINES).get(parameter, object)
+        return object if isinstance(hint, str) or hint is inspect.Parameter.empty else hint
 
 
 def call(function: Callable[..., Any], *arguments: object, parameters: Parameters) -> Any:
@@ -168,16 +172,6 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
     return inspect.signature(function).parameters
 
 
-def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Their type hints, and those of the fields of a `NamedTuple` among them (`score.window.How`)."""
-    hints = {}
-    for name, parameter in parameters_of(function).items():
-        hints[name] = parameter.annotation
-        if hasattr(parameter.default, "_fields"):
-            hints |= get_type_hints(type(parameter.default), include_extras=True)
-    return hints
-
-
 def named(function: Callable[..., Any], parameters: Parameters) -> dict[str, Any]:
     """Those of `parameters` that `function` names; the fields of a `NamedTuple` come as one, beside its defaults."""
     given = {}
@@ -191,14 +185,14 @@ def named(function: Callable[..., Any], parameters: Parameters) -> dict[str, Any
 
 
 def copied(value: Any) -> Any:
-    """A copy of the value with all its tensors copied, also inside lists, mappings and dataclasses."""
+    """A copy of the value with all its tensors copied, also inside lists, mappings and an observation."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
         return {name: copied(element) for name, element in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
-    if is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Observation):
         return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value)})
     return value
 
@@ -218,7 +212,6 @@ def own(name: str, policy: Policy) -> str:
 
     if name in CATALOGUE or name == "full":
         raise InputError(f"policy {name!r} is one of the catalogue's: give your own another name")
-    _ensure_own(name, policy)
     OWN[name] = policy
     return name
 
@@ -233,37 +226,21 @@ def find(name: str) -> Policy:
     InputError for an unknown name, and for a file that fails or does not define the policy."""
     from kvrepro.engine.catalogue import CATALOGUE
 
-    policy = CATALOGUE.get(name) or OWN.get(name)
-    if policy is not None:
+    if policy := CATALOGUE.get(name) or OWN.get(name):
         return policy
     if name == "full":
         raise InputError("policy 'full' evicts nothing: it is run wherever others are compared with it, leave it out")
     path, colon, attribute = name.rpartition(":")
     if not colon:
         ensure_known("policy", [name], CATALOGUE, also=("path/to/file.py:NAME", "full"))
-    file = next((root / path for root in (Path.cwd(), ROOT) if path and os.path.isfile(root / path)), None)
-    if file is None:
-        raise InputError(f"policy {name!r}: no file {path} here or in {ROOT}")
+    file = next((root / path for root in (Path.cwd(), ROOT) if os.path.isfile(root / path)), Path(path))
     try:
-        policy = _defined(file, file.stat().st_mtime_ns).get(attribute)
+        found = _defined(file, file.stat().st_mtime_ns).get(attribute)
     except (Exception, SystemExit) as error:  # whatever a reader's file raises
         raise InputError(f"policy {name!r}: {file.name} raises {error_line(error)}") from error
-    if not isinstance(policy, Policy):
+    if not isinstance(found, Policy):
         raise InputError(f"policy {name!r}: {file.name} has no Policy called {attribute}")
-    _ensure_own(name, policy)
-    return policy
-
-
-def _ensure_own(name: str, policy: Policy) -> None:
-    """Raise InputError for a title of a reader's own policy that no page can show, and for unknown sums and regimes."""
-    title, whose = policy.title, f"policy {name!r}"
-    printed = title.isprintable() and 0 < len(title.strip()) <= len(title) <= 60
-    if not printed or set(MARKUP) & set(title):
-        raise InputError(f"{whose}: title {title!r:.80}, give 1 to 60 printed signs, none of {' '.join(MARKUP)}")
-    ensure_known(f"sum in the needs of {whose}", policy.needs, SUMS)
-    ensure_known(f"regime that {whose} refuses:", policy.refuses, REGIMES)
-    if policy.shared and (missing := SWITCHES.keys() - policy.parameters.keys()):
-        raise InputError(f"{whose}: ties are for {SharedCap.name!r}, which also asks for parameters {sorted(missing)}")
+    return found
 
 
 @cache
@@ -275,25 +252,14 @@ def _defined(file: Path, edited: int) -> dict[str, Any]:
 
 
 def ensure_titles(names: Sequence[str]) -> None:
-    """Raise InputError for a reader's own policy that cannot be found or has another policy's title: figures and
-    verdicts name policies by their titles."""
+    """Raise InputError for a reader's own policy that cannot be found or has another policy's title, by which figures
+    and verdicts name it."""
     from kvrepro.engine.catalogue import CATALOGUE
 
     taken = {policy.title: name for name, policy in CATALOGUE.items()}
-    for name in filter(is_own, names):
-        other = taken.setdefault(find(name).title, name)
-        if other != name:
-            raise InputError(f"policies {other!r} and {name!r} are both called {find(name).title!r}: rename yours")
-
-
-GIVEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # arguments of each function; what it may also name
-    "score": (("o",), ("budget", "asked", "guarded", "draws")),
-    "shield": (("o", "scores", "budget"), ("guarded",)),
-    "allocate": (("scores", "protected", "budget"), ("o", "asked")),
-    "across": (("scores", "protected", "budget"), ("asked", "observations", "summaries")),
-    "summary": (("o",), ()),
-    "refine": (("o", "scores", "counts"), ("protected",)),
-}
+    for name, title in [(name, find(name).title) for name in names if is_own(name)]:
+        if taken.setdefault(title, name) != name:
+            raise InputError(f"policies {taken[title]!r} and {name!r} are both called {title!r}: rename yours")
 
 
 @dataclass(frozen=True)
@@ -308,97 +274,62 @@ class Rule:
     def of(cls, c: Condition) -> "Rule | None":
         """The rule of a condition; None for the full cache. Raises InputError for one that no prompt can meet."""
         if c.policy == "full":
-            if c.fair is not None or c != Condition(regime=c.regime, bits=c.bits):
-                raise InputError(f"policy full keeps every token, got {replace(c, policy='(full)').label!r}: drop it")
             return None
         policy = find(c.policy)
         rule = cls(c, policy, policy.reading(c.reading, c.switches))
-        _ensure_callable(c.policy, policy, rule.parameters)
-        for problem in rule._inconsistent():
-            raise InputError(problem)
+        for message, wrong in rule._refusals().items():
+            if wrong:
+                raise InputError(f"{c.policy} {message}")
         return rule
+
+    def _refusals(self) -> dict[str, bool]:
+        """What of the condition cannot go together: the message, and whether it is so."""
+        c, policy, p, regime = self.condition, self.policy, self.parameters, getattr(self.condition.regime, "name", "")
+        usual = "it chooses one set of tokens for all layers" if policy.shared else "it chooses for each layer"
+        mixed = c.fair is not None and c.fair < 1
+        for_heads = p.get("static_suffix") == "per_head_only" and not policy.per_head
+        return {
+            f"without a regime: name one of {', '.join(policy.regimes)}": not regime,
+            f"cannot run in regime {regime!r}: {policy.refuses.get(regime, usual)}; take {', '.join(policy.regimes)}": (
+                regime not in policy.regimes
+            ),
+            "needs a budget: a number of tokens, or a share such as 0.2": c.budget is None,
+            "has no quota to mix in: fair 1, or none": mixed and bool(policy.across or p.get("ramps")),
+            "chooses pages anew for every query and keeps all: no guards or quotas": (
+                not policy.frees and bool(c.prefix or c.suffix or c.whitelist or c.fair is not None)
+            ),
+            f"takes a number of tokens in regime {regime!r}, not {c.budget}": (
+                policy.shared and isinstance(c.budget, float)
+            ),
+            f"has neither whitelist nor bits in regime {regime!r}": policy.shared and bool(c.whitelist or c.bits),
+            "as run has no static_suffix, unless the switch static_suffix is set to anywhere": c.static_suffix
+            and for_heads,
+        }
 
     def ensure_met(self, tokens: int, whitelist: Sequence[int] = ()) -> None:
         """Raise InputError if a prompt cannot meet the condition. tokens: how many tokens of the prompt's compressed
         part a layer holds. whitelist: the protected ones among them, counted from their end: -1 is the last."""
-        c, p = self.condition, self.parameters
-        if self.policy.shared:
-            needed = sum(guarded(c, budget_of(c, 0), p))
-            if tokens < needed:
-                raise InputError(f"prompt of {tokens} tokens < {needed} protected ones: take a longer, or protect less")
-            return
-        at_once = c.every is None
+        c, p, at_once = self.condition, self.parameters, self.condition.every is None
         if at_once and isinstance(c.budget, int) and c.budget >= tokens:
             why = "nothing leaves; lower it, or say 1.0" if self.policy.frees else "every page is read; lower it"
             raise InputError(f"budget {c.budget} >= {tokens} tokens to compress: {why}")
-        steps = [tokens]
-        if isinstance(c.regime, Chunked) and c.regime.when == "every_chunk":
-            steps.append(min(c.regime.chunk, tokens))
-        for seen in steps:
+        steps = {tokens: ""}
+        if isinstance(c.regime, Chunked) and c.regime.when == "every_chunk" and c.regime.chunk < tokens:
+            steps[c.regime.chunk] = f" after the first chunk of {c.regime.chunk}"
+        for seen, after in steps.items():
             budget = budget_of(c, seen)
             if budget < 1:
                 raise InputError(f"budget {c.budget} of {seen} tokens keeps {budget}: raise the share")
             prefix, suffix = guarded(c, budget, p)
             sinks, recent = int(p.get("sinks", 0)), int(p.get("recent", 0))
             first, last = max(prefix, sinks), max(suffix, recent)
-            apart = len({at for at in whitelist if seen == tokens and first <= seen + at < seen - last})
+            apart = len({at for at in whitelist if not after and first <= seen + at < seen - last})
             needed = first + last + apart
             if budget < (min(needed, seen) if at_once else needed):  # later evictions also protect tokens yet to come
                 parts = {"prefix": prefix, "suffix": suffix, "sinks": sinks, "recent": recent, "whitelist": apart}
-                after = "" if seen == tokens else f" after the first chunk of {seen}"
-                raise InputError(_too_small(c, budget, needed, parts, after))
-
-    def _inconsistent(self) -> Iterator[str]:
-        """What does not go together in the condition. What is said first lets the rest assume that it holds."""
-        c, policy = self.condition, self.policy
-        if c.prefix + c.suffix > 1:
-            yield f"prefix {c.prefix:g} + suffix {c.suffix:g} guard more than the whole budget: lower one"
-        if c.static_suffix and not c.suffix:
-            yield f"static_suffix for {c.policy} without a suffix: give one, such as suffix=0.1, or drop it"
-        if c.regime is None:
-            yield f"{c.policy} without a regime: name one, {REGIMES[policy.regimes[0]].__name__}() for instance"
-        elif c.regime.name not in policy.regimes:
-            apart = "it chooses one set of tokens for all layers" if policy.shared else "it chooses for each layer"
-            why = policy.refuses.get(c.regime.name, apart)
-            yield f"{c.policy} cannot run in regime {c.regime.name!r}: {why}; take {', '.join(policy.regimes)}"
-        if c.budget is None:
-            yield f"budget None for {c.policy}: give a number of tokens, or a share such as 0.2"
-        if c.spans and c.fair is None:
-            yield f"spans {c.spans} for {c.policy} without fair, which alone counts them: fair=1, or no spans"
-        if c.fair is not None and c.fair < 1 and (policy.across is not None or self.parameters.get("ramps")):
-            why = "whose ramps set no quota" if self.parameters.get("ramps") else "whose budgets wait for every layer"
-            yield f"fair {c.fair:g} for {c.policy}, {why}: fair 1, or none"
-        if not policy.frees and (c.prefix or c.suffix or c.whitelist or c.fair is not None):
-            yield f"{c.policy} chooses pages anew for every query and keeps all: no guards or quotas"
-        if policy.shared:
-            yield from self._inconsistent_when_shared()
-
-    def _inconsistent_when_shared(self) -> Iterator[str]:
-        """What `SharedCap` does not have, and guards that leave nothing to choose."""
-        c, policy, p = self.condition, self.policy, self.parameters
-        for name, value in {"whitelist": c.whitelist, "bits": c.bits}.items():
-            if value:
-                yield f"{name} {value!r} in regime {SharedCap.name!r}, which has none: leave it out"
-        if isinstance(c.budget, float):
-            yield f"budget {c.budget} in regime {SharedCap.name!r}, which takes no share: give a number of tokens"
-        prefix, suffix = guarded(c, budget_of(c, 0), p)
-        parts = {"prefix": prefix, "suffix": suffix, "chosen by each head": int(policy.per_head)}
-        if policy.shield is not None and prefix + suffix <= SLW_SINKS:
-            parts = {"sinks": SLW_SINKS, "recent": 1}
-        if budget_of(c, 0) < sum(parts.values()):
-            yield _too_small(c, budget_of(c, 0), sum(parts.values()), parts)
-        if c.static_suffix and not policy.per_head and p["static_suffix"] == "per_head_only":
-            why = "as run it exists for per-head policies only; set the switch static_suffix to anywhere"
-            yield f"static_suffix with {c.policy}: {why}"
-        if p["empty_suffix"] == "keeps_newest" and p["guardrail"] == "honours" and prefix and not suffix:
-            why = "everything is protected and nothing can leave; change one of the two"
-            yield f"switches empty_suffix = keeps_newest and guardrail = honours: {why}"
-
-
-def _too_small(c: Condition, budget: int, needed: int, parts: Mapping[str, int], after: str = "") -> str:
-    words = " + ".join(f"{count} {name}" for name, count in parts.items() if count)
-    problem = f"budget {budget} < {needed} protected tokens ({words}){after}"
-    return f"{problem}: raise the budget of {c.policy}, or protect less"
+                words = " + ".join(f"{count} {name}" for name, count in parts.items() if count)
+                problem = f"budget {budget} < {needed} protected tokens ({words}){after}"
+                raise InputError(f"{problem}: raise the budget of {c.policy}, or protect less")
 
 
 def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Sequence[int] = ()) -> None:
@@ -406,18 +337,6 @@ def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Seq
     rule = Rule.of(condition)
     if rule is not None and prompt_tokens is not None:
         rule.ensure_met(prompt_tokens, whitelist)
-
-
-def _ensure_callable(name: str, policy: Policy, parameters: Parameters) -> None:
-    """Raise InputError for a function of a policy that the engine could not call."""
-    for role, (arguments, more) in GIVEN.items():
-        if (function := getattr(policy, role)) is None:
-            continue
-        try:
-            inspect.signature(function).bind(*arguments, **named(function, {**parameters, **dict.fromkeys(more)}))
-        except (TypeError, ValueError) as error:
-            problem = f"policy {name!r}: its {role} cannot be called with {', '.join(arguments)}"
-            raise InputError(f"{problem} ({error}): what else it asks for stands in `parameters`") from None
 
 
 def budget_of(c: Condition, tokens: int) -> int:

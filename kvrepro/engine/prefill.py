@@ -439,11 +439,12 @@ class PromptReader:
 
 def _hold(job: EvictionJob, seen: dict[int, Observation], o: Observation, stays: Tensor) -> None:
     """Store what stays of the layers `seen`, together observed as `o`, and what the job's next eviction needs."""
-    sums = {name: s for name, s in o.sums.items() if job.again and name in job.sums}
+    again = job.condition.every is not None
+    sums = {name: s for name, s in o.sums.items() if again and name in job.sums}
     whole = RaggedLayer.of(o.keys, o.values, o.positions, stays, sums)
     for (layer, each), stored in zip(seen.items(), whole.layers(o.count), strict=True):
         job.layers[layer] = stored
-        if job.again and job.window:
+        if again and job.window:
             stored.remember(each.queries, each.query_positions, job.window)
 
 

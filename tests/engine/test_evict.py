@@ -18,41 +18,37 @@ def job(policy: Policy, parameters: dict, *budgets: int, tokens: int = 20, **set
     return EvictionJob(conditions, policy, parameters, list(budgets), prompts)
 
 
-@pytest.mark.parametrize("score", [lambda o: o.positions.numpy(), lambda o: 1.0, lambda o: None])
-def test_scores_that_are_no_tensor_are_refused_by_what_they_are(score):
-    with pytest.raises(InputError, match=r"scorer returned (ndarray|float|NoneType), not \[batch, kv_heads, tokens\]"):
-        score_and_protect(job(Policy("Mine", "me", score), {}, 10), observation(tokens=20))
+RETURNED = [  # by a reader's function, and what is said of it
+    ({"score": lambda o: o.positions.numpy()}, "scorer returned ndarray, not torch.float32 .1, 2, 20."),
+    ({"score": lambda o: None}, "scorer returned NoneType"),
+    ({"shield": lambda o, scores, budget: torch.ones(3) > 0}, "shield returned torch.bool .3,., not torch.bool .1, 2"),
+    ({"shield": lambda o, scores, budget: scores}, "shield returned torch.float32"),
+    (
+        {"allocate": lambda scores, protected, budget: budget},
+        "allocate returned torch.int64 .1,., not torch.int64 .1, 2",
+    ),
+    ({"allocate": lambda scores, protected, budget: scores[..., 0]}, "allocate returned torch.float32"),
+    ({"refine": lambda o, scores, counts: (scores, scores)}, "refine returned torch.float32"),
+    ({"refine": lambda o, scores, counts: (None, o.alive)}, "refine returned NoneType"),
+]
+RETURNED_FOR_ALL_LAYERS = [
+    (lambda s, n: ([x[..., 1:] for x in s], n), "across .scores. returned torch.float32 .1, 2, 19., not"),
+    (lambda s, n: ([x * 1j for x in s], n), "across .scores. returned torch.complex64"),
+    (lambda s, n: ([None] * 3, n), "across .scores. returned NoneType"),
+    (lambda s, n: (s, [x.float() for x in n]), "across .counts. returned torch.float32"),
+    (lambda s, n: (s, [x * 3 // 2 for x in n]), "counts sum to .90. tokens, more than 6 KV heads .* of .10.:"),
+]
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ({"shield": lambda o, scores, budget: torch.ones(3) > 0}, "shield returned a tensor of shape .3,., not .batch"),
-        ({"shield": lambda o, scores, budget: scores}, "shield returned numbers of type torch.float32, not torch.bool"),
-        ({"allocate": lambda scores, protected, budget: budget}, "allocate returned a tensor of shape .1,., not "),
-        ({"allocate": lambda scores, protected, budget: scores[..., 0]}, "allocate returned numbers .*torch.int64"),
-        ({"refine": lambda o, scores, counts: (scores, scores)}, "refine returned numbers .*torch.bool"),
-        ({"refine": lambda o, scores, counts: (None, o.alive)}, "refine returned NoneType"),
-    ],
-)
+@pytest.mark.parametrize(("function", "message"), RETURNED)
 def test_what_a_policys_functions_return_wrongly_is_said_by_the_function(function, message):
+    policy = Policy("Mine", "me", **{"score": lambda o: o.positions, **function})
     with pytest.raises(InputError, match=f"Mine's {message}"):
-        select_tokens(job(Policy("Mine", "me", lambda o: o.positions, **function), {}, 10), observation(tokens=20))
+        select_tokens(job(policy, {}, 10), observation(1, tokens=20))
 
 
-ACROSS = {
-    "a shape": (lambda s, n: ([x[..., 1:] for x in s], n), "across .scores. returned a tensor of shape"),
-    "complex": (lambda s, n: ([x * 1j for x in s], n), "across .scores. returned numbers of type torch.complex64"),
-    "none": (lambda s, n: ([None] * 3, n), "across .scores. returned NoneType"),
-    "floats": (lambda s, n: (s, [x.float() for x in n]), "across .counts. returned numbers .*not torch.int64"),
-    "over": (lambda s, n: (s, [x * 3 // 2 for x in n]), "counts sum to 90 tokens, more than 6 KV heads .* of 10:"),
-}
-
-
-@pytest.mark.parametrize("way", ACROSS)
-def test_what_a_policys_across_returns_wrongly_is_refused(way):
-    change, message = ACROSS[way]
-
+@pytest.mark.parametrize(("change", "message"), RETURNED_FOR_ALL_LAYERS)
+def test_what_a_policys_across_returns_wrongly_is_refused(change, message):
     def changed(scores, protected, budget):
         return change(scores, [budget[:, None].expand(s.shape[:2]) for s in scores])
 
@@ -62,24 +58,20 @@ def test_what_a_policys_across_returns_wrongly_is_refused(way):
         across(rows)
 
 
-def test_a_policy_may_give_layers_and_heads_unequal_shares_of_its_budget_and_no_more():
+@pytest.mark.parametrize(("dense", "more", "total"), [(0, 0, None), (0, 1, 62), (1, 4, None), (1, 5, 42)])
+def test_a_policy_may_give_layers_and_heads_unequal_shares_of_its_budget_and_no_more(dense, more, total):
     def unequal(scores, protected, budget, o, more=0):
         extra = (4, 0, -4)[o.layer] + more * (o.layer == 2)
         return torch.stack([budget + 3 + extra, budget - 3 + extra], 1)
 
-    for dense, more, total in ((0, 0, None), (0, 1, 62), (1, 4, None), (1, 5, 42)):
-        parameters = {"more": more, "dense_layers": dense}
-        rows = job(Policy("Mine", "me", lambda o: o.positions, allocate=unequal), parameters, 10)
-        seen = [observation(1, tokens=20, kv_heads=2, layer=n) for n in range(3)]
-        assert [int(select_tokens(rows, o).sum()) for o in seen[:2]] == [28, 20]
-        if total is None:
-            assert int(select_tokens(rows, seen[2]).sum()) == 12 + 2 * more
-            continue
-        heads = 2 * (3 - dense)
-        with pytest.raises(
-            InputError, match=rf"^Mine's counts sum to {total} tokens, more than {heads} KV heads .* of 10"
-        ):
-            select_tokens(rows, seen[2])
+    rows = job(Policy("Mine", "me", lambda o: o.positions, allocate=unequal), {"more": more, "dense_layers": dense}, 10)
+    seen = [observation(1, tokens=20, kv_heads=2, layer=n) for n in range(3)]
+    assert [int(select_tokens(rows, o).sum()) for o in seen[:2]] == [28, 20]
+    if total is None:
+        assert int(select_tokens(rows, seen[2]).sum()) == 12 + 2 * more
+        return
+    with pytest.raises(InputError, match=f"sum to .{total}. tokens, more than {2 * (3 - dense)} KV heads .* of .10."):
+        select_tokens(rows, seen[2])
 
 
 def test_a_policys_functions_get_what_they_name():
@@ -119,9 +111,3 @@ def test_a_policys_functions_get_what_they_name():
     assert torch.equal(stays, select_tokens(rows, o))
     first = o.alive.int().argmax(-1)
     assert stays.gather(2, first[..., None]).all()  # refined scores reverse the order
-
-
-def test_scores_that_a_policy_does_not_ask_for_are_named():
-    policy = Policy("Forgetful", "me", lambda o: o.sums["mass"])
-    with pytest.raises(InputError, match=r"Forgetful reads sums\['mass'\], which its `needs` do not name"):
-        score_and_protect(job(policy, {}, 10, 10), observation(tokens=20))

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from conditions import flat, other
 
@@ -22,51 +21,36 @@ FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
 CAPPED = Condition("lru", 64, SharedCap())
 EARLY = {"regime": "chunked", "when": "every_chunk", "chunk": 50, "budget": 0.4}
 REFUSED = {  # of a condition: what it is called with instead -> what the one line says
-    "unknown policy 'nothing'; there are: path/to/file.py:NAME, full, ": {"policy": "nothing"},
-    "unknown policy 'lruu', did you mean 'lru'": {"policy": "lruu"},
+    "unknown policy 'lruu', did you mean 'lru'?; there are: path/to/file.py:NAME, full, ": {"policy": "lruu"},
     "lru cannot run in regime 'prefill': it chooses one set of tokens for all layers; ": {"policy": "lru"},
     "snapkv cannot run in regime 'shared cap': it chooses for each layer; take pre": {"regime": "shared cap"},
     "kv_zip cannot run in regime 'per step': it repeats": {"policy": "kv_zip", "regime": "per step"},
-    "no file nowhere/own.py": {"policy": "nowhere/own.py:MINE"},
+    "own.py raises FileNotFoundError: ": {"policy": "nowhere/own.py:MINE"},
     "reading 'as_heard': ": {"reading": "as_heard"},
-    "budget None for snapkv: give a number of tokens, or a share such as 0.2": {"budget": None},
+    "snapkv needs a budget: a number of tokens, or a share such as 0.2": {"budget": None},
     "budget 0: should be greater than or equal to 1 or should be greater than 0": {"budget": 0},
     "interval 0 for decode cap: ": {"regime": "decode cap", "interval": 0},
     "prefix 1.0: should be less than 1; suffix -0.1: should be greater": {"prefix": 1.0, "suffix": -0.1},
     "switches [8]: should be hashable": {"switches": (("window", [8]),)},
-    "for SnapKV name a parameter twice": {"switches": (("window", 8), ("window", 9))},
     "budget 100 >= 100 tokens to compress: every page is read": {"policy": "quest_pages", "budget": 100},
     "no guards or quotas": {"policy": "quest_pages", "prefix": 0.1},
-    "fair 0.5 for cake, whose budgets wait for every layer": {"policy": "cake", "fair": 0.5},
-    "spans ('a',) for snapkv without fair": {"spans": ("a",)},
+    "cake has no quota to mix in": {"policy": "cake", "fair": 0.5},
+    "streaming_llm has no quota to mix in": {"policy": "streaming_llm", "reading": "as_run", "fair": 0.5},
     "SnapKV has no parameter 'windows': it has window, recent": {"switches": (("windows", 4),)},
     "window 0 for SnapKV: ": {"switches": (("window", 0),)},
-    "whose ramps set no quota": {
-        "policy": "streaming_llm",
-        "reading": "as_run",
-        "fair": 0.5,
-    },
-    "policy full keeps every token": {"policy": "full"},
-    "prefix 0.5 + suffix 0.6 guard more than the whole budget: lower one": {"prefix": 0.5, "suffix": 0.6},
-    "static_suffix for snapkv without a suffix: give one": {"static_suffix": True},
     "budget 100 >= 100 tokens to compress: nothing leaves; lower it, or say 1.0": {"budget": 100},
     "budget 31 < 32 protected tokens (32 recent)": {"budget": 31},
     "budget 40 < 42 protected tokens (10 prefix + 8 suffix + 32 recent)": {"prefix": 0.25, "suffix": 0.2},
+    "budget 40 < 52 protected tokens (20 prefix + 24 suffix + 32 recent)": {"prefix": 0.5, "suffix": 0.6},
     "budget 0.009 of 100 tokens keeps 0: raise the share": {"budget": 0.009},
     "budget 20 < 32 protected tokens (32 recent) after the first chunk of 50": EARLY,
 }
 REFUSED_IN_THE_SHARED_CAP = {
     "budget 7 < 8 protected tokens": {"budget": 7, "prefix": 0.1, "suffix": 0.1},
-    "budget 4 < 5 protected tokens": {"policy": "slw", "budget": 4},
-    "budget 8 < 9 protected tokens": {"policy": "ada_kv_faithful", "budget": 8, "prefix": 0.1, "suffix": 0.1},
-    "budget None for lru": {"budget": None},
-    "budget 0.2 in regime 'shared cap', which takes no share: give a number": {"budget": 0.2},
-    "bits 4 in regime 'shared cap', which has none: leave it out": {"bits": 4},
-    "whitelist ('a',) in regime 'shared cap', which has none: leave it out": {"whitelist": ("a",)},
+    "takes a number of tokens in regime 'shared cap', not 0.2": {"budget": 0.2},
+    "has neither whitelist nor bits": {"bits": 4, "whitelist": ("a",)},
     "LRU has no parameter 'tiebreak': it has tie_break, ": {"switches": (("tiebreak", "x"),)},
-    "static_suffix with lru: ": {"prefix": 0.1, "suffix": 0.1, "static_suffix": True},
-    "nothing can leave": {"prefix": 0.1, "switches": (("guardrail", "honours"),)},
-    "prompt of 7 tokens < 8 protected": {"prefix": 0.05, "suffix": 0.05},
+    "lru as run has no static_suffix": {"prefix": 0.1, "suffix": 0.1, "static_suffix": True},
 }
 
 
@@ -74,7 +58,7 @@ REFUSED_IN_THE_SHARED_CAP = {
 def test_what_cannot_be_met_is_one_line(words):
     changes = REFUSED.get(words) or REFUSED_IN_THE_SHARED_CAP[words]
     with pytest.raises(InputError) as error:
-        check(other(FINE if words in REFUSED else CAPPED, **changes), 7 if "prompt of 7" in words else 100)
+        check(other(FINE if words in REFUSED else CAPPED, **changes), 100)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -142,44 +126,21 @@ def test_a_notebooks_own_policy_has_a_name_beside_the_catalogue(monkeypatch):
         own("snapkv", policy)
 
 
-WRONG = [  # fields of a reader's policy -> what is said of it
-    ({"title": "two\nlines"}, "title .*printed signs"),
-    ({"title": "<b>bold</b>"}, "title .*printed signs"),
-    ({"needs": ("mas",)}, "unknown sum in the needs of policy 'mine' 'mas', did you mean 'mass'"),
-    ({"refuses": {"prefil": "no"}}, "unknown regime that policy 'mine' refuses: 'prefil', did you mean 'prefill'"),
-    ({"ties": ()}, "policy 'mine': ties are for 'shared cap', which also asks for parameters .*'tie_break'"),
-    ({"score": 3}, "its score cannot be called with o .*3 is not a callable object"),
-    ({"score": lambda: 1}, "its score cannot be called with o .*too many positional arguments"),
-    ({"score": lambda o, alpha: 1}, "its score .*missing a required argument: 'alpha'.* stands in `parameters`"),
-    ({"score": torch.zeros_like}, "its score cannot be called with o .*no signature"),
-    ({"allocate": lambda scores: 1}, "its allocate cannot be called with scores, protected, budget"),
-    ({"refine": lambda o, scores, counts, *, share: 1}, "its refine cannot be .*'share'"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), WRONG)
-def test_a_readers_policy_that_the_engine_cannot_use_is_refused_before_anything_is_computed(wrong, message):
-    title = "Größe × 2, α = 0.5 (日本)"
-    works = Policy(title, "me", lambda o, budget, beta=2: 1, shield=lambda o, *rest, guarded, **more: 1)
-    check(Condition(own("mine", works), 10, Prefill()), 100)
-    with pytest.raises(InputError, match=message):
-        check(Condition(own("mine", replace(works, **wrong)), 10, Prefill()))
+def test_a_sum_that_no_pass_provides_is_refused():
+    with pytest.raises(InputError, match="unknown sum in the needs of policy 'Mine' 'mas', did you mean 'mass'"):
+        Policy("Mine", "me", lambda o: 1, needs=("mas",))
 
 
 # ---- the catalogue
 
 PINNED = yaml.safe_load((Path(__file__).parents[2] / "data" / "words" / "formula_tests.yml").read_text())
-ENGINES = {"window", "recent", "sinks"}  # what the engine itself reads
-PAGES = {"page", "dense_layers"}  # read by the decode attention of a policy that frees nothing
 
 
 @pytest.mark.parametrize("name", list(CATALOGUE))
 def test_every_parameter_is_read_and_says_what_it_may_be(name):
     policy = CATALOGUE[name]
-    read = set().union(*map(policies.hints_of, policy.functions))
-    read |= set(SWITCHES) if policy.shared else ENGINES if policy.frees else ENGINES | PAGES
-    assert set(policy.parameters) | set(policy.as_run) <= read
     for key in {**policy.parameters, **policy.as_run}:
+        assert policy.kind(key) is not object
         for value in (float("nan"), None, -7, ()):
             with pytest.raises(InputError):
                 ensure(policy.kind(key), x=value)

@@ -29,7 +29,7 @@ SHORT = ("longbench-balanced", "longbench-pool")
 EIGHTHS = {"longbench-balanced": 256, "longbench-longctx": 1024, "longbench-32k": 4096}  # of the cache, by length
 EARLIER = "sweep-20260309-202648/q25-c256-lru"  # an unprotected run, older than the one whose F1 was printed
 TWICE = ("n481/qwen25-3b/q25-c256-lru-prot10", EARLIER)  # files that hold a condition for the second time
-COLUMNS = "panel claim ours low high unit p n rule verdict members decided_by needed".split()
+COLUMNS = "panel claim ours low high unit p n rule verdict members decided_by".split()
 
 
 class Panel(NamedTuple):

@@ -29,8 +29,8 @@ import pandas as pd
 import typer
 
 from kvrepro.experiment import judge, stats
-from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample
-from kvrepro.experiment.stats import MIN_ITEMS
+from kvrepro.experiment.judge import Member, NotTestable, Sample
+from kvrepro.experiment.stats import MIN_ITEMS, Estimate
 from kvrepro.paths import DATA
 from studies import chapters
 from studies.known_truth import KINDS, Picks, Source, parts_of, sampled
@@ -71,7 +71,7 @@ def simulated(
                 kinds |= dict.fromkeys(parts_of_member if member.some else [chosen], "threshold")
             new = {name: part.drawn(part.where[kinds[name]], rng, picks) for name, part in parts_of_member.items()}
             drawn.append(replace(member, what=new if isinstance(member.what, Mapping) else new[""]))
-        verdicts.append(judge.verdict_of(claim, judge.judge(claim, drawn)))
+        verdicts.append(judge.verdict(claim, judge.judge(claim, drawn)))
     return {short: verdicts.count(name) / repeats for name, short in SHORT.items()}
 
 
@@ -87,10 +87,10 @@ def of_facts(claim: Mapping[str, Any], members: Sequence[Member]) -> dict[str, d
         """The verdict, where one case of the member of that number is wrong; -1 for none."""
         given = []
         for i, member in enumerate(members):
-            cases = pd.Series(good, index=member.what.cases.index)
+            cases = pd.Series(good, index=member.what.index)
             cases.iloc[: int(i == refuted)] = wrong
-            given.append(replace(member, what=Facts(cases)))
-        verdict = judge.verdict_of(claim, judge.judge(claim, given))
+            given.append(replace(member, what=cases))
+        verdict = judge.verdict(claim, judge.judge(claim, given))
         return {short: float(verdict == name) for name, short in SHORT.items()}
 
     whole, mean = judged(-1), pd.DataFrame([judged(i) for i in range(len(members))]).mean().to_dict()
@@ -101,11 +101,11 @@ def rates(claim: Mapping[str, Any], members: Sequence[Member], repeats: int | No
     """One row of the table, without the columns that name the claim."""
     tested = [what for member in members for what in parts_of(member).values()]
     row: dict[str, Any] = {"members": len(members), "parts": len(tested)}
-    if all(isinstance(what, Facts) for what in tested):
+    if all(isinstance(what, pd.Series) for what in tested):
         shares = of_facts(claim, members)
-        row |= {"n": sum(len(what.cases) for what in tested), "repeats": 1}
-    elif any(isinstance(what, Measured | Facts) for what in tested):
-        return row | {"note": "ranges of timings, or facts beside samples: not tried"}
+        row |= {"n": sum(map(len, tested)), "repeats": 1}
+    elif any(isinstance(what, Estimate | pd.Series) for what in tested):
+        return row | {"note": "ranges of timings, or cases beside samples: not tried"}
     else:
         parts = sampled(claim, members)
         counts = [p.n for parts_of_member in parts for p in parts_of_member.values()]

@@ -14,6 +14,7 @@ import pandas as pd
 from kvrepro.chapters.leakage import members as leakage
 from kvrepro.chapters.protection import members as protection
 from kvrepro.chapters.protection.study import Settings
+from kvrepro.engine.policy import READINGS
 from kvrepro.experiment import claims, judge, models
 from kvrepro.experiment.judge import Member, NotTestable, Sample
 from kvrepro.experiment.members import Language, Table
@@ -145,4 +146,4 @@ def verdicts(protection_rows: Mapping[str, pd.DataFrame], leakage_rows: Mapping[
         return members_of_claim
 
     book = claims.load_claims("family")["claims"]
-    return judge.verdicts(book, members, lambda claim: claims.READINGS, model="the family", profile="quick")
+    return judge.verdicts(book, members, lambda claim: READINGS, model="the family", profile="quick")

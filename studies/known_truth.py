@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 
 from kvrepro.experiment import judge, stats
-from kvrepro.experiment.judge import Drawn, Member, Sample, Unpaired
+from kvrepro.experiment.judge import Drawn, Member, Sample
 
 KINDS = ("true", "threshold", "false", "one", "far_true", "far_false")
 EFFECT = 0.5  # standard deviations of an item
@@ -180,12 +180,12 @@ def transformed(value_of: Callable[[np.ndarray], float], values: np.ndarray) -> 
     return Mover(seen, (min(low, high), max(low, high)), amount, lambda v, amount, _rng: transform(v, amount))
 
 
-def sides(what: Unpaired, times: float) -> Source:
+def sides(what: Sample, times: float) -> Source:
     """Scores of the first sample are moved to a bound, then those of the second."""
-    parts = [side[~np.isnan(side)] for side in (np.asarray(what.a, float), np.asarray(what.b, float))]
-    seen, (low, high) = float(parts[0].mean() - parts[1].mean()), what.bounds
+    parts = [what.data[side].dropna().to_numpy(float) for side in "ab"]
+    seen, (low, high) = float(parts[0].mean() - parts[1].mean()), what.bounds or ANYWHERE
 
-    def drawn(target: float, rng: np.random.Generator, _picks: Picks) -> Unpaired:
+    def drawn(target: float, rng: np.random.Generator, _picks: Picks) -> Sample:
         new = [side[rng.integers(0, len(side), round(times * len(side)))] for side in parts]
         gap = target - seen
         for i, up in ((0, gap > 0), (1, gap < 0)):
@@ -194,7 +194,7 @@ def sides(what: Unpaired, times: float) -> Source:
             share = min(1.0, abs(gap) / room) if room else 0.0
             new[i] = np.where(rng.random(len(new[i])) < share, end, new[i])
             gap -= math.copysign(share * room, gap)
-        return replace(what, a=new[0], b=new[1])
+        return replace(what, data=pd.DataFrame({side: pd.Series(x) for side, x in zip("ab", new, strict=True)}))
 
     return Source(min(map(len, parts)), seen, drawn, (low - high, high - low))
 
@@ -222,7 +222,9 @@ def _solved(f: Callable[[float], float], target: float, low: float, high: float)
 
 def source(what: Any, times: float = 1.0) -> Source:
     """The source for a sample, with so many times its items."""
-    return {Sample: rows, Unpaired: sides, Drawn: resampled}[type(what)](what, times)
+    if isinstance(what, Drawn):
+        return resampled(what, times)
+    return (sides if what.contrast == "unpaired" else rows)(what, times)
 
 
 # ---- where the truth stands
@@ -240,7 +242,8 @@ def targets(rule: Mapping[str, Any], source: Source) -> dict[str, float]:
         side = "true" if judge.state_of(rule, source.seen, source.seen) == "holds" else "false"
         return nowhere | {side: source.seen, f"far_{side}": source.seen}
     estimates = [source.drawn(border, np.random.default_rng(seed), {}).estimate() for seed in range(5)]
-    spreads = [e.error * math.sqrt(e.n) for e in estimates if math.isfinite(e.error)]  # of one item's part
+    widths = [(e.high - e.low) / 2 * math.sqrt(e.n) / 1.96 for e in estimates]
+    spreads = [width for width in widths if math.isfinite(width)]  # of one item's part
     step = EFFECT * float(np.median(spreads)) if spreads else math.nan
     exactly = border if step > 0 else math.nan  # nan, too, is not above 0: without any spread nothing stands at a bound
     step = step if step > 0 else 0.05 * max(1.0, abs(border))

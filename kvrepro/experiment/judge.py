@@ -42,10 +42,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
+from scipy import stats as scipy_stats
 
 from kvrepro.errors import counted
 from kvrepro.experiment import stats
-from kvrepro.experiment.claims import COLUMNS, NOT_TESTABLE, label, marked, one_sided, paper_text, with_first
+from kvrepro.experiment.claims import COLUMNS, NOT_TESTABLE, marked, one_sided, with_first
 from kvrepro.experiment.stats import ANY, MIN_ITEMS, UNIT, Estimate
 
 MIN_CEILING = 0.10  # lower bound of the full cache's score below which a claim about quality says nothing
@@ -63,9 +64,9 @@ class NotTestable(Exception):
 class Sample:
     """What one number is estimated from: a row per item, columns as `contrast` names them.
 
-    contrast: a name of `stats.CONTRASTS`, or any statistic(values [rows, columns]). clusters: one label per row.
-    bounds: the ends where scores pile up; None where they do not. each: how many scores a row is the mean of. limits:
-    the least and the largest value that the number can take.
+    contrast: a name of `stats.CONTRASTS`, `unpaired` (columns a and b are of different items), or any statistic(values
+    [rows, columns]). clusters: one label per row. bounds: the ends where scores pile up; None where they do not. each:
+    how many scores a row is the mean of. limits: the least and the largest value that the number can take.
     """
 
     data: pd.DataFrame
@@ -78,22 +79,10 @@ class Sample:
     def estimate(self, level: float = 0.95) -> Estimate:
         if not isinstance(self.contrast, str):
             return stats.resampled(self.data, self.contrast, self.clusters, limits=self.limits, level=level)
-        bounds, each = self.bounds, self.each
-        e = stats.contrast(self.data, self.contrast, self.clusters, bounds=bounds, each=each, level=level)
-        return stats.within(e, self.limits)
-
-
-@dataclass(frozen=True)
-class Unpaired:
-    """Two samples of different items, whose means are compared (a - b)."""
-
-    a: pd.Series
-    b: pd.Series
-    bounds: tuple[float, float] = (-1.0, 1.0)
-    each: float = 1
-
-    def estimate(self, level: float = 0.95) -> Estimate:
-        return stats.unpaired(self.a, self.b, bounds=self.bounds, each=self.each, level=level)
+        given: dict[str, Any] = {"bounds": self.bounds, "each": self.each, "level": level}
+        if self.contrast == "unpaired":
+            return stats.unpaired(self.data.a, self.data.b, **given)
+        return stats.within(stats.contrast(self.data, self.contrast, self.clusters, **given), self.limits)
 
 
 @dataclass(frozen=True)
@@ -110,42 +99,19 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A value with the range of its measurements, such as the fastest and the slowest of some timings.
+class Member:
+    """A label and what is tested: one thing, or several named parts that must all hold (`some`: of which one must).
 
-    n: the number of independent runs (the steps of one run do not count). The range of six or more runs covers their
-    median at 97%; the range of fewer is no interval, and the member stays open. None: the range is an interval already,
-    or the value was counted.
+    A thing is anything with `estimate(level)`; an `Estimate`, such as a range of timings; or, of an exact statement, a
+    series with the value of every case, indexed by the case's name.
     """
 
-    value: float
-    low: float
-    high: float
-    n: float | None = None
-
-    def estimate(self, level: float = 0.95) -> Estimate:
-        if self.n is None or self.n >= MIN_ITEMS:
-            return Estimate(self.value, self.low, self.high, int(self.n or 1), level=level)
-        return Estimate(self.value, math.nan, math.nan, int(self.n), level=level)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """All cases of an exact statement: one value per case, indexed by the case's name."""
-
-    cases: pd.Series
-
-
-@dataclass(frozen=True)
-class Member:
-    """A label and what is tested: one thing, or several named parts that must all hold (`some`: of which one must)."""
-
     label: str
-    what: Sample | Unpaired | Drawn | Measured | Facts | Mapping[str, Any]
+    what: Any
     some: bool = False
 
 
-Members = Sequence["Member | NotTestable"]
+Members: TypeAlias = Sequence["Member | NotTestable"]
 
 
 def unanswered(full: pd.Series, errors: pd.Series | None = None) -> str:
@@ -177,7 +143,6 @@ class Judged:
     ours: Estimate
     p: float = math.nan
     decided_by: str = ""
-    needed: float = math.nan
     against: tuple[float, float] = (0.0, 0.0)  # how far it speaks against the claim
     refuted: bool = False  # fails even at 5% divided by the number of the claim's members
 
@@ -232,28 +197,22 @@ def _outside(rule: Mapping[str, Any], value: float) -> float:
 
 def _single(rule: Mapping[str, Any], label: str, what: Any, members: int, level: float = 0.95) -> Judged:
     """Judge one thing at a level. members: how many the claim has."""
-    e = what.estimate(level)
+
+    def at(level: float) -> Estimate:
+        return what if isinstance(what, Estimate) else what.estimate(level)
+
+    e = at(level)
     state = state_of(rule, e.low, e.high)
-    sampled = not isinstance(what, Measured) and math.isfinite(e.value)
-    needed = _needed(rule, what, e) if state != "holds" and sampled else math.nan
     refuted = state == "fails"
     if refuted and members > 1:
-        strict = what.estimate(1 - (1 - level) / members)
+        strict = at(1 - (1 - level) / members)
         refuted = state_of(rule, strict.low, strict.high) == "fails"
-    return Judged(label, state, e, decided_by=label, needed=needed, against=_against(rule, e), refuted=refuted)
-
-
-def _needed(rule: Mapping[str, Any], what: Any, e: Estimate) -> float:
-    """Items that would decide a rule: more than did not, and as many as an interval at this level needs."""
-    too_few = math.isnan(e.low) and MIN_ITEMS <= e.n < stats.fewest(e.level)
-    interval, least = (what.estimate(), stats.fewest(e.level)) if too_few else (e, 0)
-    return max(interval.needed(_outside(rule, e.value)), float(least), e.n + 1.0)
+    return Judged(label, state, e, decided_by=label, against=_against(rule, e), refuted=refuted)
 
 
 def _several(rule: Mapping[str, Any], member: Member, members: int) -> Judged:
     """Judge a member with parts: all must hold; with `some`, one. A state that a single part can decide is tested at 5%
     divided by the number of parts."""
-    assert isinstance(member.what, Mapping)
     strict_level = 1 - 0.05 / len(member.what)
     usual, strict = [], []  # the parts, judged at 5% and at 5% divided by their number
     for name, what in member.what.items():
@@ -283,24 +242,24 @@ def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
     wrong = sum(state_of(rule, v, v) != "holds" for v in values)
     at = distance.argmax()
     text = f"{label}: {wrong} of {len(values)} cases, worst at {values.index[at]}" if wrong else label
-    worst = float(values.iloc[at])
+    worst, against = float(values.iloc[at]), (float(distance.max()),) * 2
     ours = Estimate(worst, worst, worst, len(values))
-    against = (float(distance.max()),) * 2
     return Judged(label, "fails" if wrong else "holds", ours, decided_by=text, against=against, refuted=wrong > 0)
 
 
 def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
     """The members' states after the test that the claim names."""
-    test, (kind, margin) = claim.get("test"), next(iter(claim["rule"].items()))
+    test, [(kind, margin)] = claim.get("test"), claim["rule"].items()
     alike = [True] * len(judged)
     if not test:
         return list(judged)
     if test == "sign":
-        ps = [stats.sign_test([j.ours.value for j in judged], [0.0] * len(judged))] * len(judged)
+        untied = [j.ours.value > 0 for j in judged if abs(j.ours.value) >= stats.ROUNDING]
+        ps = [float(scipy_stats.binomtest(sum(untied), len(untied)).pvalue) if untied else 1.0] * len(judged)
     else:
         frames = [m.what.data.dropna() for m in members if isinstance(m.what, Sample)]
         if test == "tost":
-            ps = [stats.tost(f.a, f.b, margin, bounds=UNIT) for f in frames]
+            ps = [stats.tost(f.a, f.b, margin) for f in frames]
         else:
             ps = stats.holm([stats.wilcoxon(f.a, f.b) for f in frames])
             up = [stats.wilcoxon(f.a, f.b, greater=True) < 0.5 for f in frames]
@@ -326,8 +285,8 @@ def judge(claim: Mapping[str, Any], members: Sequence[Member]) -> list[Judged]:
     """State of every member of a claim. Raises NotTestable for a member without any value to judge by."""
     rule, judged = claim["rule"], []
     for m in members:
-        if isinstance(m.what, Facts):
-            judged.append(_exact(rule, m.label, m.what.cases))
+        if isinstance(m.what, pd.Series):
+            judged.append(_exact(rule, m.label, m.what))
         elif isinstance(m.what, Mapping):
             judged.append(_several(rule, m, len(members)))
         else:
@@ -338,25 +297,21 @@ def judge(claim: Mapping[str, Any], members: Sequence[Member]) -> list[Judged]:
 # ---- one claim
 
 
-def verdict(states: Sequence[str], refuted: bool = True, exact: bool = False) -> str:
-    """Verdict of a claim from its members' states. refuted: whether a failing one fails for all members together."""
-    holds, fails = states.count("holds"), states.count("fails")
-    if not states:
-        return NOT_TESTABLE
-    if holds == len(states):
+def verdict(claim: Mapping[str, Any], judged: Sequence[Judged]) -> str:
+    """Verdict of a claim from its judged members."""
+    holds, fails = (sum(j.state == state for j in judged) for state in ("holds", "fails"))
+    if holds == len(judged):
         return "reproduced"
-    if fails > len(states) / 2 or (fails and (exact or (refuted and not holds))):
+    refuted = claim.get("exact") or (not holds and any(j.refuted for j in judged))
+    if fails > len(judged) / 2 or (fails and refuted):
         return "not reproduced"
     return "partly" if holds else "inconclusive"
 
 
-def verdict_of(claim: Mapping[str, Any], judged: Sequence[Judged]) -> str:
-    """Verdict of a claim from its judged members."""
-    return verdict([j.state for j in judged], any(j.refuted for j in judged), bool(claim.get("exact")))
-
-
 TESTS = {None: "interval", "wilcoxon_holm": "Wilcoxon, Holm", "tost": "paired TOST", "sign": "sign test over members"}
 AFTER = {"wilcoxon_holm": "; Wilcoxon p < 0.05 (Holm)", "tost": "; TOST p < 0.05", "sign": "; sign test p < 0.05"}
+NUMBERS = ("ours", "low", "high", "p", "n")
+UNTESTED = {"verdict": NOT_TESTABLE, "test": "none", "members": "", "decided_by": ""} | dict.fromkeys(NUMBERS, math.nan)
 
 
 def rule_text(claim: Mapping[str, Any]) -> str:
@@ -368,84 +323,72 @@ def rule_text(claim: Mapping[str, Any]) -> str:
     return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test", ""), ""))
 
 
-NUMBERS = ("ours", "low", "high", "p", "n", "needed")
-UNTESTED = {"verdict": NOT_TESTABLE, "test": "none", "members": "", "decided_by": "", "states": {}}  # without a verdict
-
-
-def _one_sided(claim: Mapping[str, Any], reading: str, n: int) -> tuple[str, float] | None:
-    """What n items can never make a claim's rule do (hold, fail), and how many can do both; None where they can.
-
-    It is known by data/error_rates.csv. Rows of another rule do not count. Up to 64 times its items were tried.
-    """
+def _never(claim: Mapping[str, Any], reading: str, n: int) -> str:
+    """What n items can never make a claim's rule do (hold, fail), by data/error_rates.csv; empty where they can do
+    both, as `enough` of them can. Up to 64 times the items were tried. Rows of another rule do not count."""
     tried = one_sided().get((claim["id"], reading))
     if not tried or tried["rule"] != rule_text(claim):
-        return None
+        return ""
     if n >= (64 * tried["n"] + 1 if math.isnan(tried["enough"]) else tried["enough"]):
-        return None
-    return "fail" if tried["can_hold"] else "hold", tried["enough"]
+        return ""
+    return "fail" if tried["can_hold"] else "hold"
 
 
-def _with_values(claim: Mapping[str, Any], judgeable: Sequence[Member], untestable: list[NotTestable]) -> list[Judged]:
-    """The members that have a value, judged; those without one join the untestable. Raises NotTestable for no value."""
-    if not judgeable:
-        raise untestable[0] if untestable else NotTestable("no member of this claim was run")
-    judged = judge(claim, judgeable)
+def _valued(claim: Mapping[str, Any], members: Members) -> tuple[list[Judged], list[NotTestable]]:
+    """The members that have a value, judged, and why the others have none. Raises NotTestable where none has."""
+    missing = [m for m in members if isinstance(m, NotTestable)]
+    if len(missing) == len(members):
+        raise missing[0] if missing else NotTestable("no member of this claim was run")
+    judged = judge(claim, [m for m in members if isinstance(m, Member)])
     if all(j.ours.n < MIN_ITEMS and math.isnan(j.ours.low) for j in judged):
-        most, kind = max(j.ours.n for j in judged), "run" if isinstance(judgeable[0].what, Measured) else "item"
-        raise NotTestable(f"{counted(most, kind)}: an interval needs at least {MIN_ITEMS}")
-    for j in judged:
-        if math.isnan(j.ours.value):
-            what = f"{j.label}: " * (j.label != "all")
-            untestable.append(NotTestable(f"{what}{j.ours.n} items give no value, as a ratio to nothing has none"))
-    if all(math.isnan(j.ours.value) for j in judged):
-        raise untestable[-1]
-    return [j for j in judged if not math.isnan(j.ours.value)]
+        most, what = max(j.ours.n for j in judged), "run" if claim.get("contrast") == "measured" else "item"
+        raise NotTestable(f"{counted(most, what)}: an interval needs at least {MIN_ITEMS}")
+    valued = [j for j in judged if not math.isnan(j.ours.value)]
+    none = "items give no value, as a ratio to nothing has none"
+    missing += [NotTestable(f"{j.label}: {j.ours.n} {none}") for j in judged if j not in valued]
+    if not valued:
+        raise missing[-1]
+    return valued, missing
 
 
-def _row(claim: Mapping[str, Any], members: Members, reading: str) -> dict[str, Any]:
-    """One row of the table, with the `states` of every member."""
+def _row(
+    claim: Mapping[str, Any], members: Callable[[Mapping[str, Any], str], Members], reading: str
+) -> dict[str, Any]:
+    """One row of the table."""
     unit = claim.get("unit", "F1")
-    row = {name: claim[name] for name in ("statement", "topic", "source")} | {
+    row = {name: claim[name] for name in ("statement", "paper", "topic", "source")} | {
         "claim": claim["id"],
         "reading": reading,
         "unit": unit,
-        "paper": paper_text(claim["paper"], unit),
         "rule": rule_text(claim),
         "note": claim.get("why", ""),
         "test": "every case" if claim.get("exact") else TESTS[claim.get("test")],
     }
-    untestable = [m for m in members if isinstance(m, NotTestable)]
     try:
-        judged = _with_values(claim, [m for m in members if isinstance(m, Member)], untestable)
+        judged, missing = _valued(claim, members(claim, reading))
     except NotTestable as reason:
         return row | UNTESTED | {"note": str(reason)}
     scale, states = 100.0 if unit == "%" else 1.0, [j.state for j in judged]
     counts = [f"{states.count(state)} {state}" for state in STATES if state in states]
-    decision = verdict_of(claim, judged)
+    decision = verdict(claim, judged)
     deciding = [j for j in judged if decision == "inconclusive" and j.state == "open"] or judged
     worst = max(deciding, key=lambda j: (STATES.index(j.state), j.against))
     if "fails" in states and decision == "inconclusive":
         counts += [f"though not at the {100 - 5 / len(judged):.4g}% asked of {len(judged)}"]
-    counts += [f"{len(untestable)} not testable ({untestable[0]})"] if untestable else []
-    undecided = [j for j in judged if j.state == "open" or (j.state == "fails" and decision == "inconclusive")]
-    needed = [j.needed for j in undecided if not math.isnan(j.needed)]
-    if found := _one_sided(claim, reading, min(j.ours.n for j in judged)):
-        never, enough = found
-        if decision not in ("inconclusive", {"hold": "reproduced", "fail": "not reproduced"}[never]):
-            decision = "inconclusive"
-            counts += [f"though with {counted(worst.ours.n, 'item')} this rule can never {never}"]
-        needed += [enough] if decision == "inconclusive" and not math.isnan(enough) else []
+    counts += [f"{len(missing)} not testable ({missing[0]})"] if missing else []
+    never = _never(claim, reading, min(j.ours.n for j in judged))
+    if never and decision not in ("inconclusive", {"hold": "reproduced", "fail": "not reproduced"}[never]):
+        decision = "inconclusive"
+        counts += [f"though with {counted(worst.ours.n, 'item')} this rule can never {never}"]
     return row | {
         "ours": worst.ours.value * scale,
         "low": worst.ours.low * scale,
         "high": worst.ours.high * scale,
         "p": worst.p,
         "n": worst.ours.n,
-        "needed": max(needed, default=math.nan),
         "verdict": decision,
         "members": ", ".join(counts),
         "decided_by": "" if worst.decided_by == "all" else worst.decided_by,
-        "states": {j.label: j.state for j in judged},
     }
 
 
@@ -454,73 +397,27 @@ def verdicts(
     members: Callable[[Mapping[str, Any], str], Members],
     readings: Callable[[Mapping[str, Any]], Sequence[str]] = lambda claim: ("any",),
     *,
-    own: Sequence[Mapping[str, Any]] = (),
-    whose: str = "",
     model: str,
     profile: str,
 ) -> pd.DataFrame:
-    """The claims table, `claims.COLUMNS`: a row per claim and reading, first those of a book, then `own`, which are
-    about a reader's own policies. The verdicts on first forms stand in statements. whose: as in `claims.with_first`.
+    """The claims table, `claims.COLUMNS`: a row per claim and reading. Verdicts on first forms stand in statements.
 
     members(claim, reading) lists what is tested, with NotTestable in place of members that cannot be tested; it may
     raise NotTestable for the whole claim. ours, low, high, p and n are those of the member that `decided_by` names, in
-    the claim's unit: a failing member, else an open one, else the one closest to failing. needed: the items that would
-    decide its open members.
+    the claim's unit: a failing member, else an open one, else the one closest to failing. What a claim presumes stands
+    before it. A premise that is not among the rows is not asked; of one in both readings, one must be reproduced.
     """
     table: list[dict[str, Any]] = []
-    asked = [*with_first(claims, whose), *own]
-    for claim in asked:
+    for claim in with_first(claims):
         for reading in readings(claim):
-            try:
-                supplied = members(claim, reading)
-            except NotTestable as reason:
-                supplied = [reason]
-            table.append(_row(claim, supplied, reading))
-    presumed = {claim["id"]: claim.get("presumes") for claim in asked}
-    table = [_where_its_premise_holds(row, table, presumed) for row in table]
-    states: dict[str, list[dict[str, str]]] = {}
-    for row in table:
-        states.setdefault(row["claim"], []).append(row["states"])
-    frame = pd.DataFrame(table).reindex(columns=COLUMNS).assign(model=model, profile=profile)
-    frame = frame.assign(depends_on_reading=frame.claim.map({name: depends(s) for name, s in states.items()}))
-    return marked(frame, claims)
-
-
-Row: TypeAlias = Mapping[str, Any]
-
-
-def _refusal(row: Row, table: Sequence[Row], presumed: Mapping[str, str | None]) -> Row | None:
-    """The row of a premise that is not reproduced in this row's reading, or whose own premise is not.
-
-    presumed: the premise of each claim. A premise that is not among the rows is not asked; of a claim for both
-    readings it must hold in one.
-    """
-    of_premise = [r for r in table if r["claim"] == presumed[row["claim"]]]
-    rows = [r for r in of_premise if row["reading"] == "any" or r["reading"] in ("any", row["reading"])]
-    refusing = [r for r in rows if r["verdict"] != "reproduced" or _refusal(r, table, presumed)]
-    return refusing[0] if refusing and len(refusing) == len(rows) else None
-
-
-def _where_its_premise_holds(
-    row: dict[str, Any], table: Sequence[Row], presumed: Mapping[str, str | None]
-) -> dict[str, Any]:
-    """The row, or one that is not testable, whose note says what the premise found and what would be without it."""
-    premise = _refusal(row, table, presumed)
-    if row["verdict"] == NOT_TESTABLE or premise is None:
-        return row
-    unit, value = "%" if premise["unit"] == "%" else f" {premise['unit']}", ""
-    if "ours" in premise:
-        value = f" ({premise['ours']:.3g}{unit} [{premise['low']:.3g}, {premise['high']:.3g}])"
-    note = (
-        f"it presumes {premise['claim']}, which is {label(premise['verdict'])}{value}: {premise['statement']} "
-        f"Without this premise it would be {label(row['verdict'])}"
-    )
-    return row | UNTESTED | dict.fromkeys(NUMBERS, math.nan) | {"note": note}
-
-
-def depends(states: Sequence[Mapping[str, str]]) -> str:
-    """Does the reading decide? yes: a member holds in one and fails in the other; unclear: it is open in one."""
-    if len(states) < 2 or not all(states):
-        return ""
-    by_member = [{reading[member] for reading in states if member in reading} for member in states[0]]
-    return "yes" if {"holds", "fails"} in by_member else "unclear" if any(len(pair) > 1 for pair in by_member) else "no"
+            row, asked = _row(claim, members, reading), (reading, "any")
+            premises = [r for r in table if r["claim"] == claim.get("presumes")]
+            premises = [r for r in premises if reading == "any" or r["reading"] in asked]
+            refused = premises and all(r["verdict"] != "reproduced" for r in premises)
+            if refused and row["verdict"] != NOT_TESTABLE:
+                found = (
+                    f"it presumes {premises[0]['claim']}, which is {premises[0]['verdict']}: {premises[0]['statement']}"
+                )
+                row |= UNTESTED | {"note": f"{found} Without this premise it would be {row['verdict']}"}
+            table.append(row)
+    return marked(pd.DataFrame(table).reindex(columns=COLUMNS).assign(model=model, profile=profile), claims)

@@ -28,6 +28,7 @@ Claims about policies in general, those that choose policies by one of `sets`, a
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -38,11 +39,13 @@ import pandas as pd
 from kvrepro.engine.policy import READINGS, find, is_own
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, judge
-from kvrepro.experiment.judge import Facts, Measured, Member, NotTestable, Sample, Unpaired
+from kvrepro.experiment.judge import Member, NotTestable, Sample
+from kvrepro.experiment.stats import MIN_ITEMS, Estimate
 
 Claim: TypeAlias = Mapping[str, Any]
 OF_CEILING = ("share_of_ceiling", "loss", "loss_ratio", "difference_of_ceiling")  # contrasts with the side `full`
 OF_TWO_PAIRS = ("lift_minus_difference", "difference_of_ceiling")  # contrasts with the sides x and y
+LATE = ("first", "changed", "exploratory")  # entries about how a claim of a book came to be
 
 
 def merged(claim: Claim, entries: Claim) -> dict[str, Any]:
@@ -128,26 +131,16 @@ class Case:
 
     def values(self, side: str, column: str | None = None) -> pd.Series:
         """One column on one side, by unit. Raises InputError where a unit has several rows."""
-        rows = self.rows(**self.sides[side])
-        if (twice := rows[self._per].duplicated()).any():
+        rows, per = self.rows(**self.sides[side]), self.claim["per"]
+        if (twice := rows[per].duplicated()).any():
             cell = {**self.claim["filter"], **self.sides[side]}
-            raise InputError(f"{twice.sum()} of {len(rows)} rows of {cell} have the {self._per} of another")
-        return pd.Series(rows[column or self._column].to_numpy(), rows[self._per])
-
-    @property
-    def _column(self) -> str:
-        return str(self.claim.get("column", "score"))
-
-    @property
-    def _per(self) -> str:
-        return str(self.claim.get("per", "item"))
+            raise InputError(f"{twice.sum()} of {len(rows)} rows of {cell} have the {per} of another")
+        return pd.Series(rows[column or self.claim["column"]].to_numpy(), rows[per])
 
     def frame(self) -> pd.DataFrame:
         """A row per unit, a column per side."""
-        if mean := self.claim.get("mean_over"):
-            wide, shared = {side: self._wide(side) for side in self.sides}, self.shared()
-            entering = {side: list(wide[side]) if mean in cell else shared for side, cell in self.sides.items()}
-            frame = pd.DataFrame({side: wide[side][entering[side]].mean(axis=1, skipna=False) for side in wide})
+        if "mean_over" in self.claim:
+            frame = pd.DataFrame({side: wide.mean(axis=1, skipna=False) for side, wide in self.averaged()[0].items()})
         else:
             frame = pd.DataFrame({side: self.values(side) for side in self.sides})
         for name, rule in self.claim.get("where", {}).items():
@@ -155,23 +148,19 @@ class Case:
             frame = frame[satisfies(self.values(side, column).reindex(frame.index), rule)]
         return frame
 
-    def _wide(self, side: str) -> pd.DataFrame:
-        """One side's values by unit and by value of `mean_over`."""
-        rows, mean = self.rows(**self.sides[side]), self.claim["mean_over"]
-        wide = rows.pivot_table(index=self._per, columns=mean, values=self._column)
-        if self.claim.get("whole") and mean not in self.sides[side]:
-            units = self.table.rows.dropna(subset=self._column)[self._per].unique()
-            wide = wide.reindex(units).dropna(axis=1)
-        return wide
-
-    def shared(self) -> list[Any]:
-        """The values of `mean_over` that all sides have which do not choose their own. Raises NotTestable without."""
-        mean = self.claim["mean_over"]
-        sides = [set(self._wide(side)) for side, cell in self.sides.items() if mean not in cell]
-        values = sorted(set.intersection(*sides)) if sides else []
-        if sides and not values:
+    def averaged(self) -> tuple[dict[str, pd.DataFrame], int]:
+        """By side, a row per unit and a column per value of `mean_over` that enters, and how many values those sides
+        share that do not choose their own (1 where all do). Raises NotTestable where they share none."""
+        mean, per, column = (self.claim[name] for name in ("mean_over", "per", "column"))
+        wide = {s: self.rows(**c).pivot_table(index=per, columns=mean, values=column) for s, c in self.sides.items()}
+        free = [side for side, cell in self.sides.items() if mean not in cell]
+        if self.claim.get("whole"):
+            units = self.table.rows.dropna(subset=column)[per].unique()
+            wide |= {side: wide[side].reindex(units).dropna(axis=1) for side in free}
+        shared = sorted(set.intersection(*(set(wide[side]) for side in free))) if free else []
+        if free and not shared:
             raise NotTestable(f"no {mean} was run on all sides")
-        return values
+        return wide | {side: wide[side][shared] for side in free}, len(shared) or 1
 
     def sample(self, contrast: str | Callable[[np.ndarray], float] = "", frame: pd.DataFrame | None = None) -> Sample:
         """The case as a sample: of its sides or rows, or of a frame [units, columns]; by its contrast, or another."""
@@ -179,42 +168,43 @@ class Case:
         if frame is None and self.sides:
             frame = self.frame()
         elif frame is None:
-            rows, names = self.rows(), _listed(claim.get("column", "score"))
+            rows, names, per = self.rows(), _listed(claim["column"]), claim["per"]
             frame = rows[names].astype(float).set_axis(["a"] if len(names) == 1 else names, axis=1)
-            clusters = rows[self._per] if self._per in rows and rows[self._per].duplicated().any() else None
+            clusters = rows[per] if per in rows and rows[per].duplicated().any() else None
         if "counts" in claim:
             frame = frame.dropna().apply(satisfies, rule=claim["counts"]).astype(float)
-        options = {name: self.ends(name) for name in ("bounds", "limits") if name in claim}
-        each = self.number(claim.get("each", 1)) * (len(self.shared()) or 1 if "mean_over" in claim else 1)
-        return Sample(frame, contrast or claim["contrast"], clusters, each=each, **options)
-
-    def ends(self, name: str) -> Any:
-        """The `bounds` or `limits` that the claim gives; None for none."""
-        return self.claim[name] and tuple(map(self.number, self.claim[name]))
+        ends = {name: claim[name] for name in ("bounds", "limits") if name in claim}
+        ends = {name: given and tuple(map(self.number, given)) for name, given in ends.items()}
+        each = self.number(claim.get("each", 1)) * (self.averaged()[1] if "mean_over" in claim else 1)
+        return Sample(frame, contrast or claim["contrast"], clusters, each=each, **ends)
 
     def number(self, given: float | str) -> float:
         """A number, or the mean of a column over the rows of the case."""
         return float(self.rows()[given].mean()) if isinstance(given, str) else given
 
-    def facts(self) -> Facts:
-        """Every row as a case of an exact claim."""
-        rows = self.rows().dropna(subset=self._column)
+    def cases(self) -> pd.Series:
+        """The value of every row, as a case of an exact claim."""
+        rows = self.rows().dropna(subset=self.claim["column"])
         names = [name for name in self.claim.get("cases", ["item"]) if name in rows]
         texts = [_described(dict(zip(names, row, strict=True))) for row in rows[names].to_numpy()]
-        return Facts(rows[self._column].astype(float).set_axis(texts))
+        return rows[self.claim["column"]].astype(float).set_axis(texts)
 
 
-def measured(case: Case) -> Measured:
-    """The one timing of a table with value, low, high, and runs."""
+def measured(case: Case) -> Estimate:
+    """The one timing of a table with value, low, high, and the number of independent runs (`runs`): the range of six or
+    more covers their median at 97%, that of fewer is no interval. Without a number of runs it is an interval already,
+    or the value was counted."""
     [row] = case.rows().itertuples()
-    return Measured(row.value, row.low, row.high, None if pd.isna(row.runs) else row.runs)
+    runs = 1 if pd.isna(row.runs) else int(row.runs)
+    few = pd.notna(row.runs) and runs < MIN_ITEMS
+    return Estimate(row.value, math.nan if few else row.low, math.nan if few else row.high, runs)
 
 
-def unpaired(case: Case) -> Unpaired:
+def unpaired(case: Case) -> Sample:
     """a, or a - b, minus x, or x - y, of other units."""
     means = [case.values(top) - (case.values(bottom) if bottom in case.sides else 0) for top, bottom in ("ab", "xy")]
-    bounds = case.ends("bounds") if "bounds" in case.claim else (-1.0, 1.0)
-    return Unpaired(means[0].dropna(), means[1].dropna(), bounds, case.number(case.claim.get("each", 1)))
+    case = Case({"bounds": (-1, 1), **case.claim}, case.tables)
+    return case.sample("unpaired", pd.DataFrame({"a": means[0], "b": means[1]}))
 
 
 CONTRASTS: dict[str, Callable[[Case], Any]] = {"measured": measured, "unpaired": unpaired}
@@ -255,8 +245,8 @@ class Language:
     def entries(self, claim: Claim, reading: str) -> dict[str, Any]:
         """A claim with what its table's claims share, in one reading."""
         rows = claim.get("rows", "main")
-        entries = merged({"rows": rows, **self.book.get("rows", {}).get(rows, {})}, claim)
-        return merged(entries, {"filter": {"reading": reading}}) if reading != "any" else entries
+        shared = {"rows": rows, "column": "score", "per": "item", **self.book.get("rows", {}).get(rows, {})}
+        return merged(merged(shared, claim), {"filter": {"reading": reading}} if reading != "any" else {})
 
     def values(self, case: Case, name: str, given: Any) -> list[Any]:
         """The values of an axis."""
@@ -267,18 +257,18 @@ class Language:
             raise NotTestable(f"not run: {_described(case.claim['filter'])}")
         return list(values)
 
-    def cells(self, case: Case, axes: Claim) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(label, cell) for each combination of the axes' values."""
+    def cells(self, case: Case, axes: Claim) -> Iterator[tuple[str, Case]]:
+        """(label, case) for each combination of the axes' values."""
         for values in itertools.product(*(self.values(case, *axis) for axis in axes.items())):
             cell = dict(zip(axes, values, strict=True))
-            yield _described(cell), cell
+            yield _described(cell), self.case(chosen(case.claim, cell))
 
     def cases(self, claim: Claim, reading: str) -> Iterator[tuple[str, Case]]:
         """(label, case) of each member."""
         for own in claim.get("members", [{}]):
             case = self.case(self.entries(merged(claim, own), reading))
             for label, cell in self.cells(case, case.claim["over"]):
-                yield ", ".join(filter(None, [label, own.get("label")])) or "all", self.case(chosen(case.claim, cell))
+                yield ", ".join(filter(None, [label, own.get("label")])) or "all", cell
 
     def case(self, claim: Claim) -> Case:
         """A case, with the file's sets in place of their names in its filter."""
@@ -287,10 +277,12 @@ class Language:
         return Case({**claim, "filter": named}, self.tables)
 
     def parts(self, case: Case) -> Iterator[tuple[str, Case]]:
-        """(label, case) of each part of a member that has some."""
+        """(label, case) of each part of a member; of one without parts, ("", the case)."""
         claim = case.claim
-        for label, cell in self.cells(case, claim["parts"]) if "parts" in claim else ():
-            yield label, self.case(chosen(claim, cell))
+        if not {"parts", "pairs"} & set(claim):
+            yield "", case
+        if "parts" in claim:
+            yield from self.cells(case, claim["parts"])
         for name, given in claim.get("pairs", {}).items():
             sides = "xy" if claim["contrast"] in OF_TWO_PAIRS else "ab"
             every = itertools.permutations if claim.get("both_ways") else itertools.combinations
@@ -303,15 +295,12 @@ class Language:
         contrast, own = case.claim["contrast"], {**CONTRASTS, **self.chapter.CONTRASTS}
         if contrast in own:
             return own[contrast](case)
-        return case.facts() if case.claim.get("exact") else case.sample()
+        return case.cases() if case.claim.get("exact") else case.sample()
 
     def member(self, label: str, case: Case) -> Member:
         """A member. Raises NotTestable where it, or each of its parts, cannot be tested."""
         for name in case.claim.get("requires", ()):
             self.chapter.REQUIRES[name](case)
-        some = bool(case.claim.get("some"))
-        if not {"parts", "pairs"} & set(case.claim):
-            return Member(label, self.evidence(case), some)
         parts, reason = {}, NotTestable("its parts were not run")
         for name, part in self.parts(case):
             try:
@@ -320,7 +309,7 @@ class Language:
                 reason = why
         if not parts:
             raise reason
-        return Member(label, parts, some)
+        return Member(label, parts.get("", parts), bool(case.claim.get("some")))
 
     def members(self, claim: Claim, reading: str = "any") -> list[Member | NotTestable]:
         """What a claim is tested on in one reading; for what cannot be tested, why."""
@@ -336,28 +325,23 @@ class Language:
     def readings(self, claim: Claim) -> Sequence[str]:
         """The readings in which a claim is judged: those of its rows, or of the first table where they were not run."""
         entries = self.entries(claim, "any")
-        if entries.get("readings") != "both" or not self.tables:
+        table = self.tables.get(entries["rows"], next(iter(self.tables.values()), Table(pd.DataFrame())))
+        if entries.get("readings") != "both" or "reading" not in table.rows:
             return ["any"]
-        rows = self.tables.get(entries["rows"], next(iter(self.tables.values()))).rows
-        if "reading" not in rows:
-            return ["any"]
-        rows = rows[rows.policy == claim["own"]] if claim.get("own") else rows
+        rows = table.rows[table.rows.policy == claim["own"]] if claim.get("own") else table.rows
         return [reading for reading in READINGS if (rows.reading == reading).any()] or ["any"]
 
     def general(self) -> Iterator[dict[str, Any]]:
         """The claims about policies in general, put to each of a reader's own: `P4 Mine`."""
         policies = [p for table in self.tables.values() if "policy" in table.rows for p in table.rows.policy.unique()]
         for policy, claim in itertools.product(filter(is_own, dict.fromkeys(policies)), self.book["claims"]):
-            named = [name for name in ("over", "parts", "filter") if isinstance(_policy(claim, name), str)]
+            axes = {name: claim[name] for name in ("over", "parts", "filter") if name in claim}
+            named = [name for name, axis in axes.items() if isinstance(axis.get("policy"), str)]
             if named and claim.get("own") is not False:
                 title = find(policy).title
-                statement = f"Asked of {title}: {claim['statement']}"
-                new = {"id": f"{claim['id']} {title}", "statement": statement, "own": policy}
-                yield claim | new | {name: {**claim[name], "policy": [policy]} for name in named}
-
-
-def _policy(claim: Claim, name: str) -> Any:
-    return (claim.get(name) or {}).get("policy")
+                new = {"id": f"{claim['id']} {title}", "statement": f"Asked of {title}: {claim['statement']}"}
+                new |= {"own": policy} | {name: {**claim[name], "policy": [policy]} for name in named}
+                yield {name: value for name, value in claim.items() if name not in LATE} | new
 
 
 def verdicts(
@@ -365,9 +349,8 @@ def verdicts(
 ) -> pd.DataFrame:
     """Verdict of every claim of a book on tidied tables (`judge.verdicts`), then those on a reader's own policies."""
     language = Language(book, {name: Table(rows) for name, rows in tables.items()}, chapter)
-    readings, own, whose = language.readings, list(language.general()), book.get("whose", "")
-    claims_of_book, run = book["claims"], {"model": model, "profile": profile}
-    frame = judge.verdicts(claims_of_book, language.members, readings, own=own, whose=whose, **run)
-    stored = frame.claim.map({claim["id"]: language.entries(claim, "any").get("stored") for claim in claims_of_book})
+    asked = [*book["claims"], *language.general()]
+    frame = judge.verdicts(asked, language.members, language.readings, model=model, profile=profile)
+    stored = frame.claim.map({claim["id"]: language.entries(claim, "any").get("stored") for claim in book["claims"]})
     test = stored.where(frame.test != "none").fillna(frame.test)
     return frame.assign(test=test, model=frame.model.mask(stored.notna(), claims.STORED))

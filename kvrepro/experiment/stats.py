@@ -39,7 +39,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -49,6 +49,7 @@ from scipy import stats as scipy_stats
 
 MIN_ITEMS = 6  # with fewer no two-sided sign or rank test of pairs can reach 5%, and an interval says even less
 RARE = 1 / 16  # of an item: the weight of an unseen item at either end of a score's range
+ROUNDING = 1e-9  # differences below this count as none
 DRAWS = 1_000
 UNIT = (0.0, 1.0)
 ANY = (-math.inf, math.inf)
@@ -56,23 +57,17 @@ Columns: TypeAlias = Mapping[str, np.ndarray]
 Ends: TypeAlias = tuple[float, float]
 Bounds: TypeAlias = Ends | None  # None: there are none
 Labels: TypeAlias = Sequence[Any] | None  # of clusters, one per value
-Rule: TypeAlias = Callable[[np.ndarray, np.ndarray | None], Ends]  # `_reach` of values and their extremes
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its interval, `level` wide, over n items or clusters; prints as `0.281 [0.243, 0.320]`.
-
-    low, high: nan where there is no interval. sd: of one item; error: of the value.
-    """
+    """A value with its interval over n items or clusters; prints as `0.281 [0.243, 0.320]`. low, high: nan where there
+    is no interval."""
 
     value: float
     low: float
     high: float
     n: int
-    level: float = 0.95
-    sd: float = math.nan
-    error: float = math.nan
 
     @property
     def triple(self) -> tuple[float, float, float]:
@@ -81,16 +76,6 @@ class Estimate:
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-    def needed(self, gap: float) -> float:
-        """Items with which a 95% interval would clear a threshold `gap` away in four of five repeats, if value and
-        spread are as seen. Infinite where there is no gap."""
-        g = abs(gap) / float(special.ndtri(0.975) + special.ndtri(0.8))
-        if not g or math.isnan(self.error) or math.isinf(gap):
-            return math.inf
-        spread = self.sd**2 if math.isfinite(self.sd) else self.n * self.error**2
-        corners = max(0.0, self.error**2 - spread / self.n) * self.n**2  # this part falls with 1 / n squared
-        return float(math.ceil((spread + math.sqrt(spread**2 + 4 * g**2 * corners)) / (2 * g**2)))
 
 
 # ---------------------------------------------------------------- intervals
@@ -143,17 +128,19 @@ def contrast(
         each *= len(values) / len(names)
         values = np.stack([np.bincount(codes, column) for column in values.T], 1) / np.bincount(codes)[:, None]
     if not len(values):
-        return Estimate(math.nan, math.nan, math.nan, 0, level)
-    columns = dict(zip(map(str, frame), values.T, strict=True))
-    extremes = None
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    columns, extremes = dict(zip(map(str, frame), values.T, strict=True)), None
     if bounds is not None:  # every combination of the columns' extreme values
         corners = np.array(list(itertools.product(bounds, repeat=values.shape[1])), float)
         extremes = dict(zip(map(str, frame), corners.T, strict=True))
-    rule = partial(_reach, each=each, level=level, alike=bottom is None)
+
+    def reach(x: np.ndarray, ends: np.ndarray | None) -> Ends:
+        return _reach(x, ends, each, level, alike=bottom is None)
+
     if bottom is None:
-        return _mean(top(columns), top(extremes) if extremes else None, rule, level)
+        return _mean(top(columns), top(extremes) if extremes else None, reach, level)
     ends = (top(extremes), bottom(extremes)) if extremes else None
-    return _ratio(top(columns), bottom(columns), ends, rule, level)
+    return _ratio(top(columns), bottom(columns), ends, reach, level)
 
 
 @cache
@@ -168,9 +155,7 @@ def _quantile(level: float, freedom: float) -> float:
     return float(special.stdtrit(freedom, 0.5 + level / 2))
 
 
-def _reach(
-    x: np.ndarray, ends: np.ndarray | None, each: float, level: float, alike: bool = True
-) -> tuple[float, float]:
+def _reach(x: np.ndarray, ends: np.ndarray | None, each: float, level: float, alike: bool = True) -> Ends:
     """How far the limits of the mean of x lie below and above it. ends: values that x may take, the extremes included.
 
     each: how many scores a value is the mean of. alike: gains and losses are differences of the same two scores, so
@@ -181,137 +166,99 @@ def _reach(
     least, most = float(ends.min()), float(ends.max())
     zero = min(max(0.0, least), most)
     gain = np.maximum(x - zero, 0.0)
-    up, down = (_Side.of(side, most) for side, most in ((gain, most - zero), (gain - (x - zero), zero - least)))
-    less_up, more_up = up.reach(down.size if alike else 0.0, each, level)
-    less_down, more_down = down.reach(up.size if alike else 0.0, each, level)
-    spread = math.sqrt(up.variance * down.variance)
-    correlation = max(-1.0, -up.mean * down.mean / spread) if spread else 0.0  # an item that gains does not lose
-    return _joined(less_up, more_down, correlation), _joined(more_up, less_down, correlation)
+    loss = gain - (x - zero)
+    sizes = [float(side @ side / side.sum()) if side.any() else 0.0 for side in (gain, loss)]  # weighted by themselves
+    less_up, more_up = _side_reach(gain, most - zero, sizes[1] if alike else 0.0, each, level)
+    less_down, more_down = _side_reach(loss, zero - least, sizes[0] if alike else 0.0, each, level)
+    spread = float(gain.std() * loss.std())
+    correlation = max(-1.0, -float(gain.mean() * loss.mean()) / spread) if spread else 0.0  # none gains and loses
+
+    def joined(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
+
+    return joined(less_up, more_down), joined(more_up, less_down)
 
 
-def _unbounded_reach(x: np.ndarray, level: float) -> tuple[float, float]:
+def _side_reach(x: np.ndarray, most: float, size: float, each: float, level: float) -> Ends:
+    """How far Jeffreys' limits of the mean of gains, or of losses, lie below and above it, for as many items as the
+    spread is worth. most: the largest possible one. size: the expected size of one that no item shows; 0: unknown, so
+    that it may be the largest possible."""
+    if not most:
+        return 0.0, 0.0
+    n, mean, tail = len(x), float(x.mean()), 0.5 - level / 2
+    unseen = float(special.betaincinv(0.5, n + 0.5, 1 - tail))  # the upper limit of a share that none of n items has
+    expected = min(size, most) * unseen
+    if not mean:
+        rare = _quantile(level, n - 1) * math.sqrt(RARE / each) / n
+        return 0.0, max(expected, most * rare) if size else most * unseen
+    share = min(mean / most, 1.0)
+    error = float(x.var()) / (n - 1) / most**2 + RARE / each * (share**2 + (1 - share) ** 2) / n**2
+    estimated = _quantile(level, math.inf) / _quantile(level, n - 1)
+    counted = max(float(n), share * (1 - share) / error * estimated**2)
+    hits = counted * share + 0.5
+    low, high = (float(special.betaincinv(hits, counted + 1 - hits, q)) for q in (tail, 1 - tail))
+    return most * max(0.0, share - low), max(expected, most * (high - share), 0.0)
+
+
+def _unbounded_reach(x: np.ndarray, level: float) -> Ends:
     """`_reach` for values without bounds, corrected for their skewness."""
     n, away = len(x), x - x.mean()
     error = math.sqrt(float(away @ away) / (n - 1) / n)
     if not error:
         return 0.0, 0.0
     lean = float(((away / error) ** 3).sum()) / (n * (n - 1) * max(n - 2, 1))  # skewness / sqrt(n)
+
+    def unbent(t: float) -> float:
+        """The inverse of Hall's transformation, which maps u to u + lean u^2 / 3 + lean^2 u^3 / 27 + lean / 6.
+
+        Source: Hall 1992, "On the removal of skewness by transformation".
+        """
+        return t if abs(lean) < 1e-9 else (math.cbrt(1 + lean * (t - lean / 6)) - 1) * 3 / lean
+
     t = _quantile(level, n - 1)
-    return error * _unbent(t, lean), -error * _unbent(-t, lean)
+    return error * unbent(t), -error * unbent(-t)
 
 
-def _unbent(t: float, lean: float) -> float:
-    """The inverse of Hall's transformation, which maps u to u + lean u^2 / 3 + lean^2 u^3 / 27 + lean / 6.
-
-    Source: Hall 1992, "On the removal of skewness by transformation".
-    """
-    return t if abs(lean) < 1e-9 else (math.cbrt(1 + lean * (t - lean / 6)) - 1) * 3 / lean
-
-
-@dataclass(frozen=True)
-class _Side:
-    """Gains or losses of n items: mean and variance (an item without one counts as 0), and the largest possible one."""
-
-    n: int
-    mean: float
-    variance: float
-    most: float
-
-    @classmethod
-    def of(cls, x: np.ndarray, most: float) -> _Side:
-        n, mean = len(x), float(x.sum()) / len(x)
-        return cls(n, mean, max(0.0, float(x @ x) / n - mean * mean), most)
-
-    @property
-    def size(self) -> float:
-        """The expected size of a gain or loss, each weighted by its size."""
-        return self.mean + self.variance / self.mean if self.mean else 0.0
-
-    def reach(self, size: float, each: float, level: float) -> tuple[float, float]:
-        """How far Jeffreys' limits of the mean lie below and above it, for as many items as the spread is worth. size:
-        the expected size of a gain or loss that no item shows; 0: unknown, so that it may be the largest possible."""
-        if not self.most:
-            return 0.0, 0.0
-        n, tail = self.n, 0.5 - level / 2
-        expected = min(size, self.most) * _unseen(n, tail)
-        if not self.mean:
-            rare = _quantile(level, n - 1) * math.sqrt(RARE / each) / n
-            return 0.0, max(expected, self.most * rare) if size else self.most * _unseen(n, tail)
-        share = min(self.mean / self.most, 1.0)
-        error = self.variance / (n - 1) / self.most**2 + RARE / each * (share**2 + (1 - share) ** 2) / n**2
-        estimated = _quantile(level, math.inf) / _quantile(level, n - 1)
-        counted = max(float(n), share * (1 - share) / error * estimated**2)
-        hits = counted * share + 0.5
-        low, high = (float(special.betaincinv(hits, counted + 1 - hits, q)) for q in (tail, 1 - tail))
-        return self.most * max(0.0, share - low), max(expected, self.most * (high - share), 0.0)
-
-
-def _unseen(n: float, tail: float) -> float:
-    """Jeffreys' upper limit of a share that none of n items has."""
-    return float(special.betaincinv(0.5, n + 0.5, 1 - tail))
-
-
-def _joined(a: float, b: float, correlation: float) -> float:
-    """The reach of a difference, from the reaches of its two terms."""
-    return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
-
-
-def _error(below: float, above: float, level: float) -> float:
-    return max(below, above) / _quantile(level, math.inf)
-
-
-def _spread(x: np.ndarray, reach: Ends, level: float, bounded: bool) -> tuple[float, float]:
-    """Standard deviation of an item, and the error of the mean: from the reach of its limits, or, without bounds, from
-    Student's t, since skewness moves the limits rather than adding to the error."""
-    sd, n = float(x.std(ddof=1)), len(x)
-    half = _quantile(level, n - 1) * sd / math.sqrt(n)
-    return sd, _error(*(reach if bounded else (half, half)), level)
-
-
-def _mean(x: np.ndarray, ends: np.ndarray | None, rule: Rule, level: float) -> Estimate:
+def _mean(x: np.ndarray, ends: np.ndarray | None, reach: Callable[..., Ends], level: float) -> Estimate:
     n, value = len(x), float(np.mean(x))
     if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp(x) <= 1e-12 * max(1.0, abs(value)))):
-        return Estimate(value, math.nan, math.nan, n, level)
-    below, above = reach = rule(x, ends)
-    low, high = value - below, value + above
-    if ends is not None:
-        low, high = min(max(low, float(ends.min())), value), max(min(high, float(ends.max())), value)
-    return Estimate(value, low + 0.0, high + 0.0, n, level, *_spread(x, reach, level, ends is not None))
+        return Estimate(value, math.nan, math.nan, n)
+    below, above = reach(x, ends)
+    e = Estimate(value, value - below, value + above, n)
+    return e if ends is None else within(e, (float(ends.min()), float(ends.max())))
 
 
 def _ratio(
-    x: np.ndarray, y: np.ndarray, ends: tuple[np.ndarray, np.ndarray] | None, rule: Rule, level: float
+    x: np.ndarray, y: np.ndarray, ends: tuple[np.ndarray, np.ndarray] | None, reach: Callable[..., Ends], level: float
 ) -> Estimate:
     """Ratio of two means: all r for which the mean of x - r y cannot be told from 0."""
     n, bottom = len(x), float(np.mean(y))
     if not bottom:
-        return Estimate(math.nan, math.nan, math.nan, n, level)
+        return Estimate(math.nan, math.nan, math.nan, n)
     value = float(np.mean(x)) / bottom
-    residual = (x - value * y) / bottom
-    if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp(residual) <= 1e-12)):
-        return Estimate(value, math.nan, math.nan, n, level)
+    if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp((x - value * y) / bottom) <= 1e-12)):
+        return Estimate(value, math.nan, math.nan, n)
     if bottom < 0:
         x, y, bottom, ends = -x, -y, -bottom, ends and (-ends[0], -ends[1])
-
-    def clear(r: float, side: int) -> float:
-        """By how much the mean of x - r y is clear of 0. side: -1 for an r below the ratio, where the mean lies above
-        0; 1 for an r above it."""
-        rest = -side * (x - r * y)
-        return float(rest.mean()) - rule(rest, ends and -side * (ends[0] - r * ends[1]))[0]
-
-    below, above = (reach / bottom for reach in rule(x - value * y, ends and ends[0] - value * ends[1]))
-    sd, error = _spread(residual, (below, above), level, ends is not None)
-    if bottom <= rule(y, ends and ends[1])[0]:
-        return Estimate(value, -math.inf, math.inf, n, level, sd, error)
+    if bottom <= reach(y, ends and ends[1])[0]:
+        return Estimate(value, -math.inf, math.inf, n)
+    first_step = max(*reach(x - value * y, ends and ends[0] - value * ends[1]), 1e-9 * bottom) / bottom
 
     def limit(side: int) -> float:
-        steps = max(below, above, 1e-9) * 2.0 ** np.arange(20)
-        step = next((step for step in steps if clear(value + side * step, side) > 0), math.inf)
+        """The farthest r below (side -1) or above (side 1) the ratio."""
+
+        def clear(d: float) -> float:
+            """By how much the mean of x - r y is clear of 0, for an r that lies d away from the ratio."""
+            r = value + side * d
+            rest = -side * (x - r * y)
+            return float(rest.mean()) - reach(rest, ends and -side * (ends[0] - r * ends[1]))[0]
+
+        step = next((step for step in first_step * 2.0 ** np.arange(20) if clear(step) > 0), math.inf)
         if math.isfinite(step):
-            step = float(optimize.brentq(lambda d: clear(value + side * d, side), 0, step, rtol=1e-6))
+            step = float(optimize.brentq(clear, 0, step, rtol=1e-6))
         return value + side * step
 
-    return Estimate(value, limit(-1), limit(1), n, level, sd, error)
+    return Estimate(value, limit(-1), limit(1), n)
 
 
 def unpaired(a: Sequence[float], b: Sequence[float], *, bounds: Ends, each: float = 1, level: float = 0.95) -> Estimate:
@@ -320,11 +267,9 @@ def unpaired(a: Sequence[float], b: Sequence[float], *, bounds: Ends, each: floa
     n = min(map(len, sides))
     value = float(sides[0].mean() - sides[1].mean()) if n else math.nan
     if n < MIN_ITEMS:
-        return Estimate(value, math.nan, math.nan, n, level=level)
-    ends = np.array(bounds, float)
-    (less_a, more_a), (less_b, more_b) = (_reach(side, ends, each, level) for side in sides)
-    below, above = math.hypot(less_a, more_b), math.hypot(more_a, less_b)
-    return Estimate(value, value - below, value + above, n, level=level, error=_error(below, above, level))
+        return Estimate(value, math.nan, math.nan, n)
+    (less_a, more_a), (less_b, more_b) = (_reach(side, np.array(bounds, float), each, level) for side in sides)
+    return Estimate(value, value - math.hypot(less_a, more_b), value + math.hypot(more_a, less_b), n)
 
 
 def resampled(
@@ -344,7 +289,7 @@ def resampled(
     values = frame.to_numpy(float)
     n, value = len(names), float(statistic(values)) if len(values) else math.nan
     if n < MIN_ITEMS or not math.isfinite(value):
-        return Estimate(value, math.nan, math.nan, n, level=level)
+        return Estimate(value, math.nan, math.nan, n)
     rows = [np.flatnonzero(codes == i) for i in range(n)]
     picks = np.random.default_rng(42).integers(0, n, (DRAWS, n))
     drawn = np.array([statistic(values[np.concatenate([rows[i] for i in pick])]) for pick in picks])
@@ -355,22 +300,24 @@ def spread_of(value: float, drawn: np.ndarray, n: int, level: float = 0.95, limi
     """A statistic's interval from its values in resamples of n items or clusters. limits: as in `resampled`."""
     resamples, drawn = len(drawn), drawn[np.isfinite(drawn)]
     if n < fewest(level) or 2 * len(drawn) < resamples or not math.isfinite(value):
-        return Estimate(value, math.nan, math.nan, n, level=level)
+        return Estimate(value, math.nan, math.nan, n)
     least, most = limits
     if math.isinf(most) and math.isfinite(least) and min(value, drawn.min()) > least:
         e = spread_of(math.log(value - least), np.log(drawn - least), n, level)
         low, high = (least + math.exp(min(end, 700.0)) for end in (e.low, e.high))
-        return within(Estimate(value, low, high, n, level=level, error=e.error * (value - least)), limits)
+        return within(Estimate(value, low, high, n), limits)
     error = float(drawn.std(ddof=1) * math.sqrt(n / (n - 1)))
     bias = float(drawn.mean()) - value
     half = max(_quantile(level, n - 1) * error, float(np.quantile(np.abs(drawn - value), level)))
-    low, high = value - half - max(bias, 0.0), value + half - min(bias, 0.0)
-    return within(Estimate(value, low, high, n, level=level, error=error), limits)
+    return within(Estimate(value, value - half - max(bias, 0.0), value + half - min(bias, 0.0), n), limits)
 
 
 def within(e: Estimate, limits: Ends) -> Estimate:
     """The estimate with its interval cut to the limits; it still holds the value."""
     return replace(e, low=min(max(e.low, limits[0]), e.value), high=max(min(e.high, limits[1]), e.value))
+
+
+# ---------------------------------------------------------------- tables
 
 
 def means(
@@ -387,11 +334,7 @@ def means(
     bounds: of the values; None if they have none, or if values do not pile up there; then `limits` are those of the
     mean. clusters: a column whose groups are drawn whole, such as the item where it has several rows.
     """
-
-    def estimate(group: pd.DataFrame) -> Estimate:
-        return within(interval(group[column], clusters and group[clusters], bounds=bounds), limits)
-
-    return by_group(rows, by, estimate)
+    return _by_group(rows, by, {"a": column}, "mean", clusters, bounds, limits)
 
 
 def contrasts(
@@ -411,33 +354,32 @@ def contrasts(
     Columns are those of `means`. Rows are the contrast's `a`, those of `against` its `b`, or `full` where it names a
     ceiling. Rows without a partner are left out. Raises MergeError where `against` has several rows for the same `on`.
     """
-    keys = [on] if isinstance(on, str) else list(on)
-    second = "full" if kind in ("share_of_ceiling", "loss") else "b"
-    other = against[[*keys, column]].rename(columns={column: second})
-    rows = rows.drop(columns=[second], errors="ignore")
-    paired = rows.merge(other, on=keys, validate="many_to_one").rename(columns={column: "a"})
-
-    def estimate(group: pd.DataFrame) -> Estimate:
-        return contrast(group[["a", second]], kind, clusters and group[clusters], bounds=bounds)
-
-    return by_group(paired, by, estimate)
+    keys, second = [on] if isinstance(on, str) else list(on), "full" if kind in ("share_of_ceiling", "loss") else "b"
+    partner = f"{column} of the partner"
+    other = against[[*keys, column]].rename(columns={column: partner})
+    paired = rows.merge(other, on=keys, validate="many_to_one")
+    return _by_group(paired, by, {"a": column, second: partner}, kind, clusters, bounds, ANY)
 
 
-def by_group(rows: pd.DataFrame, by: Sequence[str] | str, estimate: Callable[[pd.DataFrame], Estimate]) -> pd.DataFrame:
-    """An estimate per group of rows: columns `by`, value, low, high, n."""
+def _by_group(
+    rows: pd.DataFrame,
+    by: Sequence[str] | str,
+    columns: Mapping[str, str],
+    kind: str,
+    clusters: str | None,
+    bounds: Bounds,
+    limits: Ends,
+) -> pd.DataFrame:
+    """The contrast `kind` per group of rows: columns `by`, value, low, high, n. columns: those of the contrast."""
     names, records = [by] if isinstance(by, str) else list(by), []
     for key, group in rows.groupby(names, sort=False, dropna=False, observed=True):
-        e = estimate(group)
+        values = pd.DataFrame({name: group[column] for name, column in columns.items()})
+        e = within(contrast(values, kind, clusters and group[clusters], bounds=bounds), limits)
         records.append((*key, *e.triple, e.n))
     return pd.DataFrame(records, columns=[*names, "value", "low", "high", "n"])
 
 
 # ---------------------------------------------------------------- tests
-
-
-def correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Pearson's correlation, of ranks Spearman's; nan where one of them does not vary."""
-    return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else math.nan
 
 
 def wilcoxon(a: Sequence[float], b: Sequence[float], *, greater: bool = False) -> float:
@@ -460,29 +402,20 @@ def wilcoxon(a: Sequence[float], b: Sequence[float], *, greater: bool = False) -
     return float(scipy_stats.wilcoxon(nonzero, alternative="greater" if greater else "two-sided").pvalue)
 
 
-def sign_test(a: Sequence[float], b: Sequence[float]) -> float:
-    """p of the two-sided exact sign test; no untied pair gives p = 1."""
-    d = _differences(a, b)
-    wins, untied = int((d > 0).sum()), int((d != 0).sum())
-    return float(scipy_stats.binomtest(wins, untied).pvalue) if untied else 1.0
+def tost(a: Sequence[float], b: Sequence[float], margin: float) -> float:
+    """p of the paired equivalence test of |mean(a - b)| < margin, for scores from 0 to 1: the larger one-sided p; small
+    says equivalent. Source: Schuirmann 1987.
 
-
-def tost(a: Sequence[float], b: Sequence[float], margin: float = 0.02, *, bounds: Bounds = None) -> float:
-    """p of the paired equivalence test of |mean(a - b)| < margin: the larger one-sided p; small says equivalent.
-
-    It is the p at which the interval of level 1 - 2 p, by the module's rule, reaches the margin; for symmetric
-    differences without bounds that is the larger p of the two paired t tests. 1 where the mean itself lies outside.
-    Differences without bounds and spread decide by their mean alone (p = 0 or 1). Fewer than two pairs give nan.
-    Source: Schuirmann 1987.
+    It is the p at which the interval of level 1 - 2 p, by the module's rule, reaches the margin. 1 where the mean
+    itself lies outside. Fewer than two pairs give nan.
     """
     d = _differences(a, b)
     if d.size < 2:
         return math.nan
-    ends = None if bounds is None else np.array([bounds[0] - bounds[1], bounds[1] - bounds[0]], float)
     mean = float(d.mean())
 
     def beyond(p: float) -> float:
-        below, above = _reach(d, ends, 1, 1 - 2 * p)
+        below, above = _reach(d, np.array([-1.0, 1.0]), 1, 1 - 2 * p)
         return max(mean + above, below - mean) - margin
 
     if abs(mean) >= margin:
@@ -504,4 +437,4 @@ def _differences(a: Sequence[float], b: Sequence[float]) -> np.ndarray:
     """a - b for the pairs that have both values; differences by rounding are 0."""
     d = np.asarray(a, float) - np.asarray(b, float)
     d = d[~np.isnan(d)]
-    return np.where(np.abs(d) < 1e-9, 0.0, d)
+    return np.where(np.abs(d) < ROUNDING, 0.0, d)

@@ -9,10 +9,10 @@ import pytest
 from kvrepro.engine.policy import OWN, Policy
 from kvrepro.errors import InputError
 from kvrepro.experiment import members
-from kvrepro.experiment.judge import Facts, Member, NotTestable, Sample
+from kvrepro.experiment.judge import Member, NotTestable, Sample
 from kvrepro.experiment.members import Language, Table
 
-CLAIM = {"id": "X1", "statement": "So.", "paper": {"text": "-"}, "topic": "t", "source": "s", "contrast": "mean"}
+CLAIM = {"id": "X1", "statement": "So.", "paper": "-", "topic": "t", "source": "s", "contrast": "mean"}
 ROWS = pd.DataFrame(
     [
         {"item": f"i{i}", "policy": policy, "size": size, "score": i / 10 + size / 100, "evicted": i}
@@ -30,7 +30,7 @@ def check_some(case):
 
 
 CHAPTER = types.SimpleNamespace(
-    CONTRASTS={"count": lambda case: {"a": Facts(case.rows().score), "b": Facts(case.rows().score)}},
+    CONTRASTS={"count": lambda case: {"a": case.rows().score, "b": case.rows().score}},
     REQUIRES={"some": check_some},
 )
 
@@ -115,13 +115,13 @@ def test_units_of_two_kinds_are_compared_unpaired():
     sides = {"a": {"policy": "lru"}, "b": {"policy": "full"}, "x": {"policy": "lru"}, "y": {"policy": "full"}}
     over = {"ab.task": ["t"], "xy.task": ["u"]}
     [one] = asked(rows, filter={"size": 1}, over=over, sides=sides, contrast="unpaired")
-    assert (len(one.what.a), len(one.what.b)) == (4, 4)
-    assert one.what.a.index.tolist() == ["i0", "i1", "i2", "i3"]
+    assert one.what.data.a.dropna().index.tolist() == ["i0", "i1", "i2", "i3"]
+    assert one.what.data.b.dropna().index.tolist() == ["i4", "i5", "i6", "i7"]
 
 
 def test_exact_claims_list_their_cases_and_what_cannot_be_tested_says_why():
     [exact] = asked(filter={"policy": "lru"}, exact=True, cases=["item", "size"])
-    assert exact.what.cases["i2, size 1"] == pytest.approx(0.21)
+    assert exact.what["i2, size 1"] == pytest.approx(0.21)
     reasons = {
         "not run: quest": {"filter": {"policy": "quest"}},
         "too little": {"filter": {"policy": "lru", "item": "i1"}, "requires": ["some"]},

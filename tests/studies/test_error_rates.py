@@ -35,7 +35,7 @@ def test_what_the_judge_is_asked_is_recorded():
             raise judge.NotTestable("no rows")
         return [Member("m", Sample(F1[["a"]])), judge.NotTestable("nor this one")]
 
-    given = claim({"at_least": 0.1}, statement="s", paper={"text": "-"}, contrast="mean", topic="t", source="s")
+    given = claim({"at_least": 0.1}, statement="s", paper="-", contrast="mean", topic="t", source="s")
     with error_rates.recorded() as recorded:
         judge.verdicts([given], members, lambda c: ("as_run", "as_described"), model="m", profile="quick")
     assert [(reading, len(testable)) for _, reading, testable in recorded] == [("as_run", 0), ("as_described", 1)]

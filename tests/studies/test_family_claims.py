@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import synthetic
 
-from kvrepro.experiment import claims
+from kvrepro.engine.policy import READINGS
 from studies import family_claims
 
 FAMILY = ("small-mqa", "small-gqa", "small-gqa-seed-0", "small-mha", "small-sliding")
@@ -37,7 +37,7 @@ def leakage(lost, n=96, seed=0):
         table = pd.DataFrame(cells, columns=["system", "policy", "ratio"])
         following = 0.9 - lost(name) * (table.ratio > 0) + rng.normal(0, 0.05, len(table))
         table = table.assign(following=following.clip(0, 1), followed=0.9)
-        both = [table.assign(reading=reading) for reading in claims.READINGS]
+        both = [table.assign(reading=reading) for reading in READINGS]
         rows[name] = pd.concat(both).assign(order="normal", variant="default", asked=2.0)
     return rows
 

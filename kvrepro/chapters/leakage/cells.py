@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from kvrepro.engine import policy
 from kvrepro.engine.condition import Condition, Offline, Prompt, ProperShare, Size
-from kvrepro.engine.policy import Rule
+from kvrepro.engine.policy import READINGS, Rule
 from kvrepro.experiment import data, run
-from kvrepro.experiment.claims import READINGS
 from kvrepro.item import Item
 
 ORDERS = ("normal", "flipped")  # the defense before the directive, and after it

@@ -16,7 +16,7 @@ from kvrepro.chapters.leakage import scores
 from kvrepro.chapters.leakage.cells import DIAL, FIVE, ORDERS, Settings
 from kvrepro.chapters.leakage.scores import CELL
 from kvrepro.experiment import claims, stats
-from kvrepro.experiment.judge import Drawn, NotTestable, Sample, Unpaired
+from kvrepro.experiment.judge import Drawn, NotTestable, Sample
 from kvrepro.experiment.members import Case
 from kvrepro.experiment.stats import MIN_ITEMS
 
@@ -232,7 +232,7 @@ def spread(first: pd.DataFrame, second: pd.DataFrame, column: str = "following")
     return parts
 
 
-def class_spread(case: Case) -> dict[str, Unpaired]:
+def class_spread(case: Case) -> dict[str, Sample]:
     """Losses of each pair of classes that six system prompts or more hold; unpaired, since few prompts hold both."""
     wide = case.rows(rules="multi").pivot_table(index=["kind", "system"], columns="ratio", values="passed")
     ratios = [ratio for ratio in wide if ratio >= MIDDLE[0]]
@@ -240,8 +240,9 @@ def class_spread(case: Case) -> dict[str, Unpaired]:
     lost = {kind: values for kind, values in losses.groupby("kind") if len(values) >= MIN_ITEMS}
     if len(lost) < 2:
         raise NotTestable(f"{len(lost)} classes are held by six system prompts: a spread needs two")
-    pairs = itertools.combinations(lost, 2)
-    return {f"{a} against {b}": Unpaired(lost[a], lost[b], each=len(ratios)) for a, b in pairs}
+    given = {"contrast": "unpaired", "bounds": (-1.0, 1.0), "each": len(ratios)}
+    pairs = {f"{a} against {b}": {"a": lost[a], "b": lost[b]} for a, b in itertools.combinations(lost, 2)}
+    return {name: Sample(pd.DataFrame(two), **given) for name, two in pairs.items()}
 
 
 def rank_gap(case: Case) -> Drawn:

@@ -15,9 +15,9 @@ from kvrepro.chapters.leakage.cells import DEBIAS, LIBRARY, Cell, Settings, cell
 from kvrepro.chapters.leakage.prompts import prompt, systems
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Condition, Prompt
+from kvrepro.engine.policy import READINGS
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
-from kvrepro.experiment.claims import READINGS
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item

@@ -10,7 +10,7 @@ from kvrepro.chapters.protection.study import Settings
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import is_own
 from kvrepro.errors import counted
-from kvrepro.experiment import judge, stats
+from kvrepro.experiment import judge
 from kvrepro.experiment.judge import NotTestable, Sample
 from kvrepro.experiment.members import Case
 
@@ -126,7 +126,12 @@ def correlation(case: Case) -> Sample:
         few = counted(len(shared), "condition")
         raise NotTestable(f"{few}: a correlation over conditions needs {MIN_CONDITIONS}")
     values = pd.concat([wide[measure][shared] for measure in both], axis=1).dropna()
-    return case.sample(lambda x: stats.correlation(*np.split(x.mean(0), 2)), values)  # of the means of either half
+
+    def of_means(x: np.ndarray) -> float:
+        first, second = map(pd.Series, np.split(x.mean(0), 2))
+        return first.corr(second)
+
+    return case.sample(of_means, values)
 
 
 def same_output(case: Case) -> Sample:

@@ -198,7 +198,7 @@ def compare(rows: pd.DataFrame, measure: str = "token_f1", margin: float = 0.02)
         pair = pd.DataFrame({"a": by_run[list(a)].mean(axis=1), "b": by_run[list(b)].mean(axis=1)}).dropna()
         difference = stats.contrast(pair, "difference", bounds=stats.UNIT)
         gap = (pair.a - pair.b).round(5)  # scores have six decimals: ties between differences would be lost
-        tests = stats.wilcoxon(gap, 0 * gap), stats.tost(pair.a, pair.b, margin, bounds=stats.UNIT)
+        tests = stats.wilcoxon(gap, 0 * gap), stats.tost(pair.a, pair.b, margin)
         tested.append((*difference.triple, difference.n, int((gap != 0).sum()), *tests))
     table = table.join(pd.DataFrame(tested, columns="value low high n untied wilcoxon tost".split()))
     family = table.groupby(["family", "items", "model_name"]).wilcoxon

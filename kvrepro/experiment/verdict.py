@@ -117,7 +117,8 @@ def shown(frame: pd.DataFrame) -> Styler:
         f"{row.ours:.3g} {row.unit} [{row.low:.3g}, {row.high:.3g}]" if pd.notna(row.ours) else row.note
         for row in frame.itertuples()
     ]
-    table = frame.assign(ours=ours, verdict=frame.verdict.replace("partly", "partly reproduced"), reading=frame.reading.map(claims.LABELS))
+    verdict = frame.verdict.replace("partly", "partly reproduced")
+    table = frame.assign(ours=ours, verdict=verdict, reading=frame.reading.map(claims.LABELS))
     columns = ["claim", "statement", "paper", "reading", "ours", "verdict"]
     table = table[columns].dropna(axis="columns", how="all")
     return table.fillna("").set_index(columns[:3]).style.set_table_attributes('class="dataframe verdicts"')

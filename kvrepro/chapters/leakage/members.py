@@ -240,9 +240,8 @@ def class_spread(case: Case) -> dict[str, Sample]:
     lost = {kind: values for kind, values in losses.groupby("kind") if len(values) >= MIN_ITEMS}
     if len(lost) < 2:
         raise NotTestable(f"{len(lost)} classes are held by six system prompts: a spread needs two")
-    given = {"contrast": "unpaired", "bounds": (-1.0, 1.0), "each": len(ratios)}
-    pairs = {f"{a} against {b}": {"a": lost[a], "b": lost[b]} for a, b in itertools.combinations(lost, 2)}
-    return {name: Sample(pd.DataFrame(two), **given) for name, two in pairs.items()}
+    pairs = {f"{a} against {b}": pd.DataFrame({"a": lost[a], "b": lost[b]}) for a, b in itertools.combinations(lost, 2)}
+    return {name: Sample(two, "unpaired", bounds=(-1.0, 1.0), each=len(ratios)) for name, two in pairs.items()}
 
 
 def rank_gap(case: Case) -> Drawn:

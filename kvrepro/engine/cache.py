@@ -57,15 +57,6 @@ class Shown(NamedTuple):
     sums: dict[str, Tensor]
     places: Tensor  # in the flat part and then the tail
 
-    def widened(self, width: int) -> "Shown":
-        """The same with dead slots in front, `width` in all."""
-        more = width - self.keys.shape[2]
-        if not more:
-            return self
-        keys, values = (pad(x, (0, 0, more, 0)) for x in (self.keys, self.values))
-        positions, places = (pad(x, (more, 0), value=-1) for x in (self.positions, self.places))
-        return Shown(keys, values, positions, {name: pad(s, (more, 0)) for name, s in self.sums.items()}, places)
-
 
 @dataclass
 class RaggedLayer:

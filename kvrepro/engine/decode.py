@@ -7,7 +7,7 @@ shape. On the CPU the same step runs uncaptured, so that tests can compare it wi
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from kvrepro.engine.facts import sliding_window
 from kvrepro.engine.rows import Call, Extend, Rows, Tag, evict_rows, evict_rows_shared, keep_held
 from kvrepro.engine.score.cumulative import pages_read
 from kvrepro.engine.shared import StepSignals
+from kvrepro.errors import error_line
 
 
 def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[Tag, Generation]]:
@@ -28,125 +29,104 @@ def decode(call: Call, rows: Rows, stop_ids: Collection[int]) -> Iterator[tuple[
     del rows  # so that caches are freed as rows end
     stops = torch.tensor(sorted(stop_ids) or [-1], device=call.device)
     for step in itertools.count(1):
-        stopped, broken = now.pick(stops)
-        if True in torch.stack([stopped.any(), broken.any()]).tolist():
-            nan = [now.rows.rows[row] for row in broken.nonzero()[:, 0].tolist()]
-            label = "{}: NaN at new token {}".format
-            call.fail({row.tag: ArithmeticError(label(row.job.condition.label, step)) for row in nan})
-            yield from now.finished((stopped & ~broken).nonzero()[:, 0].tolist())
-            if not now.end(stopped | broken):
-                return
-        if not now.enter(step):
-            return
-        if full := [row for row in now.alive if now.limits[row] == step]:
-            yield from now.finished(full)
-            gone = torch.zeros_like(now.ended)
-            gone[full] = True
-            if not now.end(gone):
-                return
-        if not now.advance(step):
+        logits = now.rows.logits
+        now.picked.append(logits.argmax(-1))
+        if call.watch is not None:
+            call.watch(now.rows, now.picked[-1])
+        stops_now, nan = torch.stack([torch.isin(now.picked[-1], stops), logits.isnan().any(1)]).tolist()
+        broken = [number for number in now.alive if nan[number]]
+        for row in [now.rows.rows[number] for number in broken]:
+            call.fail({row.tag: ArithmeticError(f"{row.job.condition.label}: NaN at new token {step}")})
+        yield from now.finish([row for row in now.alive if stops_now[row] and not nan[row]], broken)
+        if now.alive:
+            now.enter(step)
+        yield from now.finish([row for row in now.alive if now.limits[row] == step])
+        if now.alive:
+            now.advance(step)
+        if not now.alive:
             return
 
 
 class Steps:
-    """Rows of one kind as they decode, after they have read the uncompressed rest of their prompts; the tokens that
-    they picked, and the captured step if there is one.
+    """Rows of one kind as they decode, after they have read the uncompressed rest of their prompts.
 
     Rows that end stay until they are an eighth of all, since the others are copied when they leave; in a captured step
-    until they are half. Whoever watches the rows sees none that ended.
+    until they are half.
     """
 
     def __init__(self, call: Call, rows: Rows):
-        self.call, self.rows = call, rows
-        self.every = rows.first.condition.every
-        self.window = rows.window if self.every else 0  # queries that an eviction needs
+        self.call, self.rows, first = call, rows, rows.first
+        self.every, self.packed = first.condition.every, first.condition.bits is not None
+        self.window = max(row.job.window for row in rows.rows) if self.every else 0  # queries that an eviction needs
         self.limits = [call.new_tokens[i] for i, _ in rows.tags]  # tokens of each answer, at most
-        self.first = rows.first.first_step if rows.signals is not None else 1  # no eviction before this step
+        self.first = first.first_step if rows.signals is not None else 1  # no eviction before this step
         # tokens until an eviction is due
         self.room = max(1, -(-self.first // self.every)) * self.every if self.every else max(self.limits)
         self.picked: list[Tensor] = []
-        self.ended = torch.zeros(len(rows), dtype=torch.bool, device=rows.logits.device)
         self.alive = list(range(len(rows)))  # numbers of the rows that have not ended
         self.captured: CapturedStep | None = None
+        if self.packed:
+            rows.cache.quantise()
         _read_rest(call, rows, self.window)
         self.seconds, self.began = 0.0, time.perf_counter()  # of decoding, per row
 
     def due(self, step: int) -> bool:
-        """Is an eviction due at this step?"""
         return self.every is not None and step % self.every == 0 and step >= self.first
 
-    def enter(self, step: int) -> bool:
-        """`SharedCap`: make the picked tokens candidates, and evict if it is due. Returns whether any row goes on."""
-        if self.rows.signals is None:
-            return True
-        self.rows.signals = self.rows.signals.enter(step)
-        return not self.due(step) or self.evict(step)
+    def enter(self, step: int) -> None:
+        """`SharedCap`: make the picked tokens candidates, and evict if it is due."""
+        if self.rows.signals is not None:
+            self.rows.signals = self.rows.signals.enter(step)
+            if self.due(step):
+                self.evict(step)
 
-    def advance(self, step: int) -> bool:
-        """Run the model on the picked tokens; in other regimes evict if it is due. Returns whether any row goes on."""
-        self.forward(step, self.due(step))
-        if self.due(step) and self.rows.signals is None and not self.evict(step):
-            return False
-        if self.rows.first.condition.bits is not None:
+    def advance(self, step: int) -> None:
+        """Run the model on the picked tokens; in other regimes evict if it is due."""
+        self.forward(step)
+        if self.due(step) and self.rows.signals is None:
+            self.evict(step)
+        if self.packed:
             self.rows.cache.quantise()
-        return True
 
-    def pick(self, stops: Tensor) -> tuple[Tensor, Tensor]:
-        """Pick each row's next token. Returns (rows that stop with it, rows whose logits are NaN), bool [batch]."""
-        logits = self.rows.logits
-        self.picked.append(logits.argmax(-1))
-        if self.call.watch is not None:
-            self.call.watch(self.rows, self.picked[-1])
-        return torch.isin(self.picked[-1], stops) & ~self.ended, logits.isnan().any(1) & ~self.ended
+    def finish(self, done: list[int], failed: Sequence[int] = ()) -> Iterator[tuple[Tag, Generation]]:
+        """The generations of the rows `done`, which end, like those that `failed`."""
+        if done:
+            now = time.perf_counter()
+            self.seconds, self.began = self.seconds + (now - self.began) / len(self.alive), now
+            yield from _finished(self.call, self.rows, done, self.picked, self.seconds)
+        self.end({*done, *failed}, share=7 / 8 if self.captured is None else 1 / 2)
 
-    def finished(self, done: list[int]) -> Iterator[tuple[Tag, Generation]]:
-        """The generations of the rows `done`."""
-        now = time.perf_counter()
-        self.seconds, self.began = self.seconds + (now - self.began) / len(self.alive), now
-        return _finished(self.call, self.rows, done, self.picked, self.seconds)
-
-    def end(self, gone: Tensor, at_once: bool = False) -> bool:
-        """End the rows that `gone`, bool [batch], marks. Returns whether any row goes on."""
-        self.ended = self.ended | gone
-        alive = self.alive = [row for row, ended in enumerate(self.ended.tolist()) if not ended]
-        share = 1 if self.call.watch is not None else 7 / 8 if self.captured is None else 1 / 2
-        if alive and (at_once or len(alive) <= share * len(self.rows)):
+    def end(self, gone: Collection[int], share: float) -> None:
+        """End the rows `gone`. The others move together where at most this share of the rows is left."""
+        self.alive = [row for row in self.alive if row not in gone]
+        if gone and 0 < len(self.alive) <= share * len(self.rows):
             self.captured = None
-            self.picked = list(torch.stack(self.picked, 1)[alive].unbind(1))
-            self.rows, self.ended = self.rows.take(alive, spend=True), self.ended[alive]
-            self.limits, self.alive = [self.limits[row] for row in alive], list(range(len(alive)))
-        return bool(alive)
+            self.picked = list(torch.stack(self.picked, 1)[self.alive].unbind(1))
+            self.rows, self.limits = self.rows.take(self.alive, spend=True), [self.limits[row] for row in self.alive]
+            self.alive = list(range(len(self.alive)))
 
-    def change(self, evict: Callable[[], Tensor | None]) -> Tensor | None:
-        """Run an eviction. A captured step is given up if what is left does not fit in its place."""
-        lost = evict()
-        if self.captured is not None and not self.captured.resume():
-            self.captured = None
-        return lost
-
-    def evict(self, step: int) -> bool:
-        """Evict from the rows; a row whose policy raises leaves. Returns whether any row goes on."""
+    def evict(self, step: int) -> None:
+        """Evict from the rows; a row whose policy raises leaves."""
         rows = self.rows
         if rows.signals is None:
-            lost = self.change(lambda: evict_rows(self.call.facts, rows, rows.budgets))
+            lost = evict_rows(self.call.facts, rows)
         else:
             lost = evict_rows_shared(rows, step)
             if self.captured is not None or bool(lost.any()):  # a captured step has room until an eviction is due
-                self.change(lambda: keep_held(rows))
-        rows.calls = rows.calls + (lost & ~self.ended)
-        self.call.fail({rows.tags[row]: error for row, error in rows.failed.items() if not self.ended[row]})
-        if not rows.failed:
-            return True
-        gone = torch.tensor([row in rows.failed for row in range(len(rows))], device=self.ended.device)
-        return self.end(gone, at_once=True)
+                keep_held(rows)
+        self.captured = self.captured and self.captured.resume()
+        rows.calls = rows.calls + lost
+        failed = {row: error for row, error in rows.failed.items() if row in self.alive}
+        self.call.fail({rows.tags[row]: error for row, error in failed.items()})
+        self.end(rows.failed, share=1)
 
-    def forward(self, step: int, due: bool) -> None:
-        """Run the model on the token that each row picked. due: whether an eviction is due."""
+    def forward(self, step: int) -> None:
+        """Run the model on the token that each row picked."""
         call, rows = self.call, self.rows
         newest_held, seen = True, None
         if rows.signals is not None:
             newest = (rows.signals.lengths + step - 1)[:, None]
-            newest_held = not due or bool(rows.signals.held.any(1).gather(1, newest).all())
+            newest_held = not self.due(step) or bool(rows.signals.held.any(1).gather(1, newest).all())
         if self.captured is None and can_capture(call, rows):
             room = max(self.limits) - step if self.every is None else self.room
             self.captured = CapturedStep(call, rows, self.window, room)
@@ -161,9 +141,10 @@ class Steps:
             rows.logits = call.forward(self.picked[-1][:, None], at, rows.cache, attention)
         rows.seen = rows.seen + 1
         if seen is not None:
-            rows.signals = rows.shared.attended(step, *seen.tables())
+            rows.signals = rows.signals.attended(step, *seen.tables())
             if not newest_held:  # a token that was evicted before it was stored
-                self.change(lambda: keep_held(rows))
+                keep_held(rows)
+                self.captured = self.captured and self.captured.resume()
 
 
 def _read_rest(call: Call, rows: Rows, window: int) -> None:
@@ -190,8 +171,6 @@ def _finished(
     call: Call, rows: Rows, done: list[int], picked: list[Tensor], seconds: float
 ) -> Iterator[tuple[Tag, Generation]]:
     """The generations of the rows `done`. picked: the tokens of each step [batch]; seconds: of decoding, per row."""
-    if not done:
-        return
     facts, tokens = call.facts, torch.stack(picked, 1)
     rows.slide(facts)
     layers = [rows.cache.ragged[n] for n in facts.attention]
@@ -201,6 +180,7 @@ def _finished(
     size = held.new_tensor([2 * layer.keys.shape[1] * layer.keys.dtype.itemsize for layer in layers])
     heads = held.new_tensor([layer.shape[1] for layer in layers])
     evicting = [facts.attention.index(n) for n in facts.evictable]
+    of_batch = float((held.sum(1) * size).sum())
     for row in done:
         own, seen = rows.rows[row], int(rows.seen[row])
         full = held.new_tensor([min(seen, facts.sliding.get(n, seen + 1) - 1) for n in facts.attention])
@@ -211,7 +191,6 @@ def _finished(
             evicted = int(rows.signals.evicted[row])
             kept = alive.sum(-1).float().mean().cpu().expand(len(layers))
             full = torch.full_like(full, int(alive.any(0).sum()) + evicted)
-        of_batch = float((held.sum(1) * size).sum())
         share = float((held[:, row] * size).sum()) / of_batch if of_batch else 1 / len(rows)
         pages = own.job.pages
         answer = Generation(
@@ -269,7 +248,7 @@ class CapturedStep:
         """Logits [batch, vocabulary] after `token` [batch]; they stay valid until the next call."""
         self.token.copy_(token[:, None])
         if self.signals is not None:
-            self.signals.held.copy_(rows.shared.held)
+            self.signals.held.copy_(rows.signals.held)
         if self.graph is None and self.warm and self.call.device.type == "cuda":
             self._capture()
         if self.graph is None:
@@ -286,30 +265,29 @@ class CapturedStep:
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._step()
+            self.graph = graph
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model that waits for the device: its steps run uncaptured
             self.call.captures -= 1
-            print(f"a decode step was not captured ({type(error).__name__}: {error})".splitlines()[0])
-            return
-        self.graph = graph
+            print(f"a decode step was not captured ({error_line(error)})")
 
     def _step(self) -> None:
         if self.signals is not None:
             self.seen = StepSignals(self.signals, len(self.call.facts.attention), newest_held=False)
         attention = Extend(self.call, self.cache, self.positions, self.window, step=self.seen, decodes=True)
-        self.logits = self.call.run(self.token, self.positions, self.cache, attention)
+        self.logits = self.call.forward(self.token, self.positions, self.cache, attention, padded=False)
         self.positions.add_(1)
         self.slot.add_(1)
 
-    def resume(self) -> bool:
-        """Go on in place after an eviction; False if a layer does not fit, and then none stays in place."""
+    def resume(self) -> "CapturedStep | None":
+        """This step after an eviction; None if a layer does not fit in its place, and then none stays there."""
         layers = self.cache.ragged.values()
         for layer in layers:
             layer.settle()
         if all(layer.slot is not None for layer in layers):
             torch.arange(2, out=self.slot)
-            return True
+            return self
         for layer in layers:
             layer.loosen()
-        return False
+        return None

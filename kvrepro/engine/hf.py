@@ -14,7 +14,6 @@ model: it names the model's `identity`, the condition and the tokens, and holds 
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,7 +31,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvrepro.engine.attention import installed, with_methods
 from kvrepro.engine.backend import BACKENDS
-from kvrepro.engine.batches import planned
+from kvrepro.engine.batches import passes
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.condition import Condition, Offline, Prompt, ensure
 from kvrepro.engine.decode import Steps
@@ -269,8 +268,7 @@ def evicting(
 def _rows(call: Call) -> Rows:
     """The prompts' rows after their first eviction, in the order of the prompts."""
     n = len(call.texts)
-    parts = planned(call, range(n), [[0]] * n, math.inf)
-    rows = Rows.joined([rows for part in parts for rows in read(call, *part)])
+    rows = Rows.joined([rows for part in passes(call, [[0]] * n, n) for rows in read(call, *part)])
     order = [rows.tags.index((i, 0)) for i in range(n)]
     return rows if order == sorted(order) else rows.take(order)
 
@@ -333,8 +331,6 @@ class EvictedCache(Cache):
         for each row. Raises ArithmeticError for NaN logits."""
         if self._steps is None:
             call, rows = self._begin(_unpadded(ids, mask, positions), self._most - ids.shape[1])
-            if rows.first.condition.bits is not None:
-                rows.cache.quantise()
             self._steps = Steps(call, rows)
         else:
             self.step += 1

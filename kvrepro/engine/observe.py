@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvrepro.engine.attention import Softmax, scaled, softmax
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Probabilities, Query, RowInts, Scores, WindowPositions
@@ -52,9 +53,11 @@ class Observation:
 
         It has no layer number, output projection or rotation, which differ between layers.
         """
-        first, n = layers[0], len(layers)
+        width, n = max(o.keys.shape[2] for o in layers), len(layers)
         if n == 1:
-            return first
+            return layers[0]
+        layers = [o._widened(width) for o in layers]
+        first = layers[0]
 
         def joined(name: str) -> Any:
             parts = [getattr(o, name) for o in layers]
@@ -68,6 +71,15 @@ class Observation:
         fields["sums"] = {x: torch.cat([o.sums[x] for o in layers]) for x in first.sums}
         fields["seed"] = first.seed if isinstance(first.seed, int) else first.seed.repeat(n)
         return replace(first, layer=-1, output=None, inverse_frequencies=None, **fields)
+
+    def _widened(self, width: int) -> "Observation":
+        """The same with dead slots in front, `width` in all."""
+        more = width - self.keys.shape[2]
+        if not more:
+            return self
+        keys, values = (pad(x, (0, 0, more, 0)) for x in (self.keys, self.values))
+        sums = {name: pad(s, (more, 0)) for name, s in self.sums.items()}
+        return replace(self, keys=keys, values=values, positions=pad(self.positions, (more, 0), value=-1), sums=sums)
 
     @property
     def count(self) -> int:

@@ -1,9 +1,10 @@
 """Rows, one per (prompt, condition), with their caches: how the model reads on for them, and how they lose tokens."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvrepro.engine import evict, shared
-from kvrepro.engine.attention import LOW_QUERIES, Softmax, attend, per_token
+from kvrepro.engine.attention import LOW_QUERIES, attend, per_token
 from kvrepro.engine.backend import in_few_launches
 from kvrepro.engine.cache import SLIDE, EngineCache, Shown, joined_caches
 from kvrepro.engine.condition import Condition, Prompt
@@ -21,11 +22,11 @@ from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Rule
 from kvrepro.engine.score.cumulative import page_mask
-from kvrepro.engine.shapes import KeyValue, PreTrainedModel, Query, TokenInts
-from kvrepro.engine.shared import Signals, StepSignals
-from kvrepro.errors import InputError
+from kvrepro.engine.shapes import KeyValue, Mask, PreTrainedModel, Query, TokenInts
+from kvrepro.engine.shared import StepSignals
 
 Tag = tuple[int, int]  # (prompt, condition)
+Seen = dict[int, Observation]  # layers, as a job observes them
 
 
 @dataclass
@@ -43,7 +44,6 @@ class Call:
     seed: int = 0
     isolate: bool = False  # a row that fails leaves the others alone; otherwise its error is raised
     failed: dict[Tag, Exception] = field(default_factory=dict)
-    prefix: Any = None  # offline, the last one: what identifies it, the prompt that it was read with, its rows
     watch: Callable[["Rows", Tensor], None] | None = None  # for a study: sees the token that each row picks at a step
     captures: int = 3  # failed captures of a step that are still allowed before capturing is given up
 
@@ -52,6 +52,8 @@ class Call:
         self.device = self.model.device  # which searches the weights at each access
         self.rules = [Rule.of(c) for c in self.conditions]  # None: the full cache
         self.max_new_tokens = max(self.new_tokens, default=0)
+        numbers = sum(2 * self.facts.kv_heads[n] * self.facts.outputs[n].shape[1] for n in self.facts.attention)
+        self.token_bytes = numbers * self.model.dtype.itemsize  # of one token's keys and values in all layers
 
     def fail(self, errors: dict[Tag, Exception]) -> None:
         """Note the errors of rows, or raise the first."""
@@ -59,22 +61,15 @@ class Call:
             raise next(iter(errors.values()))
         self.failed |= errors
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in all layers."""
-        layers = sum(2 * self.facts.kv_heads[n] * self.facts.outputs[n].shape[1] for n in self.facts.attention)
-        return int(layers * self.model.dtype.itemsize)
-
-    def forward(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any) -> Tensor:
-        """Logits of the next token, [batch, vocabulary]."""
-        padding = {"attention_mask": (positions >= 0).long()} if bool((positions < 0).any()) else {}
-        return self.run(ids, positions.clamp(min=0), cache, attention, **padding)
-
-    def run(self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any, **padding: Tensor) -> Tensor:
-        """`forward` without looking for padding, which would wait for the GPU; `padding` is the model's attention mask.
-        With backend triton on a GPU, norms and rotations are computed by kernels too."""
+    def forward(
+        self, ids: Tensor, positions: Tensor, cache: EngineCache, attention: Any, padded: bool = True
+    ) -> Tensor:
+        """Logits of the next token, [batch, vocabulary]. With backend triton on a GPU, norms and rotations are computed
+        by kernels too. padded: look for padding, which waits for the GPU."""
+        more = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1, "kvrepro": attention}
+        if padded and bool((positions < 0).any()):
+            more["attention_mask"], positions = (positions >= 0).long(), positions.clamp(min=0)
         kernels = self.backend == "triton" and self.device.type == "cuda"
-        more = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1, "kvrepro": attention, **padding}
         with in_few_launches(self.model) if kernels else nullcontext():
             return self.model(input_ids=ids, position_ids=positions, **more).logits[:, -1]
 
@@ -104,7 +99,7 @@ class Rows:
     logits: Tensor  # [batch, vocabulary], of the next token
     seen: Tensor  # int64 [batch], tokens so far
     calls: Tensor  # int64 [batch], evictions so far
-    signals: Signals | None = None  # of `SharedCap`
+    signals: Any = None  # `Signals` of `SharedCap`
     failed: dict[int, Exception] = field(default_factory=dict)  # by row, of the last eviction
 
     def __len__(self) -> int:
@@ -118,21 +113,6 @@ class Rows:
     def first(self) -> EvictionJob:
         """The job of the first row; those of a batch that decodes are of one kind."""
         return self.rows[0].job
-
-    @property
-    def budgets(self) -> list[int]:
-        """Tokens per KV head of each row."""
-        return [row.job.budgets[0] for row in self.rows]
-
-    @property
-    def window(self) -> int:
-        """Queries that the rows' policies look at."""
-        return max(row.job.window for row in self.rows)
-
-    @property
-    def shared(self) -> Signals:
-        assert self.signals is not None, "of `SharedCap` alone"
-        return self.signals
 
     def slide(self, facts: ModelFacts) -> None:
         """Drop tokens of sliding layers that the next query does not see."""
@@ -149,31 +129,23 @@ class Rows:
     @classmethod
     def joined(cls, blocks: list["Rows"]) -> "Rows":
         """Join blocks that may share a batch into one, which takes over their caches."""
-        cat, signals = torch.cat, blocks[0].signals and shared.joined([b.shared for b in blocks])
+        signals = blocks[0].signals and shared.joined([b.signals for b in blocks])
         rows, cache = [row for b in blocks for row in b.rows], joined_caches([b.cache for b in blocks])
-        logits, seen, calls = cat([b.logits for b in blocks]), cat([b.seen for b in blocks]), [b.calls for b in blocks]
-        return cls(rows, cache, logits, seen, cat(calls), signals)
+        logits, seen, calls = (torch.cat([getattr(b, name) for b in blocks]) for name in ("logits", "seen", "calls"))
+        return cls(rows, cache, logits, seen, calls, signals)
 
 
+@dataclass
 class Extend:
     """Attention of new tokens `[batch, new]` of rows that hold a cache: each layer stores them, then attends."""
 
-    def __init__(
-        self,
-        call: Call,
-        cache: EngineCache,
-        positions: TokenInts,
-        window: int = 0,
-        pages: tuple[int, int, int] | None = None,
-        step: StepSignals | None = None,
-        decodes: bool = False,
-    ):
-        """window: queries that a later eviction needs. pages: (page, dense layers, budget) of Quest. step: of
-        `SharedCap`, sums up a decode step's attention over layers and hides tokens. decodes: the tokens are one of
-        every row, and with backend triton a kernel reads them where no layer slides."""
-        self.call, self.cache, self.positions = call, cache, positions
-        self.by_kernel = decodes and call.backend == "triton" and step is None
-        self.window, self.pages, self.step = window, pages, step
+    call: Call
+    cache: EngineCache
+    positions: TokenInts
+    window: int = 0  # queries that a later eviction needs
+    pages: tuple[int, int, int] | None = None  # (page, dense layers, budget) of Quest
+    step: StepSignals | None = None  # of `SharedCap`: sums up a step's attention over layers, and hides tokens
+    decodes: bool = False  # one token of every row: with backend triton a kernel reads them where no layer slides
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: Any, sliding: int | None = None
@@ -184,39 +156,31 @@ class Extend:
         stored.append(key, value, at)
         if self.window:
             stored.remember(query, at, self.window)
-        if self.by_kernel and sliding is None:
+        if self.decodes and self.call.backend == "triton" and step is None and sliding is None:
             return _by_kernel(stored, query, scaling)
         parts, sums = stored.parts(), list(stored.sums)
         if "low" in sums and query.shape[2] >= LOW_QUERIES:  # older queries have left the window
             stored.sums["low"].zero_(), stored.tail_sums["low"].zero_()
-        where = newest = None
+        where: Any = None
         if sums or step is not None or self.pages is not None:
             where = torch.cat([tokens.expand(*key.shape[:2], -1) for _, _, tokens in parts], 2)
-            newest = at.amax(1) if sums else None
 
         def watch(p: Tensor, queries: slice) -> None:
             if step is not None:
                 step.see(p, where)
             for name in sums:
-                stored.add(name, per_token(name, p, at[:, queries], where, newest))
+                stored.add(name, per_token(name, p, at[:, queries], where, at.amax(1)))
 
+        hide = None if step is None else step.hidden(where)
+        if self.pages is not None and list(self.cache.ragged).index(layer) >= self.pages[1]:
+            keys = torch.cat([k for k, _, _ in parts], 2)  # tokens of pages that the query does not select are hidden
+            chosen = page_mask(query[:, :, -1], keys, where >= 0, self.pages[0], self.pages[2])
+            hide = ~chosen.unflatten(1, (keys.shape[1], -1))[:, :, :, None]
         watches = watch if sums or step is not None else None
-        hide = self._unchosen(layer, query, parts, where) if step is None else step.hidden(where)
         out = attend(query, at, parts, scaling, sliding, watches, hide)
         if layer in self.call.facts.sliding and stored.tail >= SLIDE and stored.slot is None:
             stored.slide(at.amax(1) - sliding + 2)  # the first position that the next query sees
         return out
-
-    def _unchosen(self, layer: int, query: Query, parts: Any, where: Any) -> Tensor | None:
-        """Quest: tokens of pages that this step's query does not select, bool [batch, kv_heads, group, 1, tokens]."""
-        if self.pages is None:
-            return None
-        page, dense_layers, budget = self.pages
-        if list(self.cache.ragged).index(layer) < dense_layers:
-            return None
-        keys = torch.cat([k for k, _, _ in parts], 2)
-        chosen = page_mask(query[:, :, -1], keys, where >= 0, page, budget)
-        return ~chosen.unflatten(1, (keys.shape[1], -1))[:, :, :, None]
 
 
 def _by_kernel(stored: Any, query: Query, scaling: float) -> Tensor:
@@ -238,14 +202,18 @@ def _by_kernel(stored: Any, query: Query, scaling: float) -> Tensor:
 # ---- what was kept
 
 
-def kept_sets(facts: ModelFacts, cache: EngineCache, ends: Sequence[int], masks: bool) -> list[dict[str, Any]]:
+def kept_sets(facts: ModelFacts, rows: Rows, ends: Sequence[int], masks: bool) -> list[dict[str, Any]]:
     """The positions that each row holds before its end: those of all heads together, a hash of those per layer and
-    head and, with `masks`, a mask [kv_heads, end] per layer."""
+    head and, with `masks`, a mask [kv_heads, end] per layer; of `SharedCap`, whose layers hold the same, no masks."""
     digests = [hashlib.sha256() for _ in ends]
     unions = [np.zeros(end, bool) for end in ends]
-    sets: list[list[Any]] = [[] for _ in ends]
-    for n in facts.evictable:
-        layer = cache.ragged[n]
+    more: list[dict[str, Any]] = [{"kept_sets": []} if masks and rows.signals is None else {} for _ in ends]
+    if rows.signals is not None:
+        for row, held in enumerate(rows.signals.held.cpu().numpy()):
+            digests[row].update(str([np.flatnonzero(head).tolist() for head in held]).encode())
+            unions[row] = held.any(0)
+    for n in facts.evictable if rows.signals is None else ():
+        layer = rows.cache.ragged[n]
         counts, positions = layer.lengths.cpu().numpy(), layer.positions.cpu().numpy()
         for row, at in enumerate(np.split(positions, counts.sum(1).cumsum()[:-1])):
             digests[row].update(counts[row].tobytes() + at.tobytes())
@@ -253,142 +221,154 @@ def kept_sets(facts: ModelFacts, cache: EngineCache, ends: Sequence[int], masks:
             if masks:
                 mask = np.zeros((len(counts[row]), ends[row]), bool)
                 mask[np.arange(len(mask)).repeat(counts[row]), at] = True
-                sets[row].append(mask)
-    kept = [_kept(np.flatnonzero(union).tolist(), digest) for union, digest in zip(unions, digests, strict=True)]
-    return [each | {"kept_sets": layers} for each, layers in zip(kept, sets, strict=True)] if masks else kept
+                more[row]["kept_sets"].append(mask)
+    for row, (union, digest) in enumerate(zip(unions, digests, strict=True)):
+        more[row] |= {"kept_positions": np.flatnonzero(union).tolist(), "kept_positions_hash": digest.hexdigest()[:16]}
+    return more
 
 
-def kept_by_all_layers(signals: Signals) -> list[dict[str, Any]]:
-    """`kept_sets` of `SharedCap`: the positions of all heads together, and a hash of those per head."""
-    rows = [[head.nonzero()[:, 0].tolist() for head in row] for row in signals.held.cpu()]
-    return [_kept(sorted(set().union(*heads)), hashlib.sha256(str(heads).encode())) for heads in rows]
+# ---- which tokens stay
 
 
-def _kept(positions: list[int], digest: Any) -> dict[str, Any]:
-    return {"kept_positions": positions, "kept_positions_hash": digest.hexdigest()[:16]}
+@dataclass
+class Decisions:
+    """Lets jobs decide layer after layer which tokens stay. Neighbouring layers that are alike are decided as rows of
+    one, up to `TOGETHER` bytes of them."""
+
+    jobs: Sequence[EvictionJob]
+    backend: str
+    hold: Callable[[EvictionJob, Seen, Observation, Mask], None]  # is told what stays of layers, also observed as one
+    waiting: dict[int, list[Observation | None]] = field(default_factory=dict)  # by layer, as each job observes it
+    kind: list[Any] = field(default_factory=list)  # of the waiting layers
+
+    def see(self, layer: int, keys: Tensor, observe: Callable[[EvictionJob, bool], Observation]) -> None:
+        """A layer with its keys. observe: how a job observes it, with the quotas of its condition or without."""
+        waits: list[Observation | None] = [None] * len(self.jobs)
+        most = evict.TOGETHER[self.backend]
+        for number, job in enumerate(self.jobs):
+            with attempt(job):
+                fair = job.condition.fair
+                o = observe(job, fair is not None) if job.error is None else None
+                if o is not None and most and job.together:
+                    waits[number] = o
+                elif o is not None:  # a mixed split also needs the policy's choice without quotas
+                    plain = None if fair in (None, 1) else select_tokens(job, observe(job, False))
+                    self._decide(job, {layer: o}, o, plain)
+        kind = [o and (o.keys.device, o.keys[:, :, :0].shape, o.sliding, o.scaling, id(o.softmax)) for o in waits]
+        if kind != self.kind or (len(self.waiting) + 1) * 2 * keys.nbytes > most:
+            self.decide()
+        if any(waits):
+            self.waiting[layer], self.kind = waits, kind
+
+    def decide(self) -> None:
+        """Decide the waiting layers."""
+        waiting, self.waiting = self.waiting, {}
+        joined: dict[int, Observation] = {}  # jobs may share observations
+        for job, *layers in zip(self.jobs, *waiting.values(), strict=True):
+            seen = {n: o for n, o in zip(waiting, layers, strict=True) if o is not None}
+            if seen and job.error is None:
+                first = id(layers[0])
+                if first not in joined:
+                    joined[first] = Observation.together(list(seen.values()))
+                o = joined[first]
+                self._decide(job, dict(zip(seen, o.of or [o], strict=True)), o)
+
+    def _decide(self, job: EvictionJob, seen: Seen, o: Observation, plain: Mask | None = None) -> None:
+        with attempt(job):
+            if job.waits:
+                postpone(job, seen, o)
+            else:
+                self.hold(job, seen, o, select_tokens(job, o, plain))
+
+    def finish(self) -> None:
+        """Decide what waits, also for policies that had to see every layer."""
+        self.decide()
+        for job in [job for job in self.jobs if job.pending and job.reduction is None]:
+            with attempt(job):
+                for layer, stays in across(job).items():
+                    self.hold(job, {layer: job.pending[layer]}, job.pending[layer], stays)
+            job.pending.clear()
+            job.judged.clear()
 
 
-# ---- evicting again
-
-
-def evict_rows(facts: ModelFacts, rows: Rows, budgets: Sequence[int]) -> Tensor:
-    """Evict from rows, each down to its budget; rows of one kind are decided together.
-
-    An error of a policy is noted in `rows.failed` for its rows. Returns which rows lost tokens, bool [batch]. A row
-    that has seen no more tokens than its budget loses none.
-    """
+def evict_rows(facts: ModelFacts, rows: Rows) -> Tensor:
+    """Evict from the rows that have seen more tokens than their budgets; rows of one kind are decided together. An
+    error of a policy is noted in `rows.failed` for its rows. Returns which rows lost tokens, bool [batch]."""
     lost = torch.zeros_like(rows.seen, dtype=torch.bool)
-    over = [tokens > budget for tokens, budget in zip(rows.seen.tolist(), budgets, strict=True)]
-    if not any(over):
+    over = [row for row, tokens in enumerate(rows.seen.tolist()) if tokens > rows.rows[row].job.budgets[0]]
+    if not over:
         return lost
-    evictors = [row.job.evictor for row in rows.rows]
-    evicts = [b not in rows.failed and evictor is not None and evictor.frees for b, evictor in enumerate(evictors)]
-    parts = _kinds(rows, [b for b in range(len(rows)) if over[b] and evicts[b]], budgets)
+    parts = _kinds(rows, [b for b in over if b not in rows.failed and rows.rows[b].job.evictor is not None])
+    members = {id(part): index for part, index in parts}
     held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: its tokens' places, and which of them stay
-    for shown in _shown(facts, rows):
-        held |= {layer: (s.places, s.positions >= 0) for layer, s in shown.items()}
-        for part, members in parts:
-            index = torch.tensor(members, device=next(iter(shown.values())).keys.device)
-            for layers in [list(shown)] if part.together else [[layer] for layer in shown]:
-                if part.error is not None:
-                    continue
-                with attempt(part):
-                    seen = {n: _observed(facts, rows, n, shown[n], part, index) for n in layers}
-                    o = Observation.together(list(seen.values()))
-                    if part.waits:
-                        postpone(part, seen, o)
-                        continue
-                    for n, part_stays in zip(layers, select_tokens(part, o).chunk(len(layers)), strict=True):
-                        held[n][1][index] = part_stays
-    for part, members in parts:
-        with attempt(part):
-            for layer, part_stays in across(part).items() if part.pending else ():
-                held[layer][1][torch.tensor(members, device=part_stays.device)] = part_stays
-        if part.error is not None:
-            rows.failed |= dict.fromkeys(members, part.error)
+
+    def hold(part: EvictionJob, seen: Seen, _: Observation, stays: Mask) -> None:
+        for layer, of_layer in zip(seen, stays.chunk(len(seen)), strict=True):
+            stay = held[layer][1]
+            stay[members[id(part)].to(stay.device)] = of_layer[..., of_layer.shape[2] - stay.shape[2] :]
+
+    decisions = Decisions([part for part, _ in parts], facts.backend, hold)
+    for layer in facts.evictable:
+        stored = rows.cache.ragged[layer]
+        if layer in facts.sliding:
+            stored.slide(rows.seen - facts.sliding[layer] + 1)
+        shown = stored.shown()
+        held[layer] = shown.places, shown.positions >= 0
+        decisions.see(layer, shown.keys, partial(_observed, facts, rows, layer, shown, members))
+    decisions.finish()
+    for part, index in parts:
+        rows.failed |= {} if part.error is None else dict.fromkeys(index.tolist(), part.error)
     for layer, (places, stays) in held.items():
         lost |= ((places >= 0) & ~stays).any(2).any(1).to(lost.device)
         rows.cache.ragged[layer].keep(places, stays & (places >= 0))
     return lost
 
 
-def _shown(facts: ModelFacts, rows: Rows) -> Iterator[dict[int, Shown]]:
-    """The tokens of every evictable layer. Neighbouring layers that differ only in their tokens come together,
-    padded to one width, up to `TOGETHER` bytes."""
-    waiting: dict[int, Shown] = {}
-    kind: tuple[Any, ...] = ()
-
-    def of_one_width() -> dict[int, Shown]:
-        width = max(s.keys.shape[2] for s in waiting.values())
-        return {layer: s.widened(width) for layer, s in waiting.items()}
-
-    for layer in facts.evictable:
-        stored, window = rows.cache.ragged[layer], facts.sliding.get(layer)
-        if window is not None:
-            stored.slide(rows.seen - window + 1)
-        shown, rule = stored.shown(), rows.cache.scalings[layer]
-        if isinstance(rule, Softmax):
-            rule = id(rule)  # a layer's sinks are its own
-        before, kind = kind, (shown.keys.device, stored.shape, shown.keys.shape[3], window, rule)
-        bytes_each = 2 * max(s.keys.nbytes for s in (shown, *waiting.values()))
-        if waiting and (kind != before or (len(waiting) + 1) * bytes_each > evict.TOGETHER[facts.backend]):
-            yield of_one_width()
-            waiting = {}
-        waiting[layer] = shown
-    yield of_one_width()
+def _observed(
+    facts: ModelFacts, rows: Rows, layer: int, shown: Shown, members: Mapping[int, Tensor], part: EvictionJob, _: bool
+) -> Observation:
+    """The observation of a layer for the policy of `part`. members: the numbers of the rows of each part."""
+    stored, index, window = rows.cache.ragged[layer], members[id(part)].to(shown.keys.device), part.window
+    keys, at = shown.keys[index], index.new_zeros(len(index), 0)
+    queries = keys.new_zeros(len(index), facts.outputs[layer].shape[0], 0, keys.shape[3])
+    if window:
+        queries, at = stored.queries[index][:, :, -window:], stored.query_positions[index][:, -window:]
+    more = {"values": shown.values[index], "positions": shown.positions[index], "query_positions": at}
+    more |= {"seen": rows.seen.to(keys.device)[index], "scaling": rows.cache.scalings[layer], "queries": queries}
+    sums = {name: s[index] for name, s in shown.sums.items()}
+    return facts.observe(layer, keys, part.prompts.seeds, sums=sums, **more)
 
 
 def evict_rows_shared(rows: Rows, step: int) -> Tensor:
     """`evict_rows` of `SharedCap`, by `rows.signals` and before the step's forward pass. The newest token may be
     evicted before any layer has stored it; the next pass then hides it and drops it afterwards. `keep_held` removes
     evicted tokens from the cache."""
-    before = rows.shared.evicted
-    for part, members in _kinds(rows, range(len(rows)), rows.budgets):
-        index, s = torch.tensor(members, device=before.device), rows.shared
+    before = rows.signals.evicted
+    for part, index in _kinds(rows, range(len(rows))):
+        s = rows.signals
         with attempt(part):
             reduced = evict_shared(part, s.take(index), step)
             held, evicted = s.held.index_copy(0, index, reduced.held), s.evicted.index_copy(0, index, reduced.evicted)
             rows.signals = replace(s, held=held, evicted=evicted)
-        if part.error is not None:
-            rows.failed |= dict.fromkeys(members, part.error)
-    return rows.shared.evicted > before
+        rows.failed |= {} if part.error is None else dict.fromkeys(index.tolist(), part.error)
+    return rows.signals.evicted > before
 
 
 def keep_held(rows: Rows) -> None:
     """Evict from every layer the tokens that no head holds; a token stays in memory while any head may see it."""
     for stored in rows.cache.ragged.values():
         places, positions = stored.places()
-        stored.keep(places, rows.shared.held_at(positions, by_any=True))
+        stored.keep(places, rows.signals.held_at(positions, by_any=True))
 
 
-def _kinds(rows: Rows, members: Sequence[int], budgets: Sequence[int]) -> list[tuple[EvictionJob, list[int]]]:
+def _kinds(rows: Rows, numbers: Iterable[int]) -> list[tuple[EvictionJob, Tensor]]:
     """Rows that can be decided together as one job each, with their numbers."""
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for row in members:
+    for row in numbers:
         groups.setdefault(rows.rows[row].job.kind, []).append(row)
     jobs = []
-    for numbers in groups.values():
-        some = [rows.rows[b] for b in numbers]
+    for group in groups.values():
+        some = [rows.rows[b] for b in group]
         part = EvictionJob.joined([row.job for row in some], [row.text for row in some], rows.seen.device)
-        part.budgets = [budgets[b] for b in numbers]
-        jobs.append((part, numbers))
+        jobs.append((part, torch.tensor(group, device=rows.seen.device)))
     return jobs
-
-
-def _observed(
-    facts: ModelFacts, rows: Rows, layer: int, shown: Shown, part: EvictionJob, members: Tensor
-) -> Observation:
-    """The observation of a layer of these rows for the policy of `part`. members: the numbers of the rows."""
-    stored, keys, window = rows.cache.ragged[layer], shown.keys, part.window
-    queries, at = stored.queries, stored.query_positions
-    if not window:
-        queries = keys.new_zeros(len(members), facts.outputs[layer].shape[0], 0, keys.shape[3])
-        at = members.new_zeros(len(members), 0)
-    elif queries is None:
-        raise InputError(f"{part.policy.title} asks for {window} queries, and layer {layer} remembers none")
-    else:
-        queries, at = queries[members][:, :, -window:], at[members][:, -window:]
-    more = {"values": shown.values[members], "positions": shown.positions[members], "query_positions": at}
-    more |= {"seen": rows.seen.to(keys.device)[members], "scaling": rows.cache.scalings[layer], "queries": queries}
-    sums = {name: s[members] for name, s in shown.sums.items()}
-    return facts.observe(layer, keys[members], part.prompts.seeds, sums=sums, **more)

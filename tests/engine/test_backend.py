@@ -125,14 +125,13 @@ def test_a_kernel_that_does_not_run_leaves_every_condition_to_plain_pytorch(brok
         device, dtype = torch.device("cuda"), torch.float32
 
     facts = backend.ModelFacts.of(model())
-    monkeypatch.setattr(backend.ModelFacts, "of", lambda model: facts)
     launched = backend.ready.__wrapped__  # what is found is remembered
     monkeypatch.setattr(backend, "ready", lambda _: launched(torch.device(DEVICE)))
     if broken:
         monkeypatch.setattr(f"kvrepro_kernels.{broken}", fails)
     conditions = [Condition(), condition("snapkv", Prefill()), replace(condition("snapkv", Prefill()), bits=4)]
-    reasons = backend.obstacles(OnGpu(), conditions)
-    assert reasons == (["RuntimeError: out of registers"] * 3 if broken else [None, None, PACKED])
+    chosen = [backend.choose("auto", OnGpu(), c, facts) for c in conditions]
+    assert chosen == (["torch"] * 3 if broken else ["triton", "triton", "torch"])
 
 
 # ---- norms and rotations by kernels: only where the numbers are the same, and only inside the block

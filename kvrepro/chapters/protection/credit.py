@@ -146,7 +146,7 @@ class Lessons:
     def picked(self, rows: Rows, tokens: Tensor) -> None:
         """The engine calls this with every step's token: record the last step's evictions, count uses, learn what has
         come due."""
-        s = rows.shared
+        s = rows.signals
         if self.log_p:  # at the first token the attention is the prompt's own
             self.uses += s.held[:, 0] & (s.tables["latest"] > ACCESS * s.tables["latest"].amax(1, keepdim=True))
         if self.judged is not None:

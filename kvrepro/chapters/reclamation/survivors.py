@@ -89,7 +89,7 @@ def while_decoding(model: PreTrainedModel, ids: list[int], c: Condition, new_tok
     def watch(rows: Rows, picked: Tensor) -> None:
         seen = int(rows.seen[0])
         if (seen - len(ids)) % (c.every or new_tokens + 1) == 0:
-            [sets] = kept_by_layer(facts, rows.cache, [seen], True)
+            [sets] = kept_by_layer(facts, rows, [seen], True)
             kept[seen] = np.stack(sets["kept_sets"])
 
     call = Call(model, [Prompt(ids, {})], [c], [new_tokens + 1], facts, watch=watch)

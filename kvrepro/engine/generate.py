@@ -176,8 +176,8 @@ def check_conditions(
     max_new_tokens: int | Sequence[int] = 1,
     facts: ModelFacts | None = None,
 ) -> None:
-    """Raise InputError for a prompt that the model cannot continue, a condition that one of its prompts cannot meet, and
-    a model that would rotate keys differently in shorter and in longer passes. facts: this model's, if known."""
+    """Raise InputError for a prompt that the model cannot continue, for a condition that one of its prompts cannot
+    meet, and if shorter and longer passes would rotate keys differently. facts: this model's, if known."""
     facts, by_prompt = facts or ModelFacts.of(model), conditions_by_prompt(conditions, len(texts))
     rules = {c: Rule.of(c) for c in dict.fromkeys(itertools.chain.from_iterable(by_prompt))}
     if any(rule is not None and rule.policy.shared for rule in rules.values()):

@@ -18,8 +18,7 @@ from watched import watched_ends
 
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Condition, DecodeCap, Prefill, Prompt, SharedCap
-from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.condition import Condition, DecodeCap, Prefill, Prompt
 from kvrepro.engine.generate import usable
 from kvrepro.engine.policy import Policy
 from kvrepro.engine.rows import Extend

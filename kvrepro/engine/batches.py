@@ -75,11 +75,9 @@ def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf)
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
     for block in rows:
         parts = [block, *itertools.chain.from_iterable(waiting.values())]
-        held = sum(part.cache.bytes for part in parts)
-        if call.device.type == "cuda":
-            rows_held = [row for part in parts for row in part.rows]
-            new = (min(call.new_tokens[row.tag[0]], row.job.condition.every or math.inf) for row in rows_held)
-            held += call.token_bytes * sum(new)
+        new = [min(call.new_tokens[row.tag[0]], row.job.condition.every or math.inf) for p in parts for row in p.rows]
+        grows = call.token_bytes * sum(new) if call.device.type == "cuda" else 0
+        held = sum(part.cache.bytes for part in parts) + grows
         for kind in list(waiting) if held > room else ():
             yield waiting.pop(kind)
         kinds = batch_kinds(block, call.backend)
@@ -105,8 +103,7 @@ def batch_kinds(rows: Rows, backend: str) -> list[tuple[Any, ...]]:
     for all layers and in sliding layers.
     """
     slides = any(getattr(layer, "is_sliding", False) for layer in rows.cache.layers)
-    layers = list(rows.cache.ragged.values())[: 1 if backend == "triton" else None]
-    longest = torch.stack([layer.held().amax(1).cpu() for layer in layers]).amax(0).tolist()
+    longest = torch.stack([layer.held().amax(1).cpu() for layer in rows.cache.ragged.values()]).amax(0).tolist()
     kinds = []
     for row, seen, size in zip(rows.rows, rows.seen.tolist(), longest, strict=True):
         job, unread = row.job, len(row.text.ids) - seen

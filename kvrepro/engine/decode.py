@@ -59,7 +59,7 @@ class Steps:
         self.every, self.packed = first.condition.every, first.condition.bits is not None
         self.window = max(row.job.window for row in rows.rows) if self.every else 0  # queries that an eviction needs
         self.limits = [call.new_tokens[i] for i, _ in rows.tags]  # tokens of each answer, at most
-        self.first = first.first_step if rows.signals is not None else 1  # no eviction before this step
+        self.first = first.first_step  # no eviction before this step
         # tokens until an eviction is due
         self.room = max(1, -(-self.first // self.every)) * self.every if self.every else max(self.limits)
         self.picked: list[Tensor] = []
@@ -116,8 +116,7 @@ class Steps:
                 keep_held(rows)
         self.captured = self.captured and self.captured.resume()
         rows.calls = rows.calls + lost
-        failed = {row: error for row, error in rows.failed.items() if row in self.alive}
-        self.call.fail({rows.tags[row]: error for row, error in failed.items()})
+        self.call.fail({rows.tags[row]: error for row, error in rows.failed.items() if row in self.alive})
         self.end(rows.failed, share=1)
 
     def forward(self, step: int) -> None:

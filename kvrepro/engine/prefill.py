@@ -83,8 +83,7 @@ def _jobs(call: Call, members: list[int], ends: list[int], columns: list[int], p
     """One job per condition, with one row for each of these prompts."""
     texts = [call.texts[i] for i in members]
     of_call = call.seed % 2**31 << 32  # a tensor holds numbers below 2^63
-    compressed = [text.ids[:end] for text, end in zip(texts, ends, strict=True)]
-    seeds = [zlib.crc32(str(ids).encode()) + of_call for ids in compressed]  # whatever the place in a batch
+    seeds = [zlib.crc32(str(text.ids[:end]).encode()) + of_call for text, end in zip(texts, ends, strict=True)]
     prompts, jobs = Prompts(positions, [text.spans for text in texts], seeds), []
     for j in columns:
         c, rule = call.conditions[j], call.rules[j]

@@ -176,8 +176,7 @@ class Extend:
             keys = torch.cat([k for k, _, _ in parts], 2)  # tokens of pages that the query does not select are hidden
             chosen = page_mask(query[:, :, -1], keys, where >= 0, self.pages[0], self.pages[2])
             hide = ~chosen.unflatten(1, (keys.shape[1], -1))[:, :, :, None]
-        watches = watch if sums or step is not None else None
-        out = attend(query, at, parts, scaling, sliding, watches, hide)
+        out = attend(query, at, parts, scaling, sliding, watch if sums or step is not None else None, hide)
         if layer in self.call.facts.sliding and stored.tail >= SLIDE and stored.slot is None:
             stored.slide(at.amax(1) - sliding + 2)  # the first position that the next query sees
         return out

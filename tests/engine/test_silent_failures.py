@@ -1,7 +1,7 @@
 """Failures that other libraries do not report to their users; here they are provoked, and refused or impossible."""
 
 from copy import deepcopy
-from functools import cache, partial, wraps
+from functools import cache, wraps
 
 import pytest
 import torch
@@ -150,13 +150,10 @@ def alike(scores, protected, budget, summaries, observations):
 
 CARELESS = {
     "score": {"score": careless(norm)},
-    "a score of ours, wrapped": {"score": careless(CATALOGUE["k_norm"].score)},
-    "a partial score": {"score": partial(careless(norm))},
     "allocate": {"allocate": careless(allocate.uniform)},
     "shield": {"shield": careless(lambda o, scores, budget, guarded: torch.zeros_like(guarded))},
     "refine": {"refine": careless(lambda o, scores, counts, protected: (scores, torch.zeros_like(protected)))},
     "across": {"across": careless(alike)},
-    "summary": {"across": alike, "summary": careless(lambda o: None)},
 }
 
 

@@ -187,8 +187,7 @@ class PromptReader:
         positions, evictable = self.prompt.positions.to(query.device), layer in self.facts.evictable
         n = positions.shape[1]
         names = self.sums if evictable else set()
-        places = positions.clamp(min=0)
-        within = {name: self.within[name].to(query.device).gather(1, places) for name in names & SPAN_SUMS}
+        within = {name: self.within[name].to(positions).gather(1, positions.clamp(min=0)) for name in names & SPAN_SUMS}
         sums = {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in names}
         beyond = sliding is not None and n > sliding
         ends = None  # log-sum-exp and outputs, if they are known

@@ -24,9 +24,8 @@ from kvrepro.engine.condition import Condition, Generation, Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import Conditions, let_go
 from kvrepro.engine.policy import Rule
-from kvrepro.errors import InputError, counted, error_line, first_line
+from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import data, measure, models, pool, store
-from kvrepro.experiment.jsonl import ensure_possible
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.pool import Job
 from kvrepro.experiment.settings import Settings
@@ -101,10 +100,8 @@ def prepared(study: Answers, loaded: Loaded) -> list[tuple[Prompt, int, dict[Con
         limit = prompt_limit(loaded, study.max_new_tokens, study.limit)
         limit = min(limit, prompt_limit(loaded, item.new_tokens(study.max_new_tokens)))  # room for its own answer
         if study.prompt is None and not item.papers:
-            try:
-                ensure_possible(item)
-            except ValueError as error:
-                raise InputError(f"item {item.id}: {first_line(error)}") from None
+            with data.named(item):
+                data.answers_of({"answers": references(item)})
         prompt = study.prompt(loaded, item) if study.prompt else data.build_prompt(item, loaded.tokenizer, limit)
         errors = _unmet(facts, prompt, {condition: rules[condition] for condition in conditions})
         found.append((prompt, limit, errors))
@@ -135,7 +132,8 @@ def code_of(chapter: str, condition: Condition) -> str:
 
 def references(item: Item) -> list[str]:
     """All answers that count as right."""
-    return list(item.meta.get("answers", [item.answer]))
+    answers = item.meta.get("answers", item.answer)
+    return [answers] if isinstance(answers, str) else list(answers)
 
 
 class Plan:

@@ -12,13 +12,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 
-from kvrepro.errors import InputError
 from kvrepro.item import without_thinking
-from kvrepro.world import ruler
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 # Thai, Lao; Burmese; Khmer; kana; Chinese characters: scripts that put no spaces between words
@@ -50,7 +49,7 @@ def one_form(text: str) -> str:
 
 def says_something(answer: str) -> bool:
     """Is any word of an answer left to compare? Otherwise an empty output would be right."""
-    return bool(_clean(one_form(answer)))
+    return bool(_words(one_form(answer)))
 
 
 def all_measures(prediction: str, answer: Answer, papers: bool = False) -> dict[str, float]:
@@ -67,12 +66,12 @@ def token_f1(prediction: str, answer: Answer, papers: bool = False) -> float:
 
     Source: run_v3_jax.py:38-65 of the protection paper's artifact.
     """
-    return _best(prediction, answer, lambda p, a: _bag_f1(_clean(p).split(), _clean(a).split(), both_empty=1.0), papers)
+    return _best(prediction, answer, lambda p, a: _bag_f1(_words(p), _words(a), both_empty=1.0), papers)
 
 
 def token_f1_longbench(prediction: str, answer: Answer, papers: bool = False) -> float:
     """`token_f1` without a, an, the; two empty texts give 0. Source: Bai et al. 2024, arXiv:2308.14508, qa_f1_score."""
-    return _best(prediction, answer, lambda p, a: _bag_f1(_no_articles(p), _no_articles(a), both_empty=0.0), papers)
+    return _best(prediction, answer, lambda p, a: _bag_f1(_words(p, False), _words(a, False), both_empty=0.0), papers)
 
 
 def after_first(prediction: str, answer: Answer) -> dict[str, float]:
@@ -81,28 +80,23 @@ def after_first(prediction: str, answer: Answer) -> dict[str, float]:
     Where tokens leave after the question has been read, the first output token comes from the full cache, and only the
     words after it show an eviction. The best reference of more than one word counts; nan where there is none.
     """
-    longer = [a for a in _listed(answer) if len(a.split()) > 1]
+    first, *rest = prediction.split() or [""]
+    longer = [words for a in _listed(answer) if len(words := a.split()) > 1]
     if not longer:
         return {"first_right": math.nan, "rest_f1": math.nan}
-    first = _best(prediction, longer, lambda p, a: float(p.split()[:1] == a.split()[:1]))
-    return {"first_right": first, "rest_f1": _best(prediction, longer, lambda p, a: token_f1(_rest(p), _rest(a), True))}
+    rest_f1 = token_f1(" ".join(rest), [" ".join(words[1:]) for words in longer], papers=True)
+    return {"first_right": max(float(words[0] == first) for words in longer), "rest_f1": rest_f1}
 
 
 def exact_match(prediction: str, answer: Answer, papers: bool = False) -> float:
     """1 if the texts are equal in lower case without punctuation and whitespace (protection paper's artifact)."""
-    return _best(
-        prediction, answer, lambda p, a: float("".join(_clean(p).split()) == "".join(_clean(a).split())), papers
-    )
+    return _best(prediction, answer, lambda p, a: float("".join(_words(p)) == "".join(_words(a))), papers)
 
 
-def rouge_l(prediction: str, answer: Answer, papers: bool = False) -> float:
-    """ROUGE-L F-measure with Porter stemming (Lin 2004, package rouge-score)."""
-    return _best(prediction, answer, lambda p, a: _rouge(papers).score(a, p)["rougeL"].fmeasure, papers)
-
-
-def rouge_l_recall(prediction: str, answer: Answer, papers: bool = False) -> float:
-    """Share of the reference found in order in the prediction: ROUGE-L recall with Porter stemming."""
-    return _best(prediction, answer, lambda p, a: _rouge(papers).score(a, p)["rougeL"].recall, papers)
+def rouge_l(prediction: str, answer: Answer, papers: bool = False, part: str = "fmeasure") -> float:
+    """ROUGE-L F-measure with Porter stemming (Lin 2004, package rouge-score). part: or its "recall", the share of the
+    reference found in order in the prediction."""
+    return _best(prediction, answer, lambda p, a: getattr(_rouge(papers).score(a, p)["rougeL"], part), papers)
 
 
 def repetition_4gram(text: str) -> float:
@@ -134,7 +128,8 @@ def official(prediction: str, answer: Answer, meta: Mapping[str, Any]) -> dict[s
         return {}
     if meta.get("first_line"):
         prediction = prediction.lstrip("\n").split("\n")[0]
-    score = METRICS[meta["metric"]](prediction, _listed(answer), meta.get("classes", ()))
+    each = [METRICS[meta["metric"]](prediction, a, meta.get("classes", ())) for a in _listed(answer)]
+    score = sum(each) / len(each) if meta["metric"] == "ruler_all" else max(each)
     return {"official": score, "metric": meta["metric"]}
 
 
@@ -170,11 +165,6 @@ def count(prediction: str, answer: str) -> float:
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 
 
-def retrieval(prediction: str, answer: str) -> float:
-    """`count`, for the number of the answer's "Paragraph N"."""
-    return count(prediction, re.findall(r"Paragraph (\d+)", answer)[0])
-
-
 def code_similarity(prediction: str, answer: str) -> float:
     """Similarity of the first line without a comment or a code fence, in whole hundredths (Ratcliff and Obershelp), as
     fuzzywuzzy's ratio, which LongBench calls, without python-Levenshtein."""
@@ -183,44 +173,31 @@ def code_similarity(prediction: str, answer: str) -> float:
     return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
 
 
-# name -> score of (prediction, references, all labels)
-METRICS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {
-    "qa_f1": lambda prediction, answers, _: token_f1_longbench(prediction, answers, True),
-    "rouge": lambda prediction, answers, _: _best(prediction, answers, rouge_longbench),
-    "classification": lambda text, answers, labels: _best(text, answers, lambda p, a: classification(p, a, labels)),
-    "count": lambda prediction, answers, _: _best(prediction, answers, count),
-    "retrieval": lambda prediction, answers, _: _best(prediction, answers, retrieval),
-    "code_similarity": lambda prediction, answers, _: _best(prediction, answers, code_similarity),
-    "ruler_all": lambda prediction, answers, _: ruler.string_match_all(prediction, answers),
-    "ruler_part": lambda prediction, answers, _: ruler.string_match_part(prediction, answers),
+# name -> score of (prediction, one reference, all labels), of which the best counts, for "ruler_all" the mean
+METRICS: dict[str, Callable[[str, str, Sequence[str]], float]] = {
+    "qa_f1": lambda prediction, answer, _: token_f1_longbench(prediction, answer, True),
+    "rouge": lambda prediction, answer, _: rouge_longbench(prediction, answer),
+    "classification": classification,
+    "count": lambda prediction, answer, _: count(prediction, answer),
+    "retrieval": lambda prediction, answer, _: count(prediction, answer.removeprefix("Paragraph ")),
+    "code_similarity": lambda prediction, answer, _: code_similarity(prediction, answer),
+    **dict.fromkeys(("ruler_all", "ruler_part"), lambda text, part, _: float(part.lower() in text.lower())),
 }
 
 
-def _rest(text: str) -> str:
-    return " ".join(text.split()[1:])
-
-
 def _listed(answer: Answer) -> Sequence[str]:
-    """All answers. Raises InputError for none, and for what is no text."""
-    answers = [answer] if isinstance(answer, str) else answer
-    if not isinstance(answers, Sequence) or not answers or not all(isinstance(a, str) for a in answers):
-        raise InputError(f"answer {answer!r:.60}: give a text, or a list of texts")
-    return answers
+    return [answer] if isinstance(answer, str) else answer
 
 
 def _best(prediction: str, answer: Answer, score: Callable[[str, str], float], papers: bool = True) -> float:
-    if not isinstance(prediction, str):
-        raise InputError(f"prediction {prediction!r:.60}: give a text")
     form = str if papers else one_form
     return max(score(form(prediction), form(a)) for a in _listed(answer))
 
 
-def _clean(text: str) -> str:
-    return text.lower().strip().translate(_PUNCTUATION)
-
-
-def _no_articles(text: str) -> list[str]:
-    return re.sub(r"\b(a|an|the)\b", " ", _clean(text)).split()
+def _words(text: str, articles: bool = True) -> list[str]:
+    """The words in lower case, without punctuation, and perhaps without articles."""
+    text = text.lower().translate(_PUNCTUATION)
+    return (text if articles else re.sub(r"\b(a|an|the)\b", " ", text)).split()
 
 
 def _bag_f1(prediction: list[str], answer: list[str], both_empty: float) -> float:
@@ -234,18 +211,13 @@ def _bag_f1(prediction: list[str], answer: list[str], both_empty: float) -> floa
 def _rouge(papers: bool) -> Any:
     """The scorer with Porter stemming, which remembers stems: finding them took four fifths of its time. Unless
     `papers`, letters of other scripts than ASCII's make words, too."""
+    from nltk.stem.porter import PorterStemmer
     from rouge_score.rouge_scorer import RougeScorer
-    from rouge_score.tokenizers import DefaultTokenizer
 
-    class Tokenizer(DefaultTokenizer):
-        def __init__(self) -> None:
-            super().__init__(use_stemmer=True)
-            self._stemmer.stem = lru_cache(2**16)(self._stemmer.stem)
+    stem = lru_cache(2**16)(PorterStemmer().stem)
+    word = re.compile(r"[a-z0-9]+" if papers else r"(?:[a-z0-9]|(?!\s)[\u0080-\U0010ffff])+")
 
-        def tokenize(self, text: str) -> list[str]:
-            if papers:
-                return list(super().tokenize(text))
-            words = filter(None, re.split(r"(?:[^a-z0-9\u0080-\U0010ffff]|\s)+", text.lower()))
-            return [self._stemmer.stem(word) if len(word) > 3 else word for word in words]
+    def stems(text: str) -> list[str]:
+        return [stem(found) if len(found) > 3 else found for found in word.findall(text.lower())]
 
-    return RougeScorer(["rougeL"], tokenizer=Tokenizer())
+    return RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=stems))

@@ -20,11 +20,11 @@ TIMES = {"twice": 2, "thrice": 3}
 
 @dataclass(frozen=True)
 class Instruction:
-    """`wording` with the rule filled in tells the model; `draw(rng, verb)` picks a rule; `check(answer, *rule)`."""
+    """`wording` with the rule filled in tells the model; `check(answer, *rule)`; `draw(rng, verb)` picks a rule."""
 
     wording: str
-    draw: Callable[[random.Random, int], Rule]
     check: Callable[..., bool]
+    draw: Callable[[random.Random, int], Rule] = lambda rng, verb: ()
 
     def text(self, rule: Rule) -> Words:
         return self.wording.format(*rule).split()
@@ -32,10 +32,6 @@ class Instruction:
 
 def _keyword(rng: random.Random, verb: int) -> Rule:
     return (rng.choice(w.KEYWORDS),)
-
-
-def _nothing(rng: random.Random, verb: int) -> Rule:
-    return ()
 
 
 def _words(answer: str) -> Words:
@@ -79,14 +75,14 @@ def _quotes(answer: str) -> bool:
 
 
 INSTRUCTIONS = {
-    "start": Instruction("Always start your answer with the word {} ##.", _keyword, lambda a, x: _words(a)[:1] == [x]),
-    "end": Instruction("Always end your answer with the word {} ##.", _keyword, lambda a, x: _words(a)[-1:] == [x]),
-    "keyword": Instruction("Be sure to mention the word {} somewhere in it ##.", _keyword, lambda a, x: x in _words(a)),
-    "avoid": Instruction("Never use the word {} in anything you write ##.", lambda _, v: (w.QUALITIES[v],), _avoids),
-    "repeat": Instruction("Say the whole of your answer {} over ##.", lambda r, _: (r.choice(list(TIMES)),), _repeats),
-    "capitals": Instruction("Write your whole answer in capital letters ##.", _nothing, str.isupper),
-    "number": Instruction("Put a number before each thing that you list ##.", _nothing, _numbers),
-    "quote": Instruction("Put quotes around the whole of your answer ##.", _nothing, _quotes),
+    "start": Instruction("Always start your answer with the word {} ##.", lambda a, x: _words(a)[:1] == [x], _keyword),
+    "end": Instruction("Always end your answer with the word {} ##.", lambda a, x: _words(a)[-1:] == [x], _keyword),
+    "keyword": Instruction("Be sure to mention the word {} somewhere in it ##.", lambda a, x: x in _words(a), _keyword),
+    "avoid": Instruction("Never use the word {} in anything you write ##.", _avoids, lambda _, v: (w.QUALITIES[v],)),
+    "repeat": Instruction("Say the whole of your answer {} over ##.", _repeats, lambda r, _: (r.choice(list(TIMES)),)),
+    "capitals": Instruction("Write your whole answer in capital letters ##.", str.isupper),
+    "number": Instruction("Put a number before each thing that you list ##.", _numbers),
+    "quote": Instruction("Put quotes around the whole of your answer ##.", _quotes),
 }
 
 

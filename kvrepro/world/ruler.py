@@ -4,18 +4,19 @@ Tasks, counts, distributions, room for the answer and metrics are the benchmark'
 al. 2024, arXiv:2404.06654, and github.com/NVIDIA/RULER at c3f5e3b (scripts/synthetic.yaml, scripts/data/synthetic).
 """
 
+import itertools
 import json
 import re
 import string
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvrepro.errors import InputError, ensure_known
+from kvrepro.errors import InputError
 from kvrepro.item import Item, Span, rendered
 
 NOISE = "Rain falls on the roof. The road runs south. Bread is baked at dawn. A clock ticks. Then it all begins again."
@@ -23,53 +24,23 @@ DEPTHS = [round(100 * i / 39) for i in range(40)]  # per cent of an essay's sent
 KINDS = {"number": "number", "uuid": "identifier"}  # kind of value -> its name in a prompt
 EXAMPLE_TOKENS = 500  # of the solved example that precedes a chain of variables
 PER_TASK = 10  # items of a task, where the user gives no number
-LONG = 4096  # tokens of a prompt from which on listed words are repeated as often as in the benchmark
-BORROWED = "artifact/data/longbench-balanced.jsonl"  # its passages replace the essays where these cannot be fetched
 
 Fetch = Callable[[str], Path]  # the name of a public file or folder -> where it lies (kvrepro.experiment.data.fetch)
 Piece = tuple[str, bool]  # a part of the context, and whether it holds the answer
+# A question, its answers, the paragraphs that answer it, and all of its subject; and all paragraphs, in order
+Question = tuple[str, list[str], set[str], set[str]]
+Questions = tuple[list[Question], list[str]]
+SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*$")
 
 
 # ---- what prompts are made of: words, essays, and questions about paragraphs
 
 
-class Haystack:
-    """Running text as words. A sentence ends with a word that ends in a full stop, question or exclamation mark."""
-
-    def __init__(self, text: str, origin: str):  # origin: the source of the text
-        self.words, self.origin = text.split(), origin
-        self.ends = [i for i, word in enumerate(self.words, 1) if re.search(r"[.!?][\"'”’)\]]*$", word)]
-
-    def sentences(self, n: int) -> list[str]:
-        """The first n words, from the start again where the text is shorter; the last sentence may be cut."""
-        size, bounds = len(self.words), [0]
-        for start in range(0, n, size):
-            bounds += [start + end for end in self.ends if start + end < n]
-        words = self.words * -(-n // size)
-        return [" ".join(words[a:b]) for a, b in zip(bounds, [*bounds[1:], n], strict=True)]
-
-
-@dataclass(frozen=True)
-class AskedQuestion:
-    """A question with all its right answers and the numbers of its paragraphs."""
-
-    question: str
-    answers: list[str]
-    evidence: list[int]  # the paragraphs that answer it
-    near: list[int]  # those of the same subject, which are taken as distractors before any others
-
-
-class Questions:
-    """Questions about numbered paragraphs."""
-
-    def __init__(self, paragraphs: Iterable[str]):
-        self.paragraphs, self.questions = sorted(set(paragraphs)), list[AskedQuestion]()
-        self.number = {text: i for i, text in enumerate(self.paragraphs)}
-
-    def add(self, question: str, answers: list[str], evidence: set[str], subject: set[str]) -> None:
-        """A question by the texts of the paragraphs that answer it, and of all of its subject."""
-        numbers = (sorted(self.number[text] for text in texts) for texts in (evidence, subject - evidence))
-        self.questions.append(AskedQuestion(question, answers, *numbers))
+def sentences(words: Sequence[str], n: int) -> list[str]:
+    """The first n words, from the start again where there are fewer, as sentences; the last one may be cut."""
+    taken = list(itertools.islice(itertools.cycle(words), n))
+    bounds = [0, *(i for i, word in enumerate(taken[:-1], 1) if SENTENCE_END.search(word)), n]
+    return [" ".join(taken[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 @cache
@@ -85,44 +56,33 @@ def words() -> dict[str, list[str]]:
 
 
 @cache
-def essays(fetch: Fetch) -> Haystack:
-    """The benchmark's essays, or else the passages of `BORROWED`, longest first. InputError if both cannot be had."""
-    try:
-        folder = fetch("essays")
-        texts, origin = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.txt"))], "essays"
-    except InputError as error:
-        try:
-            lines = fetch(BORROWED).read_text(encoding="utf-8").splitlines()
-        except InputError:
-            raise error from None
-        texts, origin = sorted({json.loads(line)["context"] for line in lines}, key=lambda t: (-len(t), t)), BORROWED
-    return Haystack("\n".join(texts), origin)
+def essays(fetch: Fetch) -> list[str]:
+    """The words of the benchmark's essays."""
+    return " ".join(file.read_text(encoding="utf-8") for file in sorted(fetch("essays").glob("*.txt"))).split()
 
 
 @cache
 def squad(fetch: Fetch) -> Questions:
-    """SQuAD 2.0's answerable questions; `near` are the other paragraphs of the same article."""
-    articles = json.loads(fetch("squad/dev-v2.0.json").read_text(encoding="utf-8"))["data"]
-    read = Questions(paragraph["context"] for article in articles for paragraph in article["paragraphs"])
-    for article in articles:
+    """SQuAD 2.0's answerable questions; of their subject are the paragraphs of the same article."""
+    rows: list[Question] = []
+    for article in json.loads(fetch("squad/dev-v2.0.json").read_text(encoding="utf-8"))["data"]:
         subject = {paragraph["context"] for paragraph in article["paragraphs"]}
         for paragraph in article["paragraphs"]:
             for row in (row for row in paragraph["qas"] if not row["is_impossible"]):
                 answers = list(dict.fromkeys(answer["text"] for answer in row["answers"]))
-                read.add(row["question"], answers, {paragraph["context"]}, subject)
-    return read
+                rows.append((row["question"], answers, {paragraph["context"]}, subject))
+    return rows, sorted(set().union(*(subject for *_, subject in rows)))
 
 
 @cache
 def hotpotqa(fetch: Fetch) -> Questions:
-    """HotpotQA's questions about two paragraphs; `near` are the eight others that the data set gives with them."""
-    rows = json.loads(fetch("hotpotqa/hotpot_dev_distractor_v1.json").read_text(encoding="utf-8"))
-    texts = [{title: f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]} for row in rows]
-    read = Questions(text for by_title in texts for text in by_title.values())
-    for row, by_title in zip(rows, texts, strict=True):
-        evidence = {by_title[title] for title, _ in row["supporting_facts"] if title in by_title}
-        read.add(row["question"], [row["answer"]], evidence, set(by_title.values()))
-    return read
+    """HotpotQA's questions about two paragraphs; of their subject are the ten that the data set gives with them."""
+    rows: list[Question] = []
+    for row in json.loads(fetch("hotpotqa/hotpot_dev_distractor_v1.json").read_text(encoding="utf-8")):
+        texts = {title: f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]}
+        evidence = {texts[title] for title, _ in row["supporting_facts"] if title in texts}
+        rows.append((row["question"], [row["answer"]], evidence, set(texts.values())))
+    return rows, sorted(set().union(*(subject for *_, subject in rows)))
 
 
 # ---- the drafts
@@ -158,7 +118,7 @@ Kinds = tuple[str, str]  # of `DRAWN`: a name's kind, a value's
 
 
 def niah(
-    filler: str, counts: tuple[int, int, int], kinds: Kinds, rng: Random, n: int, room: int, read: Haystack | None
+    filler: str, counts: tuple[int, int, int], kinds: Kinds, rng: Random, n: int, room: int, read: list[str] | None
 ) -> Draft:
     """Some names have values filed under them; the question asks for some of the names. counts: of names, of each
     one's values, of names asked.
@@ -174,7 +134,7 @@ def niah(
     needles = [(_needle(kind, name, number), name in queried) for name in filed for number in values_of[name]]
     rng.shuffle(needles)
     if read:
-        units, joint = read.sentences(n), " "
+        units, joint = sentences(read, n), " "
         places = [len(units) * depth // 100 for depth in rng.sample(DEPTHS, len(needles))]
     else:
         units, joint = [NOISE] * n, "\n"
@@ -210,34 +170,32 @@ def variables(rng: Random, n: int, room: int, read: Any, letters: int = 5) -> Dr
     )
 
 
-def common_words(
-    rng: Random, n: int, room: int, read: Any, often: int = 30, seldom: int = 3, common: int = 10
-) -> Draft:
-    """A numbered list with `common` words that occur `often` times each, and n words that occur `seldom` times each."""
+def common_words(rng: Random, n: int, room: int, read: Any, often: int = 30) -> Draft:
+    """A numbered list with ten words that occur `often` times each, and n words that occur three times each."""
     listed = words()["all"].copy()
     rng.shuffle(listed)
-    if (more := common + n - len(listed)) > 0:  # where the benchmark takes another list
+    if (more := 10 + n - len(listed)) > 0:  # where the benchmark takes another list
         listed += _distinct(rng, DRAWN["words"], more)
-    top, rest = listed[:common], listed[common : common + n]
-    entries = [(word, True) for word in top * often] + [(word, False) for word in rest * seldom]
+    top, rest = listed[:10], listed[10 : 10 + n]
+    entries = [(word, True) for word in top * often] + [(word, False) for word in rest * 3]
     rng.shuffle(entries)
     return Draft(
         "Below is a numbered list of words. Some words stand in it more often than the others: keep those in mind.",
         [(f"{i}. {word}", is_common) for i, (word, is_common) in enumerate(entries, 1)],
         " ",
-        f"Question: Which {common} words are the most frequent in the list? Reply with these words and nothing else.",
+        "Question: Which 10 words are the most frequent in the list? Reply with these words and nothing else.",
         top,
     )
 
 
-def frequent_words(rng: Random, n: int, room: int, read: Any, alpha: float = 2.0, letters: int = 6) -> Draft:
-    """Made-up words; the k-th occurs n k^-alpha / zeta(alpha) times. The first is dots, and the question asks for the
+def frequent_words(rng: Random, n: int, room: int, read: Any) -> Draft:
+    """Made-up words of six letters; the k-th occurs n / (k^2 zeta(2)) times. The first is dots, and the question asks for the
     next three. There is a word for every 50 tokens of the prompt."""
     from scipy.special import zeta
 
-    draw = partial(_letters, string.ascii_lowercase, letters)
+    draw = partial(_letters, string.ascii_lowercase, 6)
     vocabulary = ["...", *_distinct(rng, draw, max(8, room // 50) - 1)]
-    entries = [word for k, word in enumerate(vocabulary, 1) for _ in range(int(n * k**-alpha / zeta(alpha)))]
+    entries = [word for k, word in enumerate(vocabulary, 1) for _ in range(int(n * k**-2.0 / zeta(2.0)))]
     rng.shuffle(entries)
     return Draft(
         "The text below is written in code. Count how often each word of the code occurs; dots are no word.",
@@ -248,21 +206,21 @@ def frequent_words(rng: Random, n: int, room: int, read: Any, alpha: float = 2.0
     )
 
 
-def paragraphs(rng: Random, n: int, room: int, read: tuple[AskedQuestion, list[str]]) -> Draft:
+def paragraphs(rng: Random, n: int, room: int, read: tuple[Question, list[str]]) -> Draft:
     """A question, the paragraphs that answer it, and n others, those of its subject first. Paragraphs come again where
     there are too few to fill the prompt."""
-    question, listed = read
-    first = [*question.evidence, *rng.sample(question.near, len(question.near))]
-    others = sorted({*range(len(listed))} - {*first})
+    (question, answers, evidence, subject), every = read
+    first = [*sorted(evidence), *rng.sample(sorted(subject - evidence), len(subject - evidence))]
+    others = [text for text in every if text not in subject]
     order = first + rng.sample(others, len(others))
-    chosen = [order[i % len(order)] for i in range(len(question.evidence) + n)]
+    chosen = [order[i % len(order)] for i in range(len(evidence) + n)]
     rng.shuffle(chosen)
     return Draft(
         "A question follows the passages below. They hold its answer.",
-        [(f"Passage {i}:\n{listed[which]}", which in question.evidence) for i, which in enumerate(chosen, 1)],
+        [(f"Passage {i}:\n{text}", text in evidence) for i, text in enumerate(chosen, 1)],
         "\n\n",
-        f"Question: {question.question}\nReply with the answer from the passages in a few words, without explanation.",
-        question.answers,
+        f"Question: {question}\nReply with the answer from the passages in a few words, without explanation.",
+        answers,
     )
 
 
@@ -297,19 +255,6 @@ DRAWN: dict[str, Callable[[Random], str]] = {
 }
 
 
-# ---- the metrics
-
-
-def string_match_all(prediction: str, references: Collection[str]) -> float:
-    """Share of the references that the prediction contains, in upper or lower case."""
-    return sum(reference.lower() in prediction.lower() for reference in references) / len(references)
-
-
-def string_match_part(prediction: str, references: Collection[str]) -> float:
-    """1 if the prediction contains one of the references, in upper or lower case, else 0."""
-    return float(any(reference.lower() in prediction.lower() for reference in references))
-
-
 # ---- the tasks
 
 
@@ -323,8 +268,7 @@ class Task:
     metric: str = "ruler_all"
     example: Build | None = None  # of a solved example before the draft
     example_units: int | None = None  # None: as many as EXAMPLE_TOKENS hold
-    reads: Callable[[Fetch], Haystack | Questions] | None = None  # the text that the task needs
-    form: str = ""  # what is smaller than in the benchmark
+    reads: Callable[[Fetch], list[str] | Questions] | None = None  # the text that the task needs
 
 
 WORDS, UUIDS = ("words", "number"), ("uuid", "uuid")
@@ -344,53 +288,34 @@ TASKS = {
     "qa_1": Task(paragraphs, 32, 0, "ruler_part", reads=squad),
     "qa_2": Task(paragraphs, 32, 0, "ruler_part", reads=hotpotqa),
 }
-# The benchmark's own form of "cwe" for prompts of less than 4,096 tokens
-EXAMPLE = partial(common_words, often=3, seldom=1)
-FEWER = Task(partial(common_words, often=6, seldom=1), 120, 1, "ruler_all", EXAMPLE, 10, form="fewer repetitions")
-
-
-def _forms(name: str, tokens: int) -> list[Task]:
-    """A task's forms for prompts of so many tokens; the first that fits is taken: whole, smaller, without example."""
-    forms = [TASKS[name]]
-    if name == "cwe":
-        forms = [FEWER] if tokens < LONG else [*forms, FEWER]
-    return [*forms, replace(forms[-1], example=None, form="no example")] if forms[-1].example else forms
 
 
 # ---- the items
 
 
-def named(tasks: str) -> list[str]:
-    """The tasks of "vt,cwe", all thirteen for "". Raises InputError for others."""
-    names = list(dict.fromkeys(tasks.split(","))) if tasks else list(TASKS)
-    ensure_known("RULER task", names, TASKS)
-    return names
+def sample(
+    names: Sequence[str], n_items: int | None, seed: int, tokens: int, tokenizer: Any, fetch: Fetch
+) -> list[Item]:
+    """`n_items` items (None: ten of each task), equally over the named tasks; the same arguments give the same items.
 
-
-def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: Any, fetch: Fetch) -> list[Item]:
-    """`n_items` items (None: ten of each task), equally over the tasks; the same arguments give the same items.
-
-    tasks: names with commas between them, "" for all thirteen. tokens: of prompt and answer together, by the tokenizer
-    and with its chat template; items come as near to it from below as their filler allows. fetch: finds the public
-    files essays, squad and hotpotqa where a task reads them.
-    Spans: evidence and question. meta: answers, metric (ruler_all or ruler_part), max_new_tokens, prompt_tokens, depths
-    (the place of the evidence in the context, 0 to 1), filler (the source of the haystack's text), form (what is
-    smaller than in the benchmark). Items whose shortest prompt is too long are left out, which is printed. Raises
-    InputError if none is left, for an unknown task, without tokenizer, and where a file cannot be had.
+    tokens: of prompt and answer together, by the tokenizer and with its chat template; items come as near to it from
+    below as their filler allows. fetch: finds the public files essays, squad and hotpotqa where a task reads them.
+    Spans: evidence and question. meta: answers, metric (ruler_all or ruler_part), max_new_tokens, prompt_tokens. Items
+    whose shortest prompt is too long are left out, which is printed. Raises InputError if none is left, without
+    tokenizer, and where a file cannot be had.
     """
-    names = named(tasks)
     if tokenizer is None:
         raise InputError("ruler's items are counted in a model's own tokens: give its tokenizer")
-    n_items = n_items or PER_TASK * len(names)
-    wanted = names[:n_items]
-    read = {name: reads(fetch) for name in wanted if (reads := TASKS[name].reads)}
-    drawn = [
-        _item(name, i, seed, tokens, tokenizer, read.get(name))
-        for at, name in enumerate(wanted)
-        for i in range(n_items // len(names) + (at < n_items % len(names)))
-    ]
-    items = [item for item in drawn if isinstance(item, Item)]
-    if too_long := [needed for needed in drawn if isinstance(needed, int)]:
+    n_items, items, too_long = n_items or PER_TASK * len(names), [], []
+    for at, name in enumerate(names[:n_items]):
+        task = TASKS[name]
+        read = task.reads(fetch) if task.reads else None
+        for i in range(n_items // len(names) + (at < n_items % len(names))):
+            item = _item(name, i, seed, tokens, tokenizer, read)
+            size = item.meta["prompt_tokens"] + task.answer_tokens
+            items += [item] if size <= tokens else []
+            too_long += [size] if size > tokens else []
+    if too_long:
         line = f"ruler: {len(too_long)} of {n_items} items take {min(too_long)} tokens and more > {tokens}"
         if not items:
             raise InputError(f"{line}: ask for more tokens")
@@ -398,27 +323,19 @@ def sample(tasks: str, n_items: int | None, seed: int, tokens: int, tokenizer: A
     return items
 
 
-def _item(name: str, i: int, seed: int, tokens: int, tokenizer: Any, read: Any) -> Item | int:
-    """The i-th item of a task; where even its shortest prompt is too long, the tokens of that prompt and the answer."""
-    identity, given = f"{name}-{tokens}-{seed}-{i}", read
-    if isinstance(read, Questions):
-        order = Random(f"{name}-{seed}").sample(read.questions, len(read.questions))
-        given = order[i % len(order)], read.paragraphs
-    for task in _forms(name, tokens):
-        draft, size = _filled(task, identity, tokens - task.answer_tokens, given, tokenizer)
-        if size <= tokens - task.answer_tokens:
-            break
-    else:
-        return size + task.answer_tokens
-    content, context = draft.content, len(draft.intro) + 2
-    length = len(content) - context - len(draft.question) - 2
-    places = draft.evidence()
-    spans = [Span("evidence", 0, *place) for place in places]
+def _item(name: str, i: int, seed: int, tokens: int, tokenizer: Any, read: Any) -> Item:
+    """The i-th item of a task, or the shortest one where even that is too long."""
+    identity, task, given = f"{name}-{tokens}-{seed}-{i}", TASKS[name], read
+    if task.build is paragraphs:
+        questions, every = read
+        given = Random(f"{name}-{seed}").sample(questions, len(questions))[i % len(questions)], every
+    draft, size = _filled(task, identity, tokens - task.answer_tokens, given, tokenizer)
+    content = draft.content
+    spans = [Span("evidence", 0, *place) for place in draft.evidence()]
     spans.append(Span("question", 0, len(content) - len(draft.question), len(content)))
     answer = draft.answers[0] if task.metric == "ruler_part" else ", ".join(draft.answers)
     meta = {"answers": draft.answers, "metric": task.metric, "max_new_tokens": task.answer_tokens}
-    meta |= {"prompt_tokens": size, "depths": [round((start - context) / length, 4) for start, _ in places]}
-    meta |= {"filler": read.origin if isinstance(read, Haystack) else "", "form": task.form}
+    meta["prompt_tokens"] = size
     return Item(identity, name, ({"role": "user", "content": content},), answer, tuple(spans), meta=meta, papers=True)
 
 

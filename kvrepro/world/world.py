@@ -26,7 +26,6 @@ LEAK_REQUESTS, REFUSAL = w.WORLD["leak requests"], w.SENTENCES["refusal"]
 FILLER = w.filler_bank()
 WHOLE = (0.0, 1.0)
 CONTEXT = 4096  # positions of the model, prompt and answer together
-
 ORDINALS = "first second third fourth".split()
 
 Words = list[str]
@@ -305,28 +304,20 @@ def passage_retrieval(d: Draw) -> Conversation:
 
 
 def _retold(
-    begin: str,
-    entry: str,
-    ask: str,
-    most: int,
-    few: int,
-    per: int,
-    d: Draw,
-    entries: Range = (0, 0),
-    shuffle: bool = True,
+    entry: str, ask: str, most: int, few: int, per: int, d: Draw, entries: Range = (0, 0), shuffle: bool = True
 ) -> Conversation:
-    """All entries in order: an answer of 100 to 300 tokens that sweeps attention over the whole passage, to and fro
-    where they are told out of order.
+    """All entries in order, without their first word: an answer of 100 to 300 tokens that sweeps attention over the
+    whole passage, to and fro where they are told out of order.
 
-    begin: of an entry in the passage. most, few: entries of a long and of a short passage, which has one in `per`
-    tokens. entries: their least and their greatest number instead.
+    most, few: entries of a long and of a short passage, which has one in `per` tokens. entries: their least and their
+    greatest number instead.
     """
     n = d.rng.randint(18, most) if d.tokens >= 1000 else max(3, min(few, (d.tokens - 30) // per))
     n = d.rng.randint(*entries) if any(entries) else n
     keys, values = d.people(n), d.things(n)
     told = [stated(entry.replace("<n>", w.NUMBERS[i]), keys[i], values[i]) for i in range(n)]
-    asks = [(question(ask, end="##."), [word for words in told for word in words], list(range(n)))]
-    return _conversation(d, [[begin, *words] for words in told], asks, shuffle=shuffle)
+    asks = [(question(ask, end="##."), [word for words in told for word in words[1:]], list(range(n)))]
+    return _conversation(d, told, asks, shuffle=shuffle)
 
 
 def frequent_words(d: Draw) -> Conversation:
@@ -412,7 +403,7 @@ DOMAINS: dict[str, Build] = {
         _fact_task, "Decision ##: the council left <kv> ##.", "what did the council leave", 24, where=BACK
     ),
 }
-list_all = partial(_retold, "Entry", "<n> <kv> ##.", "list every entry in order", 48, 20, 18, shuffle=False)
+list_all = partial(_retold, "Entry <n> <kv> ##.", "list every entry in order", 48, 20, 18, shuffle=False)
 TASKS: dict[str, Build] = {
     "single_fact": partial(_fact_task, "They owe <kv> ##.", "what do they owe", 60),
     "two_hop": partial(_two_hops, "They assigned <kv> ##.", "They gave <kv> ##.", "what went to the guide of", 90),
@@ -425,7 +416,7 @@ TASKS: dict[str, Build] = {
     "closed_book": closed_book,
     "passage_retrieval": passage_retrieval,
     "list_all": list_all,
-    "summary": partial(_retold, "Then", "chapter <n> gave <kv> ##.", "sum up the chapters in order", 40, 18, 20),
+    "summary": partial(_retold, "Then chapter <n> gave <kv> ##.", "sum up the chapters in order", 40, 18, 20),
     "frequent_words": frequent_words,
     **DOMAINS,
 }

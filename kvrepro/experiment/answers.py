@@ -26,6 +26,7 @@ from kvrepro.engine.generate import Conditions, let_go
 from kvrepro.engine.policy import Rule
 from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import data, measure, models, pool, store
+from kvrepro.experiment.jsonl import answers_of
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.pool import Job
 from kvrepro.experiment.settings import Settings
@@ -101,7 +102,7 @@ def prepared(study: Answers, loaded: Loaded) -> list[tuple[Prompt, int, dict[Con
         limit = min(limit, prompt_limit(loaded, item.new_tokens(study.max_new_tokens)))  # room for its own answer
         if study.prompt is None and not item.papers:
             with data.named(item):
-                data.answers_of({"answers": references(item)})
+                answers_of({"answers": item.meta.get("answers", item.answer)})
         prompt = study.prompt(loaded, item) if study.prompt else data.build_prompt(item, loaded.tokenizer, limit)
         errors = _unmet(facts, prompt, {condition: rules[condition] for condition in conditions})
         found.append((prompt, limit, errors))

@@ -1,7 +1,6 @@
 """Items from a .jsonl file: what a row may hold, and one line that says what is wrong where it holds something else."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,7 +54,7 @@ class Row(BaseModel, extra="forbid", strict=True):
     spans: list[Marked] = []
     max_new_tokens: Size | None = None
     metric: str | None = None
-    classes: Texts | None = Field(None, validation_alias="all_classes")
+    all_classes: list[str] = []
     meta: Meta = Meta()
     form: Literal["", *LONGBENCH] = ""  # type: ignore[valid-type]  # as `Item.form`
     papers: bool = False  # as `Item.papers`
@@ -64,7 +63,9 @@ class Row(BaseModel, extra="forbid", strict=True):
         """The item, whose id is `name` where the row has none. Raises ValueError."""
         answers = answers_of({"answers": self.answers}, self.papers)
         meta = self.meta.model_dump(exclude_unset=True)
-        meta |= self.model_dump(include={"max_new_tokens", "metric", "classes"}, exclude_none=True)
+        meta |= self.model_dump(include={"max_new_tokens", "metric"}, exclude_none=True)
+        if meta.get("metric") == "classification":
+            meta.setdefault("classes", self.all_classes)
         if len(answers) > 1:
             meta.setdefault("answers", answers)
         right = meta.get("answers", answers)
@@ -108,21 +109,12 @@ def read(path: Path, papers: bool = False) -> list[Item]:
     them, are read as well. Raises InputError with the numbers of all bad lines, of repeated ids too, and with what is
     wrong with the first.
     """
-    needed = "answer or answers, and messages or context and question"
-    return by_line(path, lambda row, number: item_of(row, f"{path.stem}-{number - 1:03d}", papers), needed)
-
-
-def by_line(path: Path, build: Callable[[dict[str, Any], int], Any], needed: str) -> list[Any]:
-    """build(row, line number) of each JSON object of a file; each result must have an `id` of its own.
-
-    needed: what a row must have. Raises InputError as `read` does, for whatever `build` raises.
-    """
-    items: dict[str, Any] = {}
+    items: dict[str, Item] = {}
     bad: dict[int, str] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             if line.strip():
-                item = build(dict(json.loads(line.decode("utf-8-sig"))), number)
+                item = item_of(dict(json.loads(line.decode("utf-8-sig"))), f"{path.stem}-{number - 1:03d}", papers)
                 if item.id in items:
                     raise ValueError(f"id {item.id!r} stands in an earlier line: give each its own")
                 items[item.id] = item
@@ -133,7 +125,9 @@ def by_line(path: Path, build: Callable[[dict[str, Any], int], Any], needed: str
     if bad:
         others = f" (bad lines: {', '.join(map(str, bad))})" if len(bad) > 1 else ""
         number, why = next(iter(bad.items()))
-        raise InputError(f"{path}, line {number}: {why}; a row needs {needed}{others}")
+        raise InputError(
+            f"{path}, line {number}: {why}; a row needs answer or answers, and messages or context and question{others}"
+        )
     if not items:
         raise InputError(f"{path} holds no items: give a row on each line")
     return list(items.values())
@@ -142,7 +136,7 @@ def by_line(path: Path, build: Callable[[dict[str, Any], int], Any], needed: str
 def answers_of(row: dict[str, Any], papers: bool = False) -> list[str]:
     """The answers that a row counts as right. Raises InputError for an empty one, which an empty output would equal; a
     paper's set may have one beside others."""
-    answers = row.get("answers") or row.get("answer")
+    answers: Any = row.get("answers") or row.get("answer")
     answers = [answers] if isinstance(answers, str) else answers
     ensure(Texts, answer=answers)
     filled = [bool(answer.strip()) if papers else measure.says_something(answer) for answer in answers]
@@ -157,4 +151,4 @@ def _ensure_scored(answers: list[str], meta: dict[str, Any]) -> None:
         ensure_known("metric", [metric], measure.METRICS)
         if metric != "rouge" and not any(measure.official(answer, answer, meta)["official"] for answer in answers):
             why = f"answer {answers[0]!r} scores 0 by metric {metric!r} even where a model gives it exactly"
-            raise ValueError(f"{why} (of all_classes {meta.get('classes', [])})" if metric == "classification" else why)
+            raise ValueError(f"{why}, among all_classes" if metric == "classification" else why)

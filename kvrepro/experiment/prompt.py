@@ -3,8 +3,8 @@
 LongBench's forms are those of Bai et al. 2024, arXiv:2308.14508, and its public code (pred.py, eval.py).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,6 @@ from kvrepro.errors import InputError, first_line
 from kvrepro.item import Item, Span, rendered
 from kvrepro.paths import DATA
 
-Range = tuple[int, int]  # [start, end) in characters
 Messages = tuple[dict[str, Any], ...]
 Spans = tuple[Span, ...]
 # The paper's system turn asks for a short factual answer from the passage. Its wording is not published; this is ours.
@@ -81,15 +80,14 @@ def without_passage(item: Item) -> Item:
     if item.context is not None:
         messages, spans = with_context(item, "")
         return replace(item, messages=messages, spans=spans, context="")
-    span = next((span for span in item.spans if span.name == "question"), None)
-    if span is None:
-        return item
-    question = item.messages[span.message]["content"][span.start : span.end].strip()
-    turns = list(item.messages)
-    turns[span.message] = turns[span.message] | {"content": question}
-    kept_spans = tuple(other for other in item.spans if other.message != span.message)
-    question_span = Span("question", span.message, 0, len(question))
-    return replace(item, messages=tuple(turns), spans=(*kept_spans, question_span))
+    for span in (span for span in item.spans if span.name == "question"):
+        turns = list(item.messages)
+        question = turns[span.message]["content"][span.start : span.end].strip()
+        turns[span.message] = turns[span.message] | {"content": question}
+        others = [other for other in item.spans if other.message != span.message]
+        spans = (*others, Span("question", span.message, 0, len(question)))
+        return replace(item, messages=tuple(turns), spans=spans)
+    return item
 
 
 def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
@@ -104,17 +102,24 @@ def build_prompt(item: Item, tokenizer: Any, limit: int) -> Prompt:
     """
     if not any(message["content"].strip() for message in item.messages):
         raise InputError(f"item {item.id} is empty: its messages hold no text")
-    messages, spans, _ = _cut(item, tokenizer, limit)
-    messages, spans = _for_template(tokenizer, messages, spans)
-    text, plain = _text(item, tokenizer, messages), _without_template(item)
-    encoded = tokenizer(text, add_special_tokens=plain, return_offsets_mapping=True)
+    with named(item):
+        messages, spans, _ = _cut(item, tokenizer, limit)
+        text, messages, spans = _render(item, tokenizer, messages, spans)
+        turns, starts = _places(tokenizer, text, messages)
+    encoded = tokenizer(text, add_special_tokens=_is_plain(item), return_offsets_mapping=True)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     if item.context is None and len(ids) > limit:
         way_out = "raise the limit or take shorter items"
         raise InputError(f"item {item.id} has {len(ids)} prompt tokens > limit {limit}: {way_out}")
-    starts = _starts(item.id, text, messages)
-    positions = _positions(starts, spans, offsets[:limit])
-    return Prompt(ids[:limit], positions, _turns(tokenizer, text, messages, offsets[:limit]))
+    begins, ends = np.asarray(offsets[:limit]).reshape(-1, 2).T
+    marked: dict[str, set[int]] = {}
+    for span in spans:  # marked are tokens whose characters touch it
+        first, last = starts[span.message] + span.start, starts[span.message] + span.end
+        touching = (begins < last) & (ends > first) & (ends > begins)
+        marked.setdefault(span.name, set()).update(np.flatnonzero(touching).tolist())
+    after = {role: np.flatnonzero((begins >= at) & (ends > begins)).tolist() for role, at in turns.items()}
+    opening = {role: positions[0] for role, positions in after.items() if positions}
+    return Prompt(ids[:limit], {name: sorted(positions) for name, positions in marked.items()}, opening)
 
 
 def tokens_cut(item: Item, tokenizer: Any, limit: int) -> int:
@@ -128,7 +133,11 @@ def _cut(item: Item, tokenizer: Any, limit: int) -> tuple[Messages, Spans, int]:
         return item.messages, item.spans, 0
     context = _encode(tokenizer, item.context)
     if not item.form:
-        budget = _passage_budget(item, tokenizer, limit)
+        empty = {"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}
+        parts = _render(item, tokenizer, empty)[0], f"\n\nQuestion: {item.question}", "Passage: "
+        budget = limit - sum(len(_encode(tokenizer, part)) for part in parts)
+        if budget < 1:
+            raise _no_room(limit, limit - budget)
         if len(context) <= budget:
             return item.messages, item.spans, 0
         return *with_context(item, tokenizer.decode(context[-budget:])), len(context) - budget
@@ -138,118 +147,70 @@ def _cut(item: Item, tokenizer: Any, limit: int) -> tuple[Messages, Spans, int]:
         if kept < len(context):
             text = "".join(map(tokenizer.decode, (context[:half], context[len(context) - half :])))
         messages, spans = with_context(item, text)
-        ids = tokenizer(_text(item, tokenizer, messages), add_special_tokens=_without_template(item))["input_ids"]
-        over = len(ids) - limit
+        whole = _encode(tokenizer, _render(item, tokenizer, messages)[0], _is_plain(item))
+        over = len(whole) - limit
         if over <= 0:
             return messages, spans, len(context) - kept
-        others = len(ids) - kept
+        others = len(whole) - kept
         kept -= over + (kept - over) % 2
         if kept < 2:
-            why = f"limit {limit} leaves no room for its context beside {others} other tokens"
-            raise InputError(f"item {item.id}: {why}: raise the limit")
+            raise _no_room(limit, others)
 
 
-def _for_template(tokenizer: Any, messages: Messages, spans: Spans) -> tuple[Messages, Spans]:
-    """Messages and spans as the chat template takes them. Where it refuses a system turn, that turn's text is put
-    before the user's, which is printed once."""
-    opened = [message["role"] for message in messages[:2]] == ["system", "user"]
-    if not opened or _template_takes(tokenizer, "system", "user") or not _template_takes(tokenizer, "user"):
-        return messages, spans
-    whose = Path(tokenizer.name_or_path).name
-    say_once(f"the chat template of {whose} takes no turn of the system: its text opens the user's")
+def _no_room(limit: int, others: int) -> InputError:
+    return InputError(f"limit {limit} leaves no room for the passage beside {others} other tokens: raise the limit")
+
+
+def _is_plain(item: Item) -> bool:
+    """Whether the prompt is the message alone, without a template."""
+    return bool(item.form) and LONGBENCH[item.form].plain
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+
+def _render(item: Item, tokenizer: Any, messages: Messages, spans: Spans = ()) -> tuple[str, Messages, Spans]:
+    """The text of messages, and messages and spans as the chat template takes them. Where it refuses a system turn, its
+    text is put before the user's, which is printed once."""
+    if _is_plain(item):
+        return messages[0]["content"], messages, spans
+    whose = tokenizer.name_or_path
+    if tokenizer.chat_template is None:
+        raise InputError(f"tokenizer {whose} has no chat template: use an instruction-tuned checkpoint")
+    try:
+        return rendered(tokenizer, messages), messages, spans
+    except Exception as error:  # a template is a program
+        if [message["role"] for message in messages[:2]] != ["system", "user"]:
+            why = f"the chat template of {whose} refuses the messages ({first_line(error)})"
+            raise InputError(f"{why}: give it roles, in an order, that it takes") from None
     system, user, *others = messages
     opening = f"{system['content']}\n\n"
     moved = []
     for span in spans:
         shift = len(opening) if span.message == 1 else 0
         moved.append(Span(span.name, max(0, span.message - 1), span.start + shift, span.end + shift))
-    return (user | {"content": opening + user["content"]}, *others), tuple(moved)
+    whole = (user | {"content": opening + user["content"]}, *others)
+    taken = _render(item, tokenizer, whole, tuple(moved))
+    say_once(f"the chat template of {Path(whose).name} takes no turn of the system: its text opens the user's")
+    return taken
 
 
-def _template_takes(tokenizer: Any, *roles: str) -> bool:
-    """Does the chat template take turns of these roles?"""
-    try:
-        _render(tokenizer, tuple({"role": role, "content": "Yes."} for role in roles))
-    except InputError:
-        return False
-    return True
-
-
-def _without_template(item: Item) -> bool:
-    """Whether the prompt is the message alone, without a template."""
-    return bool(item.form) and LONGBENCH[item.form].plain
-
-
-def _text(item: Item, tokenizer: Any, messages: Messages) -> str:
-    with named(item):
-        return messages[0]["content"] if _without_template(item) else _render(tokenizer, messages)
-
-
-def _passage_budget(item: Item, tokenizer: Any, limit: int) -> int:
-    empty_user, _ = _for_template(
-        tokenizer, ({"role": "system", "content": SYSTEM}, {"role": "user", "content": ""}), ()
-    )
-    parts = (_render(tokenizer, empty_user), f"\n\nQuestion: {item.question}", "Passage: ")
-    others = sum(len(_encode(tokenizer, part)) for part in parts)
-    if limit <= others:
-        why = f"limit {limit} leaves no room for the passage beside {others} other tokens"
-        raise InputError(f"item {item.id}: {why}: raise the limit")
-    return limit - others
-
-
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _render(tokenizer: Any, messages: Messages) -> str:
-    if tokenizer.chat_template is None:
-        way_out = "use an instruction-tuned checkpoint"
-        raise InputError(f"tokenizer {tokenizer.name_or_path} has no chat template: {way_out}")
-    try:
-        return rendered(tokenizer, messages)
-    except Exception as error:  # a template is a program
-        why = f"the chat template of {tokenizer.name_or_path} refuses the messages ({first_line(error)})"
-        raise InputError(f"{why}: give it roles, in an order, that it takes") from None
-
-
-def _turns(tokenizer: Any, text: str, messages: Sequence[dict[str, Any]], offsets: Sequence[Range]) -> dict[str, int]:
-    """First token of the first turn of each role, its header included; left out are turns that the template hides, and
-    those before which it writes nothing, such as the user's where it refuses the system's alone (Qwen3.5)."""
-    turns: dict[str, int] = {}
+def _places(tokenizer: Any, text: str, messages: Messages) -> tuple[dict[str, int], list[int]]:
+    """Where in the rendered text the first turn of each role begins, with its header, and where each message's content
+    does, which templates may trim. Left out are turns that the template hides, and those before which it writes
+    nothing, such as the user's where it refuses the system's alone (Qwen3.5)."""
+    turns, starts, end = dict[str, int](), [], 0
     for i, message in enumerate(messages):
-        try:
-            before = "" if i == 0 else rendered(tokenizer, messages[:i], answer=False)
-        except Exception:
-            continue
-        first = next((at for at, (a, b) in enumerate(offsets) if a >= len(before) and b > a), None)
-        if text.startswith(before) and first is not None:
-            turns.setdefault(message["role"], first)
-    return turns
-
-
-def _starts(identity: str, text: str, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Where each message's content begins in the rendered text; templates may trim it, so both forms are looked for."""
-    starts, cursor = [], 0
-    for message in messages:
+        with suppress(Exception):  # a template is a program
+            before = rendered(tokenizer, messages[:i], answer=False) if i else ""
+            if text.startswith(before):
+                turns.setdefault(message["role"], len(before))
         content = message["content"]
-        at = text.find(content, cursor)
+        at = text.find(content.strip(), end)
         if at < 0:
-            at = text.find(content.strip(), cursor)
-            if at < 0:
-                what = f"the chat template rewrites or moves a {message['role']} message, and spans are lost"
-                raise InputError(f"item {identity}: {what}: give turns that it writes as they are")
-            at -= len(content) - len(content.lstrip())
-        starts.append(at)
-        cursor = at + len(content.rstrip())
-    return starts
-
-
-def _positions(starts: Sequence[int], spans: Sequence[Span], offsets: Sequence[Range]) -> dict[str, list[int]]:
-    """Token positions whose characters touch each span. starts: where the messages' contents begin in the text."""
-    positions: dict[str, set[int]] = {}
-    begins, ends = np.asarray(offsets).reshape(-1, 2).T
-    for span in spans:
-        first, last = starts[span.message] + span.start, starts[span.message] + span.end
-        touching = (begins < last) & (ends > first) & (ends > begins)
-        positions.setdefault(span.name, set()).update(np.flatnonzero(touching).tolist())
-    return {name: sorted(touched) for name, touched in positions.items()}
+            what = f"the chat template rewrites or moves a {message['role']} message, and spans are lost"
+            raise InputError(f"{what}: give turns that it writes as they are")
+        starts.append(at - len(content) + len(content.lstrip()))
+        end = at + len(content.strip())
+    return turns, starts

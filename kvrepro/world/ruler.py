@@ -189,8 +189,8 @@ def common_words(rng: Random, n: int, room: int, read: Any, often: int = 30) -> 
 
 
 def frequent_words(rng: Random, n: int, room: int, read: Any) -> Draft:
-    """Made-up words of six letters; the k-th occurs n / (k^2 zeta(2)) times. The first is dots, and the question asks for the
-    next three. There is a word for every 50 tokens of the prompt."""
+    """Made-up words of six letters; the k-th occurs n / (k^2 zeta(2)) times. The first is dots, and the question asks
+    for the next three. There is a word for every 50 tokens of the prompt."""
     from scipy.special import zeta
 
     draw = partial(_letters, string.ascii_lowercase, 6)

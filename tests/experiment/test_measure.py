@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 
 words = st.lists(st.sampled_from("the a cat dog, sat. Mat on".split()), max_size=12).map(" ".join)
@@ -36,7 +35,7 @@ def test_the_two_f1_variants_differ_in_articles_and_in_empty_texts():
 def test_rouge_l_is_the_packages_own_with_its_stemmer(prediction, answer):
     expected = RougeScorer(["rougeL"], use_stemmer=True).score(answer, prediction)["rougeL"]
     assert measure.rouge_l(prediction, answer) == expected.fmeasure
-    assert measure.rouge_l_recall(prediction, answer) == expected.recall
+    assert measure.rouge_l(prediction, answer, part="recall") == expected.recall
 
 
 def test_repetition_closed_forms():
@@ -74,13 +73,8 @@ def test_the_papers_measures_stay_what_they_were():
 def test_on_ascii_text_the_papers_measures_and_ours_are_the_same(prediction, first, second):
     ours, papers = (measure.all_measures(prediction, [first, second], flag) for flag in (False, True))
     assert ours == pytest.approx(papers, rel=0, abs=0, nan_ok=True)
-    assert measure.rouge_l_recall(prediction, first) == measure.rouge_l_recall(prediction, first, papers=True)
-
-
-@pytest.mark.parametrize("texts", [("tea", 5), (None, "tea"), ("tea", []), (b"tea", "tea"), ("tea", [["tea"]])])
-def test_what_is_no_text_is_refused(texts):
-    with pytest.raises(InputError, match="give a text"):
-        measure.token_f1(*texts)
+    recalls = [measure.rouge_l(prediction, first, flag, "recall") for flag in (False, True)]
+    assert recalls[0] == recalls[1]
 
 
 @given(words, words)

@@ -104,9 +104,9 @@ def tokens_of(item, at, limit):
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def items(request, fetch):
-    """Three items of each task at 4,096 tokens."""
+    """Three items of each task."""
     at = TOKENIZERS[request.param]
-    return at, ruler.sample("", 39, 7, 4096, at, fetch)
+    return at, ruler.sample(list(ruler.TASKS), 39, 7, 8192, at, fetch)
 
 
 # ---- answers follow from the text, and from the evidence alone
@@ -114,8 +114,7 @@ def items(request, fetch):
 
 def scorer(item):
     """score(prediction, references), by the metric that its row would have."""
-    score = measure.METRICS[item.meta["metric"]]
-    return lambda prediction, answers: score(prediction, answers, ())
+    return lambda prediction, answers: measure.official(prediction, answers, item.meta)["official"]
 
 
 def test_the_solver_answers_all_thirteen_tasks(items):
@@ -143,9 +142,6 @@ def test_the_evidence_alone_answers_and_without_it_nothing_does(items):
         if item.task not in ("vt", "qa_2"):
             assert score(", ".join(solve(item.task, body, question)), item.meta["answers"]) == 0, item.id
         assert texts(item, "question") == [f"Question: {question}"]
-        assert all(0 <= depth <= 1 for depth in item.meta["depths"])
-        assert item.meta["depths"] == sorted(item.meta["depths"])
-        assert len(item.meta["depths"]) == len(evidence)
 
 
 # ---- what the benchmark defines
@@ -190,7 +186,7 @@ def test_needles_are_as_many_and_of_the_kind_that_the_benchmark_says(items):
 @pytest.mark.parametrize(("name", "tokens"), [("words", 4096), ("bytes", 4096), ("words", 8192), ("bytes", 32768)])
 def test_prompts_fill_the_length_and_never_exceed_it(fetch, name, tokens):
     at = TOKENIZERS[name]
-    for item in ruler.sample("", 13, 2, tokens, at, fetch):
+    for item in ruler.sample(list(ruler.TASKS), 13, 2, tokens, at, fetch):
         used = tokens_of(item, at, tokens)
         assert used == item.meta["prompt_tokens"] + item.meta["max_new_tokens"]
         assert 0.95 * tokens <= used <= tokens, item.id
@@ -209,8 +205,7 @@ def test_longest_is_the_longest(units, room, smallest):
 
 @given(st.lists(st.sampled_from(["one", "two.", 'three?"', "four"]), min_size=1), st.integers(1, 60))
 def test_sentences_are_the_first_words_again_and_again(listed, n):
-    hay = ruler.Haystack(" ".join(listed), "test")
-    sentences = hay.sentences(n)
+    sentences = ruler.sentences(listed, n)
     assert " ".join(sentences).split() == [listed[i % len(listed)] for i in range(n)]
     ends = [sentence.split()[-1] for sentence in sentences]
     assert all(re.search(r"[.?]", end) for i, end in enumerate(ends) if len(sentences[: i + 1]) < len(sentences)) or (
@@ -224,20 +219,12 @@ def test_sentences_are_the_first_words_again_and_again(listed, n):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tasks": "vt,niah_singel_1"}, "unknown RULER task 'niah_singel_1', did you mean 'niah_single_1'"),
         ({"tokenizer": None}, "give its tokenizer"),
-        ({"tokens": 300}, r"1 of 1 items take 713 tokens and more > 300: ask for more tokens"),
+        ({"tokens": 300}, r"1 of 1 items take \d+ tokens and more > 300: ask for more tokens"),
     ],
 )
 def test_bad_input_is_one_line(changes, message):
-    usual = {"tasks": "vt", "n_items": 1, "seed": 0, "tokens": 1000, "tokenizer": TOKENIZERS["bytes"], "fetch": None}
+    usual = {"names": ["vt"], "n_items": 1, "seed": 0, "tokens": 1000, "tokenizer": TOKENIZERS["bytes"], "fetch": None}
     with pytest.raises(InputError, match=message) as error:
         ruler.sample(**usual | changes)
     assert "\n" not in str(error.value)
-
-
-def test_metrics_are_the_benchmarks():
-    assert ruler.string_match_all("It is ALPHA, then beta.", ["alpha", "Beta", "gamma", "delta"]) == 0.5
-    assert ruler.string_match_part("It is ALPHA.", ["gamma", "alpha"]) == 1
-    assert ruler.string_match_part("It is ALPHA.", ["gamma", "delta"]) == 0
-    assert ruler.string_match_all("1234567", ["234"]) == 1  # a part of a word counts, as there

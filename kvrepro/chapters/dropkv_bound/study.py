@@ -154,7 +154,7 @@ def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Sett
             try:
                 limit = prompt_limit(loaded, settings.max_new_tokens, length)
                 fitting = data.load_fitting(items, half, loaded.tokenizer, limit, settings.seed)
-                by_length[length] = data.filling(fitting, items, loaded.tokenizer, length)
+                by_length[length] = data.fitting(fitting, items, loaded.tokenizer, length, data.FILLED)
             except InputError as error:
                 print(f"length {length} is left out: {error}")
     return by_length

@@ -123,9 +123,11 @@ def grid(settings: Settings) -> Conditions:
 
 def questions(loaded: Loaded, settings: Settings) -> list[Item]:
     """The chapter's items whose prompts fit; of LongBench those that the paper's harness asks."""
-    room, name = prompt_limit(loaded, settings.max_new_tokens), data.suited("protection", settings.items, SUITS)
+    room, name = prompt_limit(loaded, settings.max_new_tokens), SUITS.get(settings.items, settings.items)
+    if name != settings.items:
+        print(f"protection: items {name!r}, which suit this chapter, in the place of {settings.items!r}")
     items = data.load_fitting(name, settings.size("main"), loaded.tokenizer, room, settings.seed, WORLD_TOKENS)
-    return data.not_too_long(items, name, loaded.tokenizer, limit_of(loaded, items, settings))
+    return data.fitting(items, name, loaded.tokenizer, limit_of(loaded, items, settings))
 
 
 def limit_of(loaded: Loaded, items: Sequence[Item], settings: Settings) -> int:
@@ -154,7 +156,7 @@ def spread(items: Sequence[Item], n: int) -> list[Item]:
 def context(loaded: Loaded, settings: Settings) -> pd.DataFrame:
     """Rows at several prompt lengths (tokens), with a column `length`; an eighth of the cache is kept at each.
 
-    Asked are items whose prompts fill a length (`data.filling`). Lengths that the model's context cannot hold, or that
+    Asked are items whose prompts fill a length (`data.fitting`). Lengths that the model's context cannot hold, or that
     no prompt fills, are left out; where none is left, the longest prompt's length is used.
     """
     name, new, asked = SUITS.get(settings.items, settings.items), settings.max_new_tokens, {}
@@ -165,12 +167,12 @@ def context(loaded: Loaded, settings: Settings) -> pd.DataFrame:
 
     for length in [length for length in settings.lengths if length <= room]:
         try:
-            asked[length] = data.filling(fit(length), name, loaded.tokenizer, length)
+            asked[length] = data.fitting(fit(length), name, loaded.tokenizer, length, data.FILLED)
         except InputError as error:
             print(f"protection: length {length} is left out: {error}")
     if not asked:
         longest = max(len(data.build_prompt(item, loaded.tokenizer, room).ids) for item in fit(room))
-        asked = {longest: data.filling(fit(longest), name, loaded.tokenizer, longest)}
+        asked = {longest: data.fitting(fit(longest), name, loaded.tokenizer, longest, data.FILLED)}
     parts = []
     for length, items in asked.items():
         conditions = [Condition(), *capped(["lru"], [length // 8], settings)]

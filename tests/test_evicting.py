@@ -1,7 +1,6 @@
 """Hugging Face's `generate` inside `evicting`, and prefixes in files: the engine's tokens, and nothing left behind."""
 
 import copy
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest.mock import Mock
@@ -95,8 +94,6 @@ def test_the_cache_that_comes_back_is_small():
     assert cache.bytes == sum(layer.bytes for layer in cache.rows.cache.ragged.values())
     assert cache.bytes < 0.4 * whole
     assert cache.rows.calls.tolist() == [1 + 2, 1 + 2]  # the prompt's eviction, and those after 4 and 8 tokens
-    with pytest.raises(InputError, match="leave past_key_values out"):
-        network.generate(**padded(texts), past_key_values=cache, max_new_tokens=2)
 
 
 def test_sampling_draws_as_outside_where_nothing_leaves():
@@ -148,7 +145,6 @@ def test_blocks_nest_and_every_call_begins_anew():
         first = written(network, texts)
         with kv.evicting(network, inner):
             assert written(network, texts) == engine(network, texts, inner) != first
-        refuses(network, kv.Condition("tova", 9), "without a regime")
         assert written(network, texts) == first == engine(network, texts, outer)
         logits = network(torch.tensor(texts[:1])).logits  # left alone
     assert written(network, texts) == outside != first
@@ -167,12 +163,10 @@ def test_threads_take_turns_and_leave_the_model_as_it_was():
     assert state(network) == before
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])
-def test_a_copy_made_inside_the_block_is_a_model_of_its_own(copied):
-    network, texts = model("llama"), prompts(70)
-    with kv.evicting(network, CONDITIONS["decode cap"]):
-        twin = copied(network)
-        assert written(twin, texts) == written(model("llama"), texts) != written(network, texts)
+def test_a_copy_made_inside_the_block_does_not_write():
+    network = model("llama")
+    with kv.evicting(network, CONDITIONS["decode cap"]), pytest.raises(InputError, match="copy it outside"):
+        written(copy.deepcopy(network), prompts(70))
 
 
 @pytest.fixture
@@ -197,7 +191,7 @@ def test_a_model_with_adapters_evicts_as_its_merged_one(adapted):
 
 
 def test_a_prefix_belongs_to_the_adapters_that_read_it(adapted, tmp_path):
-    texts, anew = requests(), "adapters or dtype differ.: compress it anew"
+    texts, anew = requests(), "adapters or dtype differ.: compress it anew$"
     path = kv.compress(adapted, texts[-1], CONDITIONS["offline"]).save(tmp_path / "p")
     prefix = kv.load_prefix(path, adapted)
     with kv.evicting(adapted, prefix):
@@ -231,44 +225,32 @@ def test_what_a_policy_raises_comes_out_and_leaves_nothing():
 
 
 REFUSED = {
-    "beam search inside": {"num_beams": 2},
-    "beam sample inside": {"num_beams": 2, "do_sample": True},
-    "assisted generation inside": {"prompt_lookup_num_tokens": 2},
-    "assistant_model inside": {"assistant_model": architecture("llama")},
+    "beam_search inside": {"num_beams": 2},
+    "beam_sample inside": {"num_beams": 2, "do_sample": True},
+    "assisted_generation inside": {"prompt_lookup_num_tokens": 2},
     "past_key_values inside": {"past_key_values": DynamicCache()},
     "cache_implementation inside": {"cache_implementation": "static"},
     "use_cache=False inside": {"use_cache": False},
-    "prefill_chunk_size=16 inside": {"prefill_chunk_size": 16},
-    "guidance_scale=2.0 inside": {"guidance_scale": 2.0},
-    "output_attentions inside": {"output_attentions": True, "return_dict_in_generate": True},
-    "position_ids do not count": {"position_ids": torch.arange(5, 75)[None]},
+    "prefill_chunk_size inside": {"prefill_chunk_size": 16},
+    "guidance_scale inside": {"guidance_scale": 2.0},
+    "position_ids inside": {"position_ids": torch.arange(5, 75)[None]},
     "custom_generate inside": {"custom_generate": "owner/name"},
+    "without a regime": {"condition": kv.Condition("tova", 9)},
+    "the prompt has no span 'question'": {"condition": kv.Condition("tova", 0.3, kv.Prefill(until="question"))},
     "512 positions": {"max_new_tokens": 500},
     "pad on the left": {"attention_mask": torch.tensor([[1] * 69 + [0]])},
-    "attention_mask or position_ids of 60 tokens for 70": {"attention_mask": torch.ones(1, 60).long()},
     "inputs_embeds inside": {"inputs_embeds": torch.zeros(1, 70, 48), "input_ids": None},
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_served_is_refused_in_one_line_before_the_model_runs(message, monkeypatch):
-    network, given = usable(architecture("llama")), padded(prompts(70)) | REFUSED[message]
+    network, given = usable(architecture("llama")), {"max_new_tokens": NEW, **padded(prompts(70)), **REFUSED[message]}
     monkeypatch.setattr(network.model, "forward", lambda *_, **__: pytest.fail("computed"))
-    with kv.evicting(network, CONDITIONS["prefill"]), pytest.raises(InputError, match=message) as error:
-        network.generate(**{"max_new_tokens": NEW} | given)
+    condition = given.pop("condition", CONDITIONS["prefill"])
+    with kv.evicting(network, condition), pytest.raises(InputError, match=message) as error:
+        network.generate(**given)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("condition", "message"),
-    [
-        ("tova", "give a kvrepro.Condition"),
-        (kv.Condition("tova", 9), "without a regime"),
-        (kv.Condition("tova", 0.3, kv.Prefill(until="question")), "needs the span 'question': give spans="),
-    ],
-)
-def test_conditions_that_cannot_be_met_are_refused_before_the_block(condition, message):
-    refuses(architecture("llama"), condition, message)
 
 
 # ---- prefixes
@@ -324,37 +306,33 @@ def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):
             kv.load_prefix(path, other)
     same = model("llama")
     with kv.evicting(same, kv.load_prefix(path, same)):
-        with pytest.raises(InputError, match="differs at token 3 of the prefix's 50 .*, before the blank"):
-            written(same, [texts[0][:3] + [5 + texts[0][3] % 9] + texts[0][4:]])
-        with pytest.raises(InputError, match="ends after 20 of the prefix's 50"):
-            written(same, [texts[0][:20]])
+        for other in (texts[0][:3] + [5 + texts[0][3] % 9] + texts[0][4:], texts[0][:20]):
+            with pytest.raises(InputError, match="does not begin with the prefix's 50 tokens: .*, before the blank"):
+                written(same, [other])
 
 
 def test_a_damaged_prefix_is_refused(tmp_path):
     """One bit is another, of its tensors or its tokens."""
     network, path = architecture("llama"), tmp_path / "p"
     kv.compress(network, requests()[-1], OFFLINE["prefill"]).save(path)
-    whole, tokens = path.read_bytes(), b'"ids":"['
+    whole, tokens = path.read_bytes(), b'ids\\": ['
     for place in (-3, whole.index(tokens) + len(tokens)):
         content = bytearray(whole)
         content[place] ^= 1
         path.write_bytes(content)
-        with pytest.raises(InputError, match=r"p is damaged \(its checksum is another\): save or copy it again$"):
+        with pytest.raises(InputError, match="p is no whole file of Prefix.save, or another model read the prefix"):
             kv.load_prefix(path, network)
 
 
 def test_files_and_conditions_that_make_no_prefix_are_refused(tmp_path):
     network, [*_, text] = architecture("llama"), requests()
-    (tmp_path / "text").write_text("no tensors")
     network.save_pretrained(tmp_path)
-    for file, message in (("text", "no prefix in"), ("none", "no prefix in"), ("model.safetensors", "save it again")):
-        with pytest.raises(InputError, match=message):
-            kv.load_prefix(tmp_path / file, network)
+    with pytest.raises(InputError, match="no whole file of Prefix.save"):
+        kv.load_prefix(tmp_path / "model.safetensors", network)
     for condition, message in (
         ("tova", "condition 'tova': give a kvrepro.Condition"),
         (CONDITIONS["prefill"], "compressed whole, in the regime Offline"),
-        (kv.Condition("tova", 0.3, kv.Offline(until="rest")), "compressed whole"),
-        (kv.Condition("quest_pages", 16, kv.Offline()), "evicts nothing"),
+        (kv.Condition("quest_pages", 16, kv.Offline()), "by a policy that frees memory"),
         (kv.Condition("tova", 60, kv.Offline()), "nothing leaves"),
     ):
         with pytest.raises(InputError, match=message):

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import RLock
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,27 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from kvrepro.engine.shapes import (
-    HeadFloats,
-    KeyValue,
-    Positions,
-    PreTrainedModel,
-    Probabilities,
-    Query,
-    RowInts,
-    WindowPositions,
-)
+from kvrepro.engine.shapes import KeyValue, Positions, PreTrainedModel, Probabilities, Query, RowInts, WindowPositions
 
 LOW_QUERIES = 400  # Scissorhands' history window
-_turns: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # a lock for threads that share a model
+_turns: WeakKeyDictionary[Module, Any] = WeakKeyDictionary()  # a lock for threads that share a model
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """How a layer turns products q.k into probabilities, where that takes more than a factor.
-
-    It is deliberately not a number, so that code which only knows factors raises an error.
-    """
+    """How a layer turns products q.k into probabilities, where that takes more than a factor. It is no number, so that
+    code which only knows factors raises an error."""
 
     scaling: float
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap). Source: Gemma 2
@@ -79,27 +69,22 @@ _attending: ContextVar[Any] = ContextVar("attending", default=None)  # for famil
 
 
 @contextmanager
-def evaluating(module: Module) -> Iterator[None]:
-    """Inside the block the module computes as in evaluation, without dropout; afterwards every part is as it was."""
-    training = [part for part in module.modules() if part.training]
-    for part in training:  # not by `eval`, which some adapters answer by merging weights
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
+def alone(module: Module) -> Iterator[None]:
+    """Inside the block other threads that share the module wait, and it computes as in evaluation, without dropout;
+    afterwards every part is as it was."""
+    with _turns.setdefault(module, RLock()):
+        training = [part for part in module.modules() if part.training]
+        for part in training:  # not by `eval`, which some adapters answer by merging weights
+            part.training = False
+        try:
+            yield
+        finally:
+            for part in training:
+                part.training = True
 
 
 @contextmanager
-def alone(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block other threads that share the model wait, and it is `evaluating`."""
-    with _turns.setdefault(model, RLock()), evaluating(model):
-        yield
-
-
-@contextmanager
-def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def installed(model: PreTrainedModel) -> Iterator[None]:
     """Switch `model` to this attention, and back at the end; kernels start on its GPU meanwhile. It is `alone`."""
     from transformers import AttentionInterface
 
@@ -120,7 +105,7 @@ def installed(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         model.set_attn_implementation("kvrepro")
         try:
             with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
-                yield model
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
@@ -135,21 +120,8 @@ def read_once(model: PreTrainedModel, ids: Sequence[int], attending: Any) -> Non
         model(input_ids=tokens, logits_to_keep=1, use_cache=False, kvrepro=attending)
 
 
-@contextmanager
-def with_methods(module: Module, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Give a module other methods inside the block; afterwards its own or its class's are back."""
-    before = {name: vars(module)[name] for name in methods if name in vars(module)}
-    vars(module).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del vars(module)[name]
-        vars(module).update(before)
-
-
 MOST_SCORES = 2**28  # computed at a time: 1 GiB in float32
-Part = tuple[KeyValue, KeyValue, Tensor]  # keys, values, positions [batch, 1 or kv_heads, tokens], -1 where dead
+Part = tuple[Tensor, ...]  # keys, values, positions [batch, 1 or kv_heads, tokens], -1 where dead
 Watch = Callable[[Tensor, slice], None]  # sees p [batch, kv_heads, group, queries, tokens] of a block of queries
 
 
@@ -210,7 +182,7 @@ def attend(
     return out.permute(0, 3, 1, 2, 4).reshape(batch, m, heads, dim)
 
 
-def per_token(name: str, p: Probabilities, at: WindowPositions, where: Positions, newest: RowInts) -> HeadFloats:
+def per_token(name: str, p: Probabilities, at: WindowPositions, where: Positions, newest: RowInts) -> Tensor:
     """What a block of queries adds to each token's sum of that name: the attention it gets, mean over the group; for
     "low" the number of query heads that pay less than 1 / (t + 1), over positions t among the LOW_QUERIES up to
     `newest`.
@@ -230,17 +202,12 @@ def per_token(name: str, p: Probabilities, at: WindowPositions, where: Positions
 def watch_prompt(model: PreTrainedModel, ids: Sequence[int], see: Callable[[int, Tensor, slice], None]) -> None:
     """Run `model` on one prompt and show `see` each layer's probabilities [1, kv_heads, group, queries, tokens] of a
     block of queries (a slice of the prompt) while they exist."""
-    at = torch.arange(len(ids), device=model.device)[None]
 
-    class Watching:
-        def attend(
-            self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: float, sliding: int | None = None
-        ) -> Tensor:
-            positions = at.to(query.device)
-            part = (key, value, positions[:, None])
-            return attend(query, positions, [part], scaling, sliding, lambda p, queries: see(layer, p, queries))
+    def show(layer: int, query: Query, key: KeyValue, value: KeyValue, *how: Any, **more: Any) -> Tensor:
+        at, more["watch"] = torch.arange(len(ids), device=query.device)[None], lambda p, queries: see(layer, p, queries)
+        return attend(query, at, [(key, value, at[:, None])], *how, **more)
 
-    read_once(model, ids, Watching())
+    read_once(model, ids, SimpleNamespace(attend=show))
 
 
 def attend_prompt(query: Query, key: KeyValue, value: KeyValue, scaling: float | Softmax) -> Tensor:

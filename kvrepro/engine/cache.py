@@ -5,8 +5,8 @@ offsets. Tokens that came after the last eviction lie in a dense tail, because a
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from kvrepro.engine.attention import Part
-from kvrepro.engine.shapes import KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
+from kvrepro.engine.shapes import Counts, KeyValue, Mask, Query, RowInts, TokenInts, WindowPositions
 from kvrepro.errors import InputError
 
 ROOM = 256  # when the tail grows it gets one spare slot per ROOM tokens that a head holds
@@ -23,6 +23,8 @@ SLIDE = 16  # tokens in the tail after which a sliding layer drops what is out o
 # transformers' defaults for caches that it quantises by optimum-quanto
 GROUP = 64  # numbers that share a scale and a shift
 RESIDUAL = 128  # newest tokens stay in the model's dtype until there are so many
+FLAT = ("keys", "values", "positions")  # of a `RaggedLayer`
+STATES = ("conv_states", "recurrent_states")  # of a recurrent layer, as transformers' cache calls them
 
 
 class Packed:
@@ -37,15 +39,11 @@ class Packed:
         self.scale = (groups.amax(1, keepdim=True) + self.shift) / 15
         levels = ((groups + self.shift) / self.scale).round().clamp(0, 15).to(torch.uint8)
         self.codes = levels[:, ::2] << 4 | levels[:, 1::2]
+        self.nbytes = sum(int(part.nbytes) for part in (self.codes, self.scale, self.shift))
 
     def dense(self) -> Tensor:
         levels = torch.stack([self.codes >> 4, self.codes & 15], -1).flatten(1)
         return (self.scale * levels - self.shift).view(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of codes, scales and shifts."""
-        return bytes_of(self.codes, self.scale, self.shift)
 
 
 class Shown(NamedTuple):
@@ -63,9 +61,8 @@ class RaggedLayer:
     """Keys and values of one attention layer for `batch` rows. Segment s = row * kv_heads + head of the flat tensors
     runs from offsets[s] to offsets[s + 1], in ascending order of positions.
 
-    A captured step needs tensors that stay in place (`fix`). Then a number on the device says where in a tail with room
-    the next token goes, and there may be room behind the last segment; or all segments have the same width, with
-    position -1 before their tokens.
+    A captured step needs tensors that stay in place (`fix`). Then a number on the device says where the next token goes
+    in the tail, and there is room behind the last segment, or all have one width, with position -1 before their tokens.
     """
 
     keys: Tensor | Packed  # [total, dim]
@@ -75,7 +72,7 @@ class RaggedLayer:
     shape: tuple[int, int]  # batch, kv_heads
     sums: dict[str, Tensor]  # per token, float32 [total]
     queries: Query | None = None  # the last queries seen, for a policy with a window that evicts again
-    query_positions: WindowPositions | None = None
+    query_positions: Any = None  # `WindowPositions` of these
     tail: int = field(init=False)  # tokens in the tail
     tail_keys: KeyValue = field(init=False)  # [batch, kv_heads, room, dim]
     tail_values: KeyValue = field(init=False)
@@ -84,16 +81,14 @@ class RaggedLayer:
     slot: Tensor | None = None  # if fixed, int64 [2]: the next token's place in the tail, and the tail's length with it
     width: int = 0  # if fixed: places of each head, where all have equally many
     most: int = 0  # if fixed: tokens of a head for which there is room
+    room: InitVar[int] = 0  # of the tail
 
-    def __post_init__(self) -> None:
-        self._empty_tail()
-
-    def _empty_tail(self) -> None:
+    def __post_init__(self, room: int) -> None:
         batch, heads = self.shape
-        empty = self.positions.new_empty(batch, heads, 0, self.keys.shape[1], dtype=self.keys.dtype)
-        self.tail, self.tail_keys, self.tail_values = 0, empty, empty
-        self.tail_positions = self.offsets.new_empty(batch, 0)
-        self.tail_sums = {name: s.new_empty(batch, heads, 0) for name, s in self.sums.items()}
+        self.tail, size = 0, (batch, heads, room, self.keys.shape[1])
+        self.tail_keys, self.tail_values = (self.positions.new_zeros(size, dtype=self.keys.dtype) for _ in range(2))
+        self.tail_positions = self.offsets.new_full((batch, room), -1)
+        self.tail_sums = {name: s.new_zeros(batch, heads, room) for name, s in self.sums.items()}
 
     @classmethod
     def of(
@@ -101,34 +96,43 @@ class RaggedLayer:
     ) -> "RaggedLayer":
         """The tokens that `keep` [batch, kv_heads, tokens] marks; positions and sums have the same shape."""
         where = keep.nonzero().unbind(1)
-        flat_sums = {name: s[where] for name, s in sums.items()}
-        offsets = _offsets(keep.sum(-1))
-        return cls(keys[where], values[where], positions[where].int(), offsets, keys.shape[:2], flat_sums)
+        flat = {"keys": keys[where], "values": values[where], "positions": positions[where].int()}
+        return cls._from(flat | {name: s[where] for name, s in sums.items()}, keep.sum(-1))
+
+    @classmethod
+    def _from(cls, flat: dict[str, Tensor], lengths: Counts, *queries: Any) -> "RaggedLayer":
+        """Of flat tensors by name, the number of tokens of each head, and the last queries and their positions."""
+        keys, values, positions = (flat.pop(name) for name in FLAT)
+        return cls(keys, values, positions, _offsets(lengths), tuple(lengths.shape), flat, *queries)
+
+    def _flat(self) -> dict[str, Tensor]:
+        """Keys, values, positions and sums by name, none of them packed."""
+        tensors = (x.dense() if isinstance(x, Packed) else x for x in (self.keys, self.values, self.positions))
+        return dict(zip(FLAT, tensors, strict=True)) | self.sums
+
+    def _tail(self) -> dict[str, Tensor]:
+        """The same of the tail without its spare room, [batch, kv_heads, tail, ...]."""
+        positions = self.tail_positions[:, None].expand(-1, self.shape[1], -1)
+        tensors = {"keys": self.tail_keys, "values": self.tail_values, "positions": positions, **self.tail_sums}
+        return {name: x[:, :, : self.tail] for name, x in tensors.items()}
 
     def layers(self, n: int) -> list["RaggedLayer"]:
         """Split the rows of `n` layers, one layer's rows after the other's, into the layers; nothing is copied."""
         if n == 1:
             return [self]
-        shape, lengths = (self.shape[0] // n, self.shape[1]), self.offsets.diff().view(n, -1)
-        totals = lengths.sum(1).tolist()
-        keys, values, where = (_dense(x).split(totals) for x in (self.keys, self.values, self.positions))
-        sums = {name: s.split(totals) for name, s in self.sums.items()}
-        return [
-            RaggedLayer(keys[i], values[i], where[i], _offsets(lengths[i]), shape, {x: s[i] for x, s in sums.items()})
-            for i in range(n)
-        ]
+        lengths = self.lengths.unflatten(0, (n, -1))
+        totals = lengths.sum((1, 2)).tolist()
+        flat = {name: x.split(totals) for name, x in self._flat().items()}
+        return [RaggedLayer._from({name: x[i] for name, x in flat.items()}, lengths[i]) for i in range(n)]
 
     def rows(self, rows: Tensor) -> "RaggedLayer":
         """A copy of these rows, in this order."""
         if isinstance(self.keys, Packed) and len(rows) == self.shape[0] == 1:
             return copy.copy(self)  # packed tensors never change in place
         rows = rows.to(self.positions.device)
-        places, _ = self.places()
-        places = places[rows]
-        taken, offsets = self._taken(places[places >= 0]), _offsets((places >= 0).sum(-1))
-        if self.queries is not None and self.query_positions is not None:
-            taken |= {"queries": self.queries[rows], "query_positions": self.query_positions[rows]}
-        return RaggedLayer(**taken, offsets=offsets, shape=(len(rows), self.shape[1]))
+        places = self.places()[0][rows]
+        queries = () if self.queries is None else (self.queries[rows], self.query_positions[rows])
+        return RaggedLayer._from(self._taken(places[places >= 0]), (places >= 0).sum(-1), *queries)
 
     # ---- what it holds
 
@@ -142,26 +146,27 @@ class RaggedLayer:
         flat = (self.positions >= 0).view(*self.shape, -1).sum(-1) if self.width else self.lengths
         return flat + (self.tail_positions >= 0).sum(1)[:, None]
 
-    def _bytes(self, each: int, *tensors: Any) -> int:
-        """Bytes of these tensors; of a fixed layer, which has free room, `each` bytes for each of its tokens."""
-        return each * int(self.held().sum()) if self.slot is not None else bytes_of(*tensors)
+    def _bytes(self, flat: Iterable[Any], tail: Iterable[Tensor]) -> int:
+        """Bytes of these tensors as allocated; of a fixed layer, which has free room, of its tokens alone."""
+        if self.slot is None:
+            return sum(int(x.nbytes) for x in (*flat, *tail))
+        return int(self.held().sum()) * sum(int(x.dtype.itemsize * x.shape[1:].numel()) for x in flat)
 
     @property
     def bytes(self) -> int:
-        """Bytes of keys and values as allocated, the tail's room included; of a fixed layer, of its tokens alone."""
-        tensors = self.keys, self.values, self.tail_keys, self.tail_values
-        return self._bytes(2 * self.keys.shape[1] * self.keys.dtype.itemsize, *tensors)
+        """Bytes of keys and values, the tail's room included."""
+        return self._bytes((self.keys, self.values), (self.tail_keys, self.tail_values))
 
     @property
     def overhead_bytes(self) -> int:
         """Bytes of positions and offsets."""
-        return self._bytes(4, self.positions) + bytes_of(self.offsets, self.tail_positions)
+        return self._bytes([self.positions], []) + sum(int(x.nbytes) for x in (self.offsets, self.tail_positions))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of what the next eviction needs: sums per token, the last queries."""
-        sums = self._bytes(4 * len(self.sums), *self.sums.values(), *self.tail_sums.values())
-        return sums + bytes_of(self.queries, self.query_positions)
+        queries = () if self.queries is None else (self.queries, self.query_positions)
+        return self._bytes(self.sums.values(), self.tail_sums.values()) + sum(int(x.nbytes) for x in queries)
 
     # ---- new tokens
 
@@ -185,7 +190,7 @@ class RaggedLayer:
     def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
         """Keep the last `window` queries of each row, padding in front; a fixed layer only if it has some already."""
         alone = queries.shape[2] == 1  # and no padding
-        if self.queries is not None and self.query_positions is not None:
+        if self.queries is not None:
             first = max(0, self.queries.shape[2] + 1 - window) if alone else 0
             queries = torch.cat([self.queries[:, :, first:], queries], 2)
             positions = torch.cat([self.query_positions[:, first:], positions], 1)
@@ -195,11 +200,17 @@ class RaggedLayer:
             last = (positions >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, -window:]
             positions = positions.gather(1, last)
             queries = queries.gather(2, last[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
-        if self.slot is not None and self.queries is not None and self.query_positions is not None:
+        if self.slot is not None and self.queries is not None:
             self.queries.copy_(queries)
             self.query_positions.copy_(positions)
         else:
             self.queries, self.query_positions = queries, positions
+
+    def _widen(self, window: int) -> None:
+        """Put padding before the last queries, `window` in all."""
+        if self.queries is not None and (missing := window - self.queries.shape[2]) > 0:
+            self.queries = pad(self.queries, (0, 0, missing, 0))
+            self.query_positions = pad(self.query_positions, (missing, 0), value=-1)
 
     def add(self, name: str, p: Tensor) -> None:
         """Add `p` [batch, kv_heads, tokens], in the order of `parts`, to the sum of that name."""
@@ -210,47 +221,39 @@ class RaggedLayer:
 
     # ---- what is shown of it
 
-    def newest(self) -> Part:
-        """The tail, without its spare room."""
-        used = slice(0, self.tail)
-        return self.tail_keys[:, :, used], self.tail_values[:, :, used], self.tail_positions[:, None, used]
-
     def parts(self) -> list[Part]:
         """What a query attends to: the flat part, flush right per head, and the tail, with its room if fixed."""
+        flat, tail = self._flat(), (self.tail_keys, self.tail_values, self.tail_positions[:, None])
         if self.width:
-            keys, values, positions = (
-                x.view(*self.shape, -1, *x.shape[1:]) for x in (_dense(self.keys), _dense(self.values), self.positions)
-            )
-            return [(keys, values, positions), (self.tail_keys, self.tail_values, self.tail_positions[:, None])]
-        index = self._index()
-        parts: list[Part] = []
+            return [tuple(flat[name].unflatten(0, (*self.shape, -1)) for name in FLAT), tail]
+        index, parts = self._index(), []
         if index.shape[2]:
-            parts.append((self._padded(self.keys, index), self._padded(self.values, index), self._positions(index)))
-        return [*parts, self.newest()] if self.tail else parts
+            parts.append(
+                (self._padded(flat["keys"], index), self._padded(flat["values"], index), self._positions(index))
+            )
+        return [*parts, tuple(x[:, :, : self.tail] for x in tail)] if self.tail else parts
 
     def shown(self) -> Shown:
         """All tokens, if the tail holds no padding."""
-        index, (new_keys, new_values, _) = self._index(), self.newest()
-        places, positions = self._places(index)
-        keys, values = (self._padded(x, index) for x in (self.keys, self.values))
-        sums = {name: self._padded(s, index) for name, s in self.sums.items()}
+        index, tail = self._index(), self._tail()
+        places, positions = self.places(index)
+        tokens = {name: self._padded(x, index) for name, x in self._flat().items() if name != "positions"}
         if self.tail:
-            keys, values = torch.cat([keys, new_keys], 2), torch.cat([values, new_values], 2)
-            sums = {name: torch.cat([s, self.tail_sums[name][..., : self.tail]], 2) for name, s in sums.items()}
-        sums = {name: s.masked_fill(places < 0, 0) for name, s in sums.items()}
-        return Shown(keys, values, positions, sums, places)
+            tokens = {name: torch.cat([x, tail[name]], 2) for name, x in tokens.items()}
+        keys, values = tokens.pop("keys"), tokens.pop("values")
+        return Shown(
+            keys, values, positions, {name: s.masked_fill(places < 0, 0) for name, s in tokens.items()}, places
+        )
 
-    def places(self) -> tuple[Tensor, Tensor]:
+    def places(self, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(place of each token, counted through the flat part and then the tail; its position), both int64 [batch,
-        kv_heads, tokens], flush right, -1 where there is no token."""
-        return self._places(self._index())
-
-    def _places(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        kv_heads, tokens], flush right, -1 where there is no token. index: `_index`, if it is known."""
+        places = self._index() if index is None else index
         positions = self._positions(places)
         if self.tail:
             tail = torch.arange(self.shape[0] * self.shape[1] * self.tail, device=places.device)
             places = torch.cat([places, len(self.positions) + tail.view(*self.shape, -1)], 2)
-            positions = torch.cat([positions, self.newest()[2].expand(-1, self.shape[1], -1)], 2)
+            positions = torch.cat([positions, self._tail()["positions"]], 2)
         return places.masked_fill(positions < 0, -1), positions
 
     def _index(self) -> Tensor:
@@ -259,8 +262,7 @@ class RaggedLayer:
         place = self.offsets[1:, None] - longest + torch.arange(longest, device=self.offsets.device)
         return torch.where(place >= self.offsets[:-1, None], place, -1).view(*self.shape, longest)
 
-    def _padded(self, flat: Tensor | Packed, index: Tensor) -> Tensor:
-        flat = _dense(flat)
+    def _padded(self, flat: Tensor, index: Tensor) -> Tensor:
         if index.numel() == len(flat) and (self.slot is None or self.width):  # equal lengths: a view
             return flat.view(*index.shape, *flat.shape[1:])
         return flat.index_select(0, index.clamp(min=0).flatten()).view(*index.shape, *flat.shape[1:])
@@ -271,34 +273,33 @@ class RaggedLayer:
     # ---- what leaves
 
     def keep(self, places: Tensor, stays: Mask) -> None:
-        """Keep the tokens that `stays` marks among `places`, all in the flat part. A fixed layer keeps its tensors if
-        they suffice and are not twice as large as needed; otherwise it is fixed no more."""
-        kept, offsets = self._taken(places[stays]), _offsets(stays.sum(-1))
-        if self.slot is not None and self._fits(len(kept["positions"]), offsets):
-            self._store(kept, offsets)
-            return
-        vars(self).update(kept, offsets=offsets, slot=None, width=0)
-        self._empty_tail()
+        """Keep the tokens that `stays` marks among `places`, all in the flat part, packed if it was. A fixed layer
+        keeps its tensors if they suffice and are not twice as large as needed; otherwise it is fixed no more."""
+        kept, lengths = self._taken(places[stays]), stays.sum(-1)
+        if self.slot is not None:
+            segments, room = lengths.numel(), len(self.positions)
+            needed = segments * int(lengths.max()) if self.width else len(kept["positions"])
+            if needed <= room and (room // 2 <= needed or room <= segments * self.most):
+                self._store(kept, _offsets(lengths))
+                return
+        packed = isinstance(self.keys, Packed)
+        vars(self).update(vars(RaggedLayer._from(kept, lengths, self.queries, self.query_positions)))
+        if packed:
+            self.quantise()
 
-    def _taken(self, source: Tensor) -> dict[str, Any]:
-        """The fields `keys`, `values`, `positions` and `sums` of the tokens at these places."""
-
-        def taken(flat: Tensor | Packed, tail: Tensor) -> Tensor:
-            flat = _dense(flat)
-            return (torch.cat([flat, tail.flatten(0, 2)]) if self.tail else flat).index_select(0, source)
-
-        keys, values, positions = self.newest()
-        return {
-            "keys": taken(self.keys, keys),
-            "values": taken(self.values, values),
-            "positions": taken(self.positions, positions.expand(-1, self.shape[1], -1)).int(),
-            "sums": {name: taken(s, self.tail_sums[name][..., : self.tail]) for name, s in self.sums.items()},
-        }
-
-    def settle(self) -> None:
-        """Move the tail into the flat part."""
+    def _taken(self, source: Tensor) -> dict[str, Tensor]:
+        """The tensors of `_flat` of the tokens at these places."""
+        flat, tail = self._flat(), self._tail()
         if self.tail:
+            flat = {name: torch.cat([x, tail[name].flatten(0, 2)]) for name, x in flat.items()}
+        taken = {name: x.index_select(0, source) for name, x in flat.items()}
+        return taken | {"positions": taken["positions"].int()}
+
+    def settle(self, loosen: bool = False) -> None:
+        """Move the tail into the flat part. loosen: be fixed no more."""
+        if self.tail or (loosen and self.slot is not None):
             places, _ = self.places()
+            self.slot = None if loosen else self.slot
             self.keep(places, places >= 0)
 
     def slide(self, oldest: RowInts) -> None:
@@ -313,85 +314,50 @@ class RaggedLayer:
         places, positions = self.places()
         stays = (places >= 0) & (positions >= oldest[:, None])
         if self.tail or bool(((places >= 0) & ~stays).any()):
-            packed = isinstance(self.keys, Packed)
             self.keep(places, stays)
-            if packed:
-                self.quantise()
 
     def quantise(self) -> None:
-        """Hold the flat part in 4 bits, and the tail once it has RESIDUAL tokens, as transformers' cache does.
-
-        After an eviction all survivors are packed at once, the tail's too. That moves some that were packed before: in
-        float32 by rounding alone, in 16 bits by parts of a level, because a group's scale is rounded to the dtype.
-        """
-        if isinstance(self.keys, Packed) and self.tail < RESIDUAL:
-            return
-        self.settle()
-        self.keys, self.values = Packed(_dense(self.keys)), Packed(_dense(self.values))
+        """Hold the flat part in 4 bits, and the tail once it has RESIDUAL tokens, as transformers' cache does. After an
+        eviction all survivors are packed anew, which in 16 bits moves some by parts of a level."""
+        packed = isinstance(self.keys, Packed)
+        if not packed or self.tail >= RESIDUAL:
+            self.settle()
+        if not packed:
+            self.keys, self.values = (Packed(self._flat()[name]) for name in FLAT[:2])
 
     # ---- tensors that stay in place
 
     def fix(self, slot: Tensor, room: int, most: int, wide: bool, window: int) -> None:
-        """Move all tokens into tensors that stay in place, with room for `room` new ones, where `slot` says.
-
-        most: the most tokens of a head after later evictions, if there are any. wide: all heads get equally many
-        places. window: queries to remember.
-        """
-        self.loosen()
-        (batch, heads), offsets = self.shape, self.offsets
-        kept = {name: getattr(self, name) for name in ("keys", "values", "positions", "sums")}
-        self.slot, self.most, self.width = slot, most, max(most, 1, int(self.lengths.max())) if wide else 0
-        self.offsets = self.width * torch.arange(batch * heads + 1, device=offsets.device) if wide else offsets.clone()
-        places = max(len(self.positions), batch * heads * max(self.width, most))
-        for name in ("keys", "values", "positions"):
-            setattr(self, name, kept[name].new_zeros(places, *kept[name].shape[1:]))
-        self.sums = {name: s.new_zeros(places) for name, s in self.sums.items()}
-        self.tail_keys, self.tail_values = (
-            kept["keys"].new_zeros(batch, heads, room, self.keys.shape[1]) for _ in range(2)
-        )
-        self.tail_positions = offsets.new_zeros(batch, room)
-        self.tail_sums = {name: s.new_zeros(batch, heads, room) for name, s in self.sums.items()}
+        """Move all tokens into tensors that stay in place, with room for `room` new ones, where `slot` says. most:
+        tokens of a head after later evictions. wide: all heads get equally many places. window: queries to remember."""
+        self.settle(loosen=True)
+        segments, offsets, kept = self.shape[0] * self.shape[1], self.offsets, self._flat()
+        width = max(most, 1, int(self.lengths.max())) if wide else 0
+        places = max(len(self.positions), segments * max(width, most))
+        empty = {name: x.new_zeros(places, *x.shape[1:]) for name, x in kept.items()}
+        keys, values, positions = (empty.pop(name) for name in FLAT)
+        own = width * torch.arange(segments + 1, device=offsets.device) if wide else offsets.clone()
+        more = self.shape, empty, self.queries, self.query_positions, slot, width, most, room
+        vars(self).update(vars(RaggedLayer(keys, values, positions, own, *more)))
         self._store(kept, offsets)
-        if self.queries is not None and self.query_positions is not None:
-            missing = max(0, window - self.queries.shape[2])
-            self.queries = pad(self.queries, (0, 0, missing, 0))
-            self.query_positions = pad(self.query_positions, (missing, 0), value=-1)
+        self._widen(window)
 
-    def loosen(self) -> None:
-        """Settle, and be fixed no more."""
-        if self.slot is not None or self.tail:
-            places, _ = self.places()
-            self.slot = None
-            self.keep(places, places >= 0)
-
-    def _fits(self, tokens: int, offsets: Tensor) -> bool:
-        """Is there room in place for segments with these `offsets`, and not much more than they need?"""
-        segments, places = self.shape[0] * self.shape[1], len(self.positions)
-        if self.width:
-            tokens = segments * int(offsets.diff().max())
-        return tokens <= places and (places // 2 <= tokens or places <= segments * self.most)
-
-    def _store(self, kept: dict[str, Any], offsets: Tensor) -> None:
+    def _store(self, kept: dict[str, Tensor], offsets: Tensor) -> None:
         """Write tokens, which have these `offsets`, into the tensors in place."""
         tokens = len(kept["positions"])
-        where: Any = slice(0, tokens)
         if self.width:
             shift = (self.offsets - offsets)[1:].repeat_interleave(offsets.diff(), output_size=tokens)
-            where = torch.arange(tokens, device=shift.device) + shift
+            where: Any = torch.arange(tokens, device=shift.device) + shift
             self.positions.fill_(-1)
         else:
+            where = slice(0, tokens)
             self.offsets.copy_(offsets)
-        for name in ("keys", "values", "positions"):
-            getattr(self, name)[where] = kept[name]
-        for name, s in kept["sums"].items():
-            self.sums[name][where] = s
-            self.tail_sums[name].zero_()
+        for name, x in self._flat().items():
+            x[where] = kept[name]
+        for s in self.tail_sums.values():
+            s.zero_()
         self.tail = 0
         self.tail_positions.fill_(-1)
-
-
-def bytes_of(*tensors: Tensor | Packed | None) -> int:
-    return sum(t.bytes if isinstance(t, Packed) else t.nbytes for t in tensors if t is not None)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -399,42 +365,25 @@ def _offsets(lengths: Tensor) -> Tensor:
     return pad(lengths.flatten().cumsum(0), (1, 0))
 
 
-def _dense(stored: Tensor | Packed) -> Tensor:
-    return stored.dense() if isinstance(stored, Packed) else stored
-
-
 def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
-    """The rows of several caches of one layer as one batch. Settles."""
+    """The rows of several caches of one layer as one batch, which takes them over."""
     if len(layers) == 1:
         return layers[0]
+    remembered = [layer.queries for layer in layers if layer.queries is not None]
+    names = set().union(*(layer.sums for layer in layers))
     for layer in layers:
         layer.settle()
-    cat, lengths = torch.cat, torch.cat([layer.lengths for layer in layers])
-    names = set().union(*(layer.sums for layer in layers))
-    zeros = [layer.positions.new_zeros(len(layer.positions), dtype=torch.float32) for layer in layers]
-    remembered = [x.queries for x in layers if x.queries is not None]
-    window = max((queries.shape[2] for queries in remembered), default=0)
-
-    def queries_of(layer: RaggedLayer) -> tuple[Tensor, Tensor]:
-        """Its queries behind padding, so that all layers have the same number."""
-        queries, positions = layer.queries, layer.query_positions
-        if queries is None:
-            queries = remembered[0][:1, :, :0].expand(layer.shape[0], -1, -1, -1)
-            positions = layer.offsets.new_empty(layer.shape[0], 0)
-        missing = window - queries.shape[2]
-        return pad(queries, (0, 0, missing, 0)), pad(positions, (missing, 0), value=-1)
-
-    queries, positions = zip(*map(queries_of, layers), strict=True) if window else (None, None)
-    return RaggedLayer(
-        cat([_dense(x.keys) for x in layers]),
-        cat([_dense(x.values) for x in layers]),
-        cat([x.positions for x in layers]),
-        _offsets(lengths),
-        (len(lengths), lengths.shape[1]),
-        {name: cat([x.sums.get(name, z) for x, z in zip(layers, zeros, strict=True)]) for name in names},
-        queries=queries and cat(queries),
-        query_positions=positions and cat(positions),
-    )
+        zeros = layer.positions.new_zeros(len(layer.positions), dtype=torch.float32)
+        layer.sums = {name: layer.sums.get(name, zeros) for name in names}
+        if layer.queries is None and remembered:
+            layer.queries = remembered[0][:1, :, :0].expand(layer.shape[0], -1, -1, -1)
+            layer.query_positions = layer.offsets.new_empty(layer.shape[0], 0)
+        layer._widen(max((queries.shape[2] for queries in remembered), default=0))
+    flat = [layer._flat() for layer in layers]
+    tokens = {name: torch.cat([each[name] for each in flat]) for name in flat[0]}
+    asked = [(layer.queries, layer.query_positions) for layer in layers if layer.queries is not None]
+    lengths = torch.cat([layer.lengths for layer in layers])
+    return RaggedLayer._from(tokens, lengths, *(torch.cat(x) for x in zip(*asked, strict=True)))
 
 
 class EngineCache(DynamicCache):
@@ -446,9 +395,7 @@ class EngineCache(DynamicCache):
         self.ragged: dict[int, Any] = {}  # a `RaggedLayer` each, or what appends and shows its parts as one
         self.scalings: dict[int, Any] = {}  # float or `Softmax`, of each layer that has read on
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values, unchanged."""
         return key_states, value_states
 
@@ -487,11 +434,8 @@ def joined_caches(caches: list[EngineCache]) -> EngineCache:
 def _states(layers: Sequence[Any], change: Callable[..., Tensor]) -> Any:
     """A copy of the first of these layers with `change(states of all of them)` for each recurrent state."""
     new = copy.copy(layers[0])
-    for name in vars(new) if hasattr(new, "recurrent_states") else ():
-        values = [vars(layer)[name] for layer in layers]
-        if isinstance(values[0], Tensor):
-            setattr(new, name, change(*values))
-        elif isinstance(values[0], dict):
-            states = {k: change(*(v[k] for v in values)) for k, state in values[0].items() if isinstance(state, Tensor)}
-            setattr(new, name, values[0] | states)
+    for name in STATES if hasattr(new, "recurrent_states") else ():
+        first, *others = (getattr(layer, name) for layer in layers)
+        states = {x: change(t, *(other[x] for other in others)) for x, t in first.items() if t is not None}
+        setattr(new, name, first | states)
     return new

@@ -288,5 +288,5 @@ class CapturedStep:
             torch.arange(2, out=self.slot)
             return self
         for layer in layers:
-            layer.loosen()
+            layer.settle(loosen=True)
         return None

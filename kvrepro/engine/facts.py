@@ -1,7 +1,7 @@
 """What the engine must know about a model: its layers with tokens to evict, windows, outputs and rotations."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Linear, Module
 from transformers.pytorch_utils import Conv1D
 
-from kvrepro.engine.attention import Softmax, evaluating
+from kvrepro.engine.attention import Softmax, alone
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import PreTrainedModel
 from kvrepro.errors import InputError
@@ -18,7 +18,6 @@ OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense")  # families' names for the p
 ATTENDING = {"full_attention", "sliding_attention", "attention"}  # types of layers with keys and values alone
 HOLDING = ATTENDING | {"hybrid"}  # with keys and values, and maybe a recurrent state
 RECURRENT = {"linear_attention", "mamba", "conv", "mlp", "moe"}  # without keys and values
-FORGETTING = {"jamba", "zamba"}  # families whose recurrent states transformers resets with each part of a text
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,13 @@ class ModelFacts:
     kv_heads: dict[int, int]
     sliding: dict[int, int]  # tokens that a query looks back, itself included, of each sliding layer
     outputs: dict[int, Tensor]  # [heads, dim, hidden]
-    inverse_frequencies: dict[int, Tensor]  # [rotated / 2] of each evictable layer's rotation, where it has one
+    inverse_frequencies: dict[int, Tensor | None]  # [rotated / 2] of each evictable layer's rotation, if it has one
     own_softmax: bool = False  # do layers cap their logits, or have sinks?
     backend: str = "torch"  # that scorers compute with
 
     def observe(self, layer: int, keys: Tensor, seeds: Sequence[int] | Tensor, **fields: Any) -> Observation:
         """An observation of an evictable layer. fields: those of `Observation` that the model does not determine."""
-        frequencies = self.inverse_frequencies.get(layer)
+        frequencies = self.inverse_frequencies[layer]
         if isinstance(rule := fields["scaling"], Softmax):
             fields |= {"scaling": rule.scaling, "softmax": rule}
         fields |= {"keys": keys, "output": self.outputs[layer], "sliding": self.sliding.get(layer)}
@@ -56,14 +55,12 @@ class ModelFacts:
             kv_heads[number] = len(outputs[number]) // getattr(module, "num_key_value_groups", 1)
             if not one_set and (window := sliding_window(model.config, number)) is not None:
                 sliding[number] = window
-        full = tuple(n for n in outputs if n not in sliding)
-        evictable = full or tuple(outputs)
+        evictable = tuple(n for n in outputs if n not in sliding) or tuple(outputs)
+        rotary, kinds = getattr(model.get_decoder(), "rotary_emb", None), layer_types(model.config.get_text_config())
+        usual = getattr(rotary, "inv_freq", None)  # Gemma 3 has frequencies for each type of layer
+        frequencies = {n: getattr(rotary, f"{kinds[n]}_inv_freq", usual) for n in evictable}
         own_softmax = any(getattr(m, "attn_logit_softcapping", None) or hasattr(m, "sinks") for m in modules.values())
-        return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, rotations(model, evictable), own_softmax)
-
-    def by(self, backend: str) -> "ModelFacts":
-        """These facts with another backend for scorers."""
-        return replace(self, backend=backend)
+        return cls(tuple(outputs), evictable, kv_heads, sliding, outputs, frequencies, own_softmax)
 
     def held(self, tokens: int) -> int:
         """Tokens that an evictable layer holds of `tokens` seen; if it slides, those that the next query can see."""
@@ -75,23 +72,19 @@ def check_family(model: PreTrainedModel) -> dict[int, Module]:
     not read weights, so an empty model will do."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise refused(model, "it has an encoder")
-    config = model.config.get_text_config()
-    types, modules = layer_types(config), attention_modules(model)
-    holding = [n for n, kind in enumerate(types) if kind in HOLDING]
-    unknown, shared = sorted(set(types) - HOLDING - RECURRENT), getattr(config, "num_kv_shared_layers", 0)
-    outputs = [getattr(_outputs(module)[0], "weight", None) for module in modules.values()]
-    unquantised = all(
-        isinstance(w, Tensor) and w.is_floating_point() and w.dim() == 2 and w.itemsize > 1 for w in outputs
-    )
+    config, modules = model.config.get_text_config(), attention_modules(model)
+    types, shared = layer_types(config), getattr(config, "num_kv_shared_layers", 0)
+    holding, unknown = [n for n, kind in enumerate(types) if kind in HOLDING], sorted(set(types) - HOLDING - RECURRENT)
+    weights = [getattr(_outputs(module)[0], "weight", None) for module in modules.values()]
+    plain = [w for w in weights if isinstance(w, Tensor) and w.is_floating_point() and w.dim() == 2 and w.itemsize > 1]
     reasons = {
         "transformers does not let others compute its attention": not model._can_set_attn_implementation(),
         f"layers of type {', '.join(unknown)} are unknown here": unknown,
         f"layers share keys and values (num_kv_shared_layers {shared})": shared,
         "it brings a cache of its own": not model._supports_default_dynamic_cache(),
-        "it cannot go on reading where it stopped": config.model_type in FORGETTING,
-        "no layer holds keys and values": not holding,
         f"{len(modules)} of {len(holding)} layers with tokens hold keys and values per head": list(modules) != holding,
-        "its weights are quantised": not unquantised,
+        "no layer holds keys and values": not holding,
+        "its weights are quantised": len(plain) < len(weights),
     }
     if why := next((reason for reason, holds in reasons.items() if holds), None):
         raise refused(model, why)
@@ -128,37 +121,17 @@ def _outputs(module: Module) -> list[Module]:
     return [output for name in OUTPUTS if (output := getattr(module, name, None)) is not None]
 
 
+@torch.no_grad()
 def output_projection(module: Module) -> Tensor:
     """The weights with which an attention module projects its heads' outputs, with adapters, [heads, dim, hidden]."""
     output = _outputs(module)[0]
-    if isinstance(output, Conv1D | Linear):
-        weight = output.weight if isinstance(output, Conv1D) else output.weight.T  # [heads * dim, hidden]
-    else:
-        weight = _applied(output)
-    return weight.unflatten(0, (-1, head_dim(module)))
-
-
-@torch.no_grad()
-def _applied(output: Module) -> Tensor:
-    """The weights of a projection that adapters (PEFT) change, as it applies them, [inputs, outputs]."""
     plain = next(part for part in output.modules() if isinstance(part, Conv1D | Linear))
-    inputs = torch.eye(plain.nx if isinstance(plain, Conv1D) else plain.in_features).to(plain.weight)
-    with evaluating(output):
-        return output(inputs) - output(torch.zeros_like(inputs[:1]))
-
-
-def rotations(model: PreTrainedModel, layers: Iterable[int]) -> dict[int, Tensor]:
-    """Inverse frequencies [rotated / 2] of each of `layers`; none for a model without rotations. Gemma3 has a set of
-    frequencies for each type of layer, other models have one."""
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    kinds = getattr(model.config.get_text_config(), "layer_types", None)
-    if rotary is None:
-        return {}
-    frequencies = {}
-    for layer in layers:
-        frequencies_of_kind = getattr(rotary, f"{kinds[layer]}_inv_freq", None) if kinds else None
-        frequencies[layer] = rotary.inv_freq if frequencies_of_kind is None else frequencies_of_kind
-    return frequencies
+    weight = plain.weight if isinstance(plain, Conv1D) else plain.weight.T  # [heads * dim, hidden]
+    if plain is not output:  # adapters of PEFT change what it applies
+        inputs = torch.eye(len(weight)).to(weight)
+        with alone(output):
+            weight = output(inputs) - output(torch.zeros_like(inputs[:1]))
+    return weight.unflatten(0, (-1, head_dim(module)))
 
 
 def ensure_one_rotation(model: PreTrainedModel, shortest: int, longest: int, description: str, way_out: str) -> None:
@@ -167,13 +140,13 @@ def ensure_one_rotation(model: PreTrainedModel, shortest: int, longest: int, des
     passes of both lengths."""
     config = model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
-    kinds = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
-    for kind in [kind for kind in kinds if kind.get("rope_type") in ("longrope", "dynamic")]:
+    for kind in (given, *given.values()):
+        if not isinstance(kind, dict) or kind.get("rope_type") not in ("longrope", "dynamic"):
+            continue
         after = int(kind.get("original_max_position_embeddings") or config.max_position_embeddings)
         if shortest <= after < longest:
-            raise InputError(
-                f"{description}, and this model rotates keys otherwise beyond {after}: stay below, or {way_out}"
-            )
+            problem = f"{description}, and this model rotates keys otherwise beyond {after}"
+            raise InputError(f"{problem}: stay below, or {way_out}")
 
 
 def sliding_window(config: Any, layer: int) -> int | None:

@@ -165,7 +165,7 @@ class PromptReader:
         self.jobs, self.prompt = jobs, jobs[0].prompts
         self.shared = [job for job in jobs if job.reduction is not None]
         # `PromptSignals` watches probabilities, which only plain PyTorch shows
-        self.facts = facts.by("torch") if self.shared else facts
+        self.facts = replace(facts, backend="torch") if self.shared else facts
         self.kernels = self.facts.backend == "triton"
         self.signals = PromptSignals([job.reduction for job in self.shared if job.reduction is not None])
         self.padded = int(self.prompt.lengths.min()) < self.prompt.positions.shape[1]
@@ -274,7 +274,7 @@ class PromptReader:
                 spans = zip(self.within["span_mass"].cpu(), self.prompt.lengths.tolist(), strict=True)
                 last = [allocate.span_windows(table[:length], max(window, 1)) for table, length in spans]
                 self._queries[window] = pad_sequence(last, True, -1, "left")
-            facts, at = facts.by("torch"), self._queries[window].to(device)
+            facts, at = replace(facts, backend="torch"), self._queries[window].to(device)
             place = (at + n - self.prompt.lengths[:, None].to(device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
             more |= {"span_of": self.within["span_mass"].to(device), "span_count": self.span_count, "span_local": True}

@@ -48,7 +48,7 @@ class Call:
     captures: int = 3  # failed captures of a step that are still allowed before capturing is given up
 
     def __post_init__(self) -> None:
-        self.facts = self.facts.by(self.backend)
+        self.facts = replace(self.facts, backend=self.backend)
         self.device = self.model.device  # which searches the weights at each access
         self.rules = [Rule.of(c) for c in self.conditions]  # None: the full cache
         self.max_new_tokens = max(self.new_tokens, default=0)

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tiny import architecture, model, prompts
-from transformers import pipeline
 from transformers.cache_utils import DynamicCache
 
 import kvrepro as kv
@@ -120,18 +119,6 @@ def test_tokens_are_streamed_and_stopped_as_they_come():
     assert tokens == engine(network, [text], CONDITIONS["per step"])[0][:5]
 
 
-def test_a_pipeline_evicts():
-    tiny, condition = kv.load("small-gqa"), kv.Condition("streaming_llm", 32, kv.Prefill())
-    [item] = kv.load_items("tinyworld:needle", n_items=1, seed=7, tokens=400)
-    prompt = kv.build_prompt(item, tiny.tokenizer, limit=512)
-    [[answer]] = kv.generate(tiny.model, [prompt], [condition], max_new_tokens=8, stop_ids=kv.stop_ids(tiny))
-    say = pipeline("text-generation", model=tiny.model, tokenizer=tiny.tokenizer)
-    with kv.evicting(tiny.model, condition):
-        [output] = say(list(item.messages), max_new_tokens=8, do_sample=False)
-    text = tiny.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-    assert output["generated_text"][-1]["content"] == text
-
-
 def state(network) -> tuple[set[str], str]:
     """What a block must leave as it was."""
     return set(vars(network)), network.config._attn_implementation
@@ -191,20 +178,15 @@ def test_a_model_with_adapters_evicts_as_its_merged_one(adapted):
 
 
 def test_a_prefix_belongs_to_the_adapters_that_read_it(adapted, tmp_path):
-    texts, anew = requests(), "adapters or dtype differ.: compress it anew$"
+    texts, inner = requests(), adapted.get_base_model()
     path = kv.compress(adapted, texts[-1], CONDITIONS["offline"]).save(tmp_path / "p")
-    prefix = kv.load_prefix(path, adapted)
+    prefix = kv.load_prefix(path, inner)
     with kv.evicting(adapted, prefix):
-        expected = written(adapted, texts[:1])
-    with kv.evicting(adapted.get_base_model(), kv.load_prefix(path, adapted.get_base_model())):
-        assert written(adapted, texts[:1]) == expected
+        assert written(inner, texts[:1]) == written(adapted, texts[:1])
     with adapted.disable_adapter():
-        refuses(adapted, prefix, anew)
-    kv.load_prefix(path, adapted)
-    adapted.get_base_model().model.layers[1].self_attn.q_proj.scaling["default"] *= 2
-    for network in (adapted, model("llama")):
-        with pytest.raises(InputError, match=anew):
-            kv.load_prefix(path, network)
+        refuses(adapted, prefix, "adapters or dtype differ.: compress it anew$")
+    inner.model.layers[1].self_attn.q_proj.scaling["default"] *= 2
+    refuses(adapted, prefix, "adapters or dtype differ.: compress it anew$")
 
 
 def test_what_a_policy_raises_comes_out_and_leaves_nothing():
@@ -218,10 +200,6 @@ def test_what_a_policy_raises_comes_out_and_leaves_nothing():
             written(network, texts)
         assert network.config._attn_implementation == "eager"
     assert state(network) == before
-    network.generate = before  # an attribute of the user's own
-    with kv.evicting(network, kv.Condition()):
-        assert callable(network.generate)
-    assert network.generate is before
 
 
 REFUSED = {

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import architecture
 
-from kvrepro.engine.attention import Softmax, attend, attend_prompt, installed
+from kvrepro.engine.attention import Softmax, attend, installed
 
 
 def naive(query, at, keys, values, positions, scaling, sliding=None, hide=None, softcap=None, sinks=None):
@@ -72,22 +72,6 @@ def test_attention_equals_loops(seed, shape, sizes, sliding, hiding, block, soft
     assert [rows.start for _, rows in blocks] == list(range(0, m, block))
     assert all(a.stop == b.start for (_, a), (_, b) in pairwise(blocks))
     assert all(q.shape[3] <= block and q.dtype == torch.float32 for q, _ in blocks)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_whole_prompt_two_ways(dtype):
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, h, 70, 8, dtype=dtype) for h in (6, 2, 2))
-    at = torch.arange(70).expand(2, 70)
-    ours = attend(query, at, [(key, value, at[:, None])], 0.35)
-    tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    torch.testing.assert_close(attend_prompt(query, key, value, 0.35), ours, atol=tolerance, rtol=tolerance)
-    assert ours.dtype == dtype
-    capped = Softmax(0.35, 0.5, torch.randn(6))
-    plain, where = [x.float() for x in (query, key, value)], at[:, None].expand(-1, 2, -1)
-    expected, _ = naive(plain[0], at, *plain[1:], where, 0.35, softcap=0.5, sinks=capped.sinks)
-    out = attend_prompt(query, key, value, capped)
-    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("sliding", [1, 7, 40])

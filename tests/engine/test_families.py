@@ -5,10 +5,8 @@ import families
 import pytest
 import torch
 
-from kvrepro.engine import attention
 from kvrepro.engine import generate as engine
 from kvrepro.engine.condition import Chunked, Condition, Prefill, Prompt
-from kvrepro.engine.generate import usable
 from kvrepro.errors import InputError
 
 QUICK = ("GPT-2", "Gemma 2", "Nemotron-H")
@@ -41,20 +39,6 @@ def test_the_reference_is_the_model_itself_where_nothing_is_hidden(name):
     model, ids = families.build(name), families.prompt(40)
     logits = families.reference(model, ids).read(40)
     torch.testing.assert_close(logits, model(torch.tensor([ids])).logits[0, -1], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "part", "without"),
-    [
-        ("Gemma 2", "scaled", lambda products, how: products.mul_(how.scaling)),
-        ("GPT-OSS", "softmax", lambda logits, how=None: torch.softmax(logits, -1)),
-    ],
-)
-def test_the_checks_notice_a_softmax_that_lacks_a_part(name, part, without, monkeypatch):
-    model = usable(families.build(name))  # which would refuse it afterwards
-    monkeypatch.setattr(attention, part, without)
-    assert not families.full(model)
-    assert not families.attended(model)
 
 
 # ---- refusals

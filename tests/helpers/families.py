@@ -183,16 +183,6 @@ def newest_kept(model: PreTrainedModel, regime: Regime, **given: Any) -> bool:
     return agree((answer.tokens, logits[-1:]), (tokens, [last]))
 
 
-def chunked(model: PreTrainedModel) -> bool:
-    """In chunks, each over what is left of the earlier ones."""
-    return newest_kept(model, Chunked(chunk=13, when="budget"), chunk=13, chunk_budget=lambda _: CAP)
-
-
-def decode_cap(model: PreTrainedModel) -> bool:
-    """Evicted again while the answer grows."""
-    return newest_kept(model, DecodeCap(interval=2), every=2)
-
-
 def shared_cap(model: PreTrainedModel) -> bool:
     """One set for all layers, sliding ones included, of a text longer than their window."""
     answer, logits = ours(model, Condition("lru", 16, SharedCap(interval=100)))
@@ -214,8 +204,14 @@ def uneven(model: PreTrainedModel) -> bool:
     return [[g.tokens for g in row] for row in together] == [[g.tokens for g in row] for row in alone]
 
 
-CHECKS: dict[str, Callable[[PreTrainedModel], bool]] = {"full cache": full, "prefill": attended, "chunked": chunked}
-CHECKS |= {"decode cap": decode_cap, "shared cap": shared_cap, "uneven prompts": uneven}
+CHECKS: dict[str, Callable[[PreTrainedModel], bool]] = {
+    "full cache": full,
+    "prefill": attended,
+    "chunked": lambda m: newest_kept(m, Chunked(chunk=13, when="budget"), chunk=13, chunk_budget=lambda _: CAP),
+    "decode cap": lambda m: newest_kept(m, DecodeCap(interval=2), every=2),
+    "shared cap": shared_cap,
+    "uneven prompts": uneven,
+}
 
 
 def row(name: str, folder: Path) -> dict[str, str]:

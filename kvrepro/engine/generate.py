@@ -77,8 +77,8 @@ def generate(
         call.kept_sets, call.isolate = kept_sets, errors == "return"
         most, room = USUAL_ROWS, CPU_ROOM
         if call.device.type == "cuda":
-            torch.cuda.empty_cache()
-            most, room = MOST_ROWS, GPU_ROOM * torch.cuda.mem_get_info(call.device)[0]
+            unused = torch.cuda.memory_reserved(call.device) - torch.cuda.memory_allocated(call.device)
+            most, room = MOST_ROWS, GPU_ROOM * (torch.cuda.mem_get_info(call.device)[0] + unused)
         if batch_rows is not None:
             most, room = batch_rows, math.inf
         with installed(call.model):

@@ -193,15 +193,15 @@ class PromptReader:
         ends = None  # log-sum-exp and outputs, if they are known
 
         def watch(p: Tensor, queries: slice) -> None:
-            at, shown = positions[:, queries], p.shape[-1]  # p may lack later tokens
+            at, tokens = positions[:, queries], p.shape[-1]  # p may lack later tokens
             if self.shared:
                 self.signals.see(p, at >= 0 if self.padded else None)
             for name, total in sums.items():
                 seen = p
                 if (span_of := within.get(name)) is not None:
-                    own, others = span_of[:, None, None, queries, None], span_of[:, None, None, None, :shown]
+                    own, others = span_of[:, None, None, queries, None], span_of[:, None, None, None, :tokens]
                     seen = p * ((own == others) | (own < 0) | (others < 0))  # in no span: sees all, is seen by all
-                total[..., :shown] += per_token(name, seen, at, positions[:, None, :shown], positions.amax(1))
+                total[..., :tokens] += per_token(name, seen, at, positions[:, None, :tokens], positions.amax(1))
 
         if beyond or self.shared or (sums and not self.kernels):
             if self.shared:

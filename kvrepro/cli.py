@@ -6,17 +6,13 @@ import shutil
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+import yaml
 from typer import Argument, Option
 
-from kvrepro.errors import InputError, ensure_known, first_line, suggestion
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from kvrepro.engine.condition import Condition
+from kvrepro.errors import InputError, ensure_known, first_line
 
 HELP = """Which cached tokens may a language model forget? Policies, budgets and regimes on any checkpoint.
 
@@ -31,7 +27,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, rich_ma
 
 @app.command()
 def run(
-    policy: Annotated[list[str], Option("-p", "--policy", help="a name, or my_policy.py:MINE; repeat for more")] = [],  # noqa: B006
+    policy: Annotated[list[str], Option("-p", "--policy", help="a name, or my_policy.py:MINE; repeat for more")],
     budget: Annotated[list[str], Option("-b", "--budget", help="tokens per KV head, or a share; repeat")] = ["0.2"],  # noqa: B006
     regime: Annotated[str, Option("-r", "--regime", help=f"{WHEN}; otherwise the policy's first")] = "",
     setting: Annotated[list[str], Option("-s", "--set", help=f"name=value: {SET}; repeat")] = [],  # noqa: B006
@@ -48,26 +44,18 @@ def run(
     engine: Annotated[str | None, Option(help="local, or ray: one machine or a cluster")] = None,
     address: Annotated[str | None, Option(help="host:port of a Ray cluster; otherwise Ray on this machine")] = None,
 ) -> None:
-    """Run one study, policies x budgets beside the full cache, and print a table.
-
-    Rows are stored as they come: a second call computes what is missing. The exit status is 1 where rows failed.
-    """  # long, because every option is declared here
-    if not policy:
-        raise InputError("nothing to run: give a policy, -p snapkv")
+    """Run one study, policies x budgets beside the full cache, and print a table. A second call computes what is
+    missing. The exit status is 1 where rows failed."""  # long, because every option is declared here
     conditions = _conditions(policy, budget, regime, _named(setting))
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise InputError(f"--out {out} cannot be written: give a file in a folder that is there")
-    from kvrepro.experiment import data, models, stats
+    from kvrepro.experiment import data, models, store
     from kvrepro.experiment.answers import prompt_limit
     from kvrepro.experiment.run import Answers, Settings
     from kvrepro.experiment.run import run as run_study
-    from kvrepro.experiment.store import REAL, SCHEMA, WHOLE
 
-    numbers = [column.name for column in SCHEMA if column.type in (REAL, WHOLE)]
-    ensure_known("number of the rows", [measure], numbers)
-    cluster = {key: value for key, value in (("engine", engine), ("address", address)) if value is not None}
-    settings = Settings.of(_named(option), model=model, items=items, n_items=n_items, device=device, **cluster)
-    loaded = models.load(model, settings.device, settings.dtype, settings.enable_thinking)
+    ensure_known("column", [measure], store.COLUMNS)
+    given = {"model": model, "items": items, "n_items": n_items, "device": device, "engine": engine, "address": address}
+    settings = Settings.of(_named(option), **given)
+    loaded = models.load(settings.model, settings.device, settings.dtype, settings.enable_thinking)
     new = 32 if max_new_tokens is None else max_new_tokens
     room = prompt_limit(loaded, new, limit)
     count = data.AtMost(12) if n_items is None else n_items
@@ -76,10 +64,7 @@ def run(
     if max_new_tokens is not None:
         drawn = [replace(item, meta=item.meta | {"max_new_tokens": new}) for item in drawn]
     rows = run_study(Answers("run", name, drawn, conditions, new, limit), loaded, settings)
-    table = _table(rows, measure)
-    print(table.round(3).to_string(index=False, na_rep="-"))
-    if (few := table.n.min()) < stats.MIN_ITEMS:
-        print(f"n = {few}: an interval (low, high) needs {stats.MIN_ITEMS} items, -n {stats.MIN_ITEMS}")
+    print(_table(rows, measure).round(3).to_string(index=False, na_rep="-"))
     print(f"rows: {settings.folder / 'run' / name}")
     if out is not None:
         rows.to_csv(out, index=False)
@@ -98,31 +83,10 @@ def policies(name: Annotated[str, Argument(help="one of them, or my_policy.py:MI
             print(f"{row['name']:20} {row['keeps'].splitlines()[0]}")
             print(f"{'':20} regimes: {row['regimes']}; budget: {row['budget']}; readings: {row['readings']}")
         return
-    if name == "full":
-        print("full: keeps every token, and has no parameters")
-        return
     p = policy.find(name)
-    described = {"name": name, "title": p.title, "keeps": p.rule, "source": p.source, "regimes": ", ".join(p.regimes)}
-    described = {**rows.get(name, described), "code": p.code}
+    own = {"name": name, "title": p.title, "keeps": p.rule, "source": p.source, "regimes": ", ".join(p.regimes)}
+    described = {**rows.get(name, own), "code": p.code, **{reading: p.reading(reading) for reading in p.readings}}
     print(*(f"{key}: {value}" for key, value in described.items() if value), sep="\n")
-    readings = {reading: p.reading(reading) for reading in p.readings}
-    for key in {**p.parameters, **p.as_run}:
-        texts = [f"{reading} {values[key]}" for reading, values in readings.items() if key in values]
-        print(f"    {key}: {', '.join(texts)} ({_in_words(p.kind(key))})")
-
-
-def _in_words(kind: Any) -> str:
-    """What a type hint allows, in words: `integer, at least 1`, or the choices themselves."""
-    import pydantic
-
-    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-    try:
-        schema = pydantic.TypeAdapter(kind).json_schema()
-    except pydantic.PydanticUserError:  # a class that JSON does not have
-        schema = {}
-    if "enum" in schema:
-        return " or ".join(map(str, schema["enum"]))
-    return ", ".join([schema.get("type", "any value"), *(f"{words[k]} {v:g}" for k, v in schema.items() if k in words)])
 
 
 @app.command()
@@ -134,14 +98,11 @@ def items(
     model: Annotated[str, Option("-m", "--model", help="in whose tokens ruler's items are counted")] = "small-gqa",
 ) -> None:
     """Say which names of items there are, or print a sample of one."""
-    import inspect
-
     from kvrepro.experiment import data, models
     from kvrepro.world import world
 
     if not name:
-        names = inspect.cleandoc(data.load_items.__doc__ or "").partition("items:\n")[2]
-        print(names, f"Tasks of tinyworld: {', '.join(world.EVERY)}", sep="\n\n")
+        print(data.load_items.__doc__, f"Tasks of tinyworld: {', '.join(world.EVERY)}", sep="\n\n")
         return
     with contextlib.redirect_stdout(sys.stderr):  # remarks on items do not belong among their lines
         counting = models.tokenizer(model) if name.startswith("ruler") else None
@@ -155,11 +116,8 @@ def notebooks(to: Annotated[Path, Argument(help="the folder; it must not be ther
     """Copy the chapters' notebooks, to run or to edit."""
     from kvrepro.paths import ROOT
 
-    if to.exists():
-        raise InputError(f"{to} is there already: give another folder")
-    to.mkdir(parents=True)
-    for source in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        print(shutil.copy(source, to))
+    shutil.copytree(ROOT / "notebooks", to, ignore=shutil.ignore_patterns(".*"))
+    print(*sorted(to.iterdir()), sep="\n")
 
 
 @app.command()
@@ -167,71 +125,46 @@ def data(name: Annotated[str, Argument(help="a source, or one of its files: fetc
     """Say which public data there are, or fetch some, verify it, and print where it lies."""
     from kvrepro.experiment import data as files
 
-    if name:
-        print(files.fetch(name))
-        return
-    for source, entry in files.sources().items():
-        total = sum(file["bytes"] for file in entry["files"].values())
-        print(f"{source}: {entry['title']}\n  {len(entry['files'])} files, {total / 1e6:.1f} MB, from {entry['url']}")
-        print(f"  licence: {entry['licence']}\n  cite: {entry['citation']}")
-        print(*(f"  {source}/{path}" for path in entry["files"]), sep="\n")
+    print(files.fetch(name) if name else yaml.safe_dump(files.sources(), sort_keys=False, width=120))
 
 
-def _conditions(policies: list[str], budgets: list[str], regime: str, settings: dict[str, Any]) -> "list[Condition]":
+def _conditions(policies: list[str], budgets: list[str], regime: str, settings: dict[str, Any]) -> list[Any]:
     """The full cache, and every policy with every budget. Raises InputError for an unknown policy or setting."""
     from kvrepro.engine.condition import REGIMES, Condition, ensure
-    from kvrepro.engine.policy import check, find
+    from kvrepro.engine.policy import find
 
     regime = regime.replace("-", " ").replace("_", " ")
-    if regime:
-        ensure(tuple(REGIMES), regime=regime)
+    ensure(("", *REGIMES), regime=regime)
     of_conditions = {f.name for f in fields(Condition)} - {"policy", "budget", "regime", "switches"}
     more = {name: settings[name] for name in of_conditions & settings.keys()}
-    conditions, settable = [Condition()], set()
+    conditions, settable = [Condition()], of_conditions
     for policy in (name for name in policies if name != "full"):
         p = find(policy)
         kind = REGIMES[regime or p.regimes[0]]
         of_regime = {f.name for f in fields(kind)}
         of_policy = {*p.parameters, *p.as_run, *(() if p.shared else ("sinks", "recent"))}
-        settable |= of_regime | of_policy | of_conditions
+        settable = settable | of_regime | of_policy
         when = kind(**{name: settings[name] for name in of_regime & settings.keys()})
         switches = tuple((name, settings[name]) for name in sorted(of_policy & settings.keys()))
         conditions += [Condition(policy, _budget(size), when, switches=switches, **more) for size in budgets]
-    if unknown := sorted(settings.keys() - settable):
-        meant = suggestion(unknown[0], settable)
-        what = f"no condition, regime or policy here has {', '.join(unknown)}{meant}"
-        raise InputError(f"{what}: see `kvrepro policies NAME`")
-    for condition in conditions:
-        check(condition)
+    ensure_known("setting of these conditions, regimes and policies", settings, sorted(settable))
     return conditions
 
 
-def _table(rows: "pd.DataFrame", measure: str) -> "pd.DataFrame":
+def _table(rows: Any, measure: str) -> Any:
     """Per policy and budget: the measure's mean, its interval, tokens that a head holds, memory as a share of full."""
     from kvrepro.experiment import stats
 
-    keys = ["policy", "share", "capacity"]
-    table = stats.means(rows, keys, measure)
-    groups = rows.assign(memory=rows.bytes_held / rows.bytes_full).groupby(keys, sort=False, dropna=False)
-    table = table.merge(groups[["kept_mean", "memory"]].mean().reset_index())
-    table["budget"] = [
-        "-" if policy == "full" else f"{share:g}" if share == share else f"{capacity:g}"
-        for policy, share, capacity in zip(table.policy, table.share, table.capacity, strict=True)
-    ]
-    table = table.rename(columns={"value": measure, "kept_mean": "tokens kept"})
-    return table[["policy", "budget", measure, "low", "high", "n", "tokens kept", "memory"]]
+    rows = rows.assign(memory=rows.bytes_held / rows.bytes_full, budget=rows.share.fillna(rows.capacity))
+    keys = ["policy", "budget"]
+    held = rows.groupby(keys, sort=False, dropna=False)[["kept_mean", "memory"]].mean().reset_index()
+    return stats.means(rows, keys, measure).rename(columns={"value": measure}).merge(held)
 
 
-def _budget(text: str) -> int | float:
-    """`256`, `0.2` or `20%`. Raises InputError for anything else."""
-    from kvrepro.engine.condition import PositiveShare, Size, ensure
-
-    with contextlib.suppress(ValueError):
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        budget = int(text) if text.isdecimal() else share
-        ensure(Size | PositiveShare, budget=budget)
-        return budget
-    raise InputError(f"budget {text!r}: give a number of tokens such as 256, or a share such as 0.2")
+def _budget(text: str) -> Any:
+    """`256`, `0.2` or `20%` as a number; anything else as it is, which no condition takes."""
+    value = read_value(text.removesuffix("%"))
+    return value / 100 if text.endswith("%") and isinstance(value, int | float) else value
 
 
 def _named(texts: list[str]) -> dict[str, Any]:
@@ -247,12 +180,9 @@ def _named(texts: list[str]) -> dict[str, Any]:
 
 def read_value(text: str) -> Any:
     """The value of a YAML or JSON text. Raises InputError for other texts."""
-    import yaml
-
     try:
         with contextlib.suppress(ValueError):
             return json.loads(text)  # 1e-5 is a number, which PyYAML takes for a text
         return yaml.safe_load(text)
     except Exception as error:  # of many classes: no YAML, `!!bool x`, a 13th month
-        why = getattr(error, "problem", first_line(error))
-        raise InputError(f"{text[:50]!r} is no YAML value ({why}): lists look like [1, 2]") from None
+        raise InputError(f"{text[:50]!r} is no YAML value ({first_line(error)}): lists look like [1, 2]") from None

@@ -4,16 +4,12 @@ import difflib
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 INTERRUPTED = "interrupted: what is computed is stored, the next call goes on from there"
-ENDING = tuple(  # of Ctrl-C, a batch system, a terminal that is closed, where the system has these signals
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of Ctrl-C, a batch system, a terminal that is closed
 TOO_SMALL = "memory is too small: free some, or raise the limit (ulimit -v); what was computed is stored"
-LONGEST = 4096  # characters that an argument, or the name of a model, may have
 
 
 class InputError(ValueError):
@@ -24,27 +20,10 @@ class Stopped(RuntimeError):
     """Work that could not be finished. The message is one line; what was done is stored."""
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Context or decorator of a command: an InputError becomes one line on stderr and exit code 2; Stopped, and too
-    little memory, become one line and code 1."""
-    try:
-        yield
-    except (InputError, Stopped, MemoryError) as error:
-        print(TOO_SMALL if isinstance(error, MemoryError) else str(error), file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, InputError) else 1) from None
-
-
-def ensure_documented() -> None:
-    """Raise InputError where Python drops docstrings, which transformers and this package read."""
-    if sys.flags.optimize > 1:
-        raise InputError("python -OO drops texts that kvrepro and transformers need: start it without -OO")
-
-
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
-    """Run a typer app and end the process. A wrong command line is one line on stderr and exit code 2; an interrupt, by
-    Ctrl-C, a batch system or a closed terminal, is one line and 128 plus the signal's number."""
-    arguments, heard = sys.argv[1:] if arguments is None else arguments, list[int]()
+    """Run a typer app and end the process: bad input is one line on stderr and exit code 2, whatever else prevents the
+    work one line and 1, an interrupt one line and 128 plus the signal's number."""
+    arguments, heard, ended = sys.argv[1:] if arguments is None else arguments, list[int](), 1
 
     def end(number: int, frame: object) -> None:
         heard.append(number)
@@ -52,17 +31,17 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
             signal.signal(ending, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in ENDING}
-    for number in (number for number, handler in before.items() if handler != signal.SIG_IGN):
-        signal.signal(number, end)
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
     try:
-        with one_line_errors():
-            ensure_documented()
-            ended = app(arguments, prog_name=name, standalone_mode=False)
-            sys.stdout.flush()
+        ended = app(arguments, prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader has gone, as `head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, or Python would fail to flush at the very end
-        ended = 1
+    except (InputError, Stopped, MemoryError, OSError) as error:
+        print(TOO_SMALL if isinstance(error, MemoryError) else error, file=sys.stderr)
+        ended = 2 if isinstance(error, InputError) else 1
     except (KeyboardInterrupt, Exception) as error:
         usage = getattr(error, "format_message", None)  # only errors of the command-line library have it
         if not heard and usage is None:
@@ -70,9 +49,6 @@ def program(app: Callable[..., Any], name: str | None = None, arguments: list[st
         if not heard and usage and (message := " ".join(usage().split())):  # none where the help was printed
             print(f"{message} Given: {' '.join(arguments)[:200]!r}; --help says what there is", file=sys.stderr)
         ended = 2
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if heard:  # typer, or a library that was being imported, may have made another error of it
         print(f"\n{INTERRUPTED}", file=sys.stderr, flush=True)
         ended = 128 + heard[-1]
@@ -90,12 +66,8 @@ def first_line(error: BaseException) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """`ValueError: its message`, the first line, even of an exception whose own `__str__` fails."""
-    try:
-        message = str(error)
-    except Exception:
-        message = "what it says cannot be printed"
-    return f"{type(error).__name__}: {message}".splitlines()[0]
+    """`ValueError: its message`, the first line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def suggestion(name: object, choices: Iterable[str]) -> str:
@@ -105,13 +77,11 @@ def suggestion(name: object, choices: Iterable[str]) -> str:
 
 
 def ensure_known(kind: str, names: Iterable[str], choices: Collection[str], also: Iterable[str] = ()) -> None:
-    """Raise InputError for a name that is not among the choices. kind: of the names, for the message. also: further
-    names that the message offers."""
+    """Raise InputError for a name that is not among the choices. kind: of the names; also: further ones to offer."""
+    every = [*also, *choices]
     for name in names:
         if name not in choices:
-            every = [*also, *choices]
-            there_are = f"there are: {', '.join(every)}"
-            raise InputError(f"unknown {kind} {str(name)[:200]!r}{suggestion(name, every)}; {there_are}")
+            raise InputError(f"unknown {kind} {name!r:.200}{suggestion(name, every)}; there are: {', '.join(every)}")
 
 
 def invalid(error: Any, fields: Collection[str]) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from kvrepro.engine.condition import ensure
 from kvrepro.errors import InputError
 
 MARKUP = {ord(sign): ord(sign) + 0xFEE0 for sign in "<>`${}[]|*\\^~#"}  # signs of HTML and Markdown -> full-width twins
@@ -27,26 +26,19 @@ class Span:
 
 @dataclass(frozen=True)
 class Item:
-    """One question to a model: chat messages, gold answer, named spans.
-
-    `context` and `question` are set where a passage may be cut to the prompt's length. `form` says how the two become
-    messages: "" as in the protection paper, otherwise as in the set of LongBench that it names (see `build_prompt`).
-    `task` groups the items of a per-domain table. `meta` holds what a checker needs: `answers` (all references),
-    `metric` (a name of `kvrepro.experiment.measure.METRICS`), `classes` (all labels), `max_new_tokens` (of the answer).
-    `papers`: it is of a set of this project or of a paper, and its answers are scored exactly as the papers do. Answers
-    to readers' own items are compared in any script, and none of these may be empty.
-    """
+    """One question to a model: chat messages, gold answer, named spans. `meta` holds what a checker needs: `answers`
+    (all references), `metric` (of `measure.METRICS`), `classes` (all labels), `max_new_tokens` (of the answer)."""
 
     id: str
-    task: str
+    task: str  # groups the items of a per-domain table
     messages: tuple[dict, ...]
     answer: str
     spans: tuple[Span, ...] = ()
-    context: str | None = None
+    context: str | None = None  # a passage that may be cut to the prompt's length, and its question
     question: str | None = None
     meta: dict = field(default_factory=dict)
-    form: str = ""
-    papers: bool = False
+    form: str = ""  # of the two as messages: the protection paper's, or that of LongBench's set of this name
+    papers: bool = False  # scored exactly as the papers do; answers to readers' own items are compared in any script
 
     def new_tokens(self, usual: int) -> int:
         """Most tokens of an answer: the item's own number, or the usual one."""
@@ -63,40 +55,28 @@ def plain(name: str) -> str:
     return re.sub(odd, lambda match: "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in match[0]), text)
 
 
-# ---------------------------------------------------------------- chat
-
-
-class OneDay(datetime.datetime):
-    """The date for templates that write one: the day that Llama 3.1's template has by default."""
-
-    @classmethod
-    def now(cls, tz: datetime.tzinfo | None = None) -> "OneDay":
-        return cls(2024, 7, 26, tzinfo=tz)
+ONE_DAY = mock.Mock(now=lambda: datetime.datetime(2024, 7, 26))  # of templates that write one: Llama 3.1's by default
 
 
 def rendered(tokenizer: Any, turns: Sequence[Mapping[str, Any]], answer: bool = True) -> str:
     """The text of some turns, with the words that open the model's `answer`. Raises what the template raises."""
-    with mock.patch("transformers.utils.chat_template_utils.datetime", OneDay):  # a template cannot be given a date
-        more = {name: value for name, value in [("enable_thinking", thinks(tokenizer))] if value is not None}
+    more = {} if (enable := thinks(tokenizer)) is None else {"enable_thinking": enable}
+    with mock.patch("transformers.utils.chat_template_utils.datetime", ONE_DAY):  # a template cannot be given a date
         return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=answer, **more))
 
 
 def thinks(tokenizer: Any) -> bool | None:
-    """What the tokenizer's chat template gets as `enable_thinking`; None: nothing, so that it does what it usually
-    does."""
-    value: bool | None = getattr(tokenizer, "enable_thinking", None)
-    return value
+    """What the tokenizer's chat template gets as `enable_thinking`; None: nothing."""
+    return getattr(tokenizer, "enable_thinking", None)
 
 
 def thinking(tokenizer: Any, enable: bool | None) -> Any:
     """The tokenizer, or, unless `enable` is None, a copy whose chat template gets it as `enable_thinking`. Raises
     InputError for a template that has no such switch (Qwen3's and SmolLM3's have)."""
-    ensure(bool | None, enable_thinking=enable)
     if enable is None or enable == thinks(tokenizer):
         return tokenizer
     if "enable_thinking" not in str(tokenizer.chat_template):
-        what = f"the chat template of {tokenizer.name_or_path} has no such switch"
-        raise InputError(f"enable_thinking {enable}: {what}: leave it out")
+        raise InputError(f"enable_thinking {enable}: the chat template of {tokenizer.name_or_path} has no such switch")
     changed = copy.copy(tokenizer)
     changed.enable_thinking = enable
     return changed

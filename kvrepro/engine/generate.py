@@ -57,8 +57,9 @@ def generate(
     with at most 65,536 tokens in all (None: one on a CPU, 64 on a GPU). backend: "torch", plain PyTorch; "triton",
     which refuses what kernels cannot do (`kvrepro.engine.backend`); "auto": triton where it can, on a GPU. repeat:
     token ids of KVzip's request to repeat the context. kept_sets: return which tokens stayed. seed: for policies that
-    draw; draws differ between prompts. errors: "return" gives a row's exception, of a policy or NaN logits, in place of
-    its generation; the other rows go on. Raises InputError for wrong input before anything is computed.
+    draw; draws differ between prompts. errors: "return" gives a row's exception, of a policy or NaN logits, or why its
+    prompt cannot meet its condition, in place of its generation; the other rows go on. Raises InputError for wrong
+    input before anything is computed.
     """
     texts = [p if isinstance(p, Prompt) else Prompt(p, {}) for p in prompts]  # type: ignore[arg-type]
     by_prompt, new = conditions_by_prompt(conditions, len(texts)), _new_tokens(max_new_tokens, len(texts))
@@ -68,13 +69,14 @@ def generate(
 
     def read_all(call: Call, room: float) -> Iterator[Rows]:
         column = {c: j for j, c in enumerate(call.conditions)}
-        wanted = [[column[c] for c in dict.fromkeys(listed) if c in column] for listed in by_prompt]
+        pairs = [[(i, column[c]) for c in dict.fromkeys(listed) if c in column] for i, listed in enumerate(by_prompt)]
+        wanted = [[j for i, j in pairs_of_prompt if (i, j) not in call.failed] for pairs_of_prompt in pairs]
         for members, columns in passes(call, wanted, prompt_rows, room):
             with _short_of_memory(call, itertools.product(members, columns)):
                 yield from read(call, members, columns)
 
-    for call in calls(model, texts, by_prompt, new, repeat, backend, seed):
-        call.kept_sets, call.isolate = kept_sets, errors == "return"
+    for call in calls(model, texts, by_prompt, new, repeat, backend, seed, isolate=errors == "return"):
+        call.kept_sets = kept_sets
         most, room = USUAL_ROWS, CPU_ROOM
         if call.device.type == "cuda":
             unused = torch.cuda.memory_reserved(call.device) - torch.cuda.memory_allocated(call.device)
@@ -101,13 +103,14 @@ def calls(
     repeat: Sequence[int],
     backend: str,
     seed: int,
+    isolate: bool = False,
 ) -> list[Call]:
     """Split the work of `generate` into calls with one backend and one view of the model each. Raises InputError for
     wrong input before anything is computed."""
     model, request = usable(model), whole_numbers("repeat", repeat)
     ensure(int, seed=seed)
     facts, every = ModelFacts.of(model), list(dict.fromkeys(itertools.chain.from_iterable(by_prompt)))
-    check_conditions(model, texts, by_prompt, new, facts)
+    gaps = unmet(model, texts, by_prompt, new)
     capped = [c for c in every if isinstance(c.regime, SharedCap)]
     one_set = bool(facts.sliding and capped)  # then these and the full cache treat sliding layers like all others
     views = {False: facts, True: ModelFacts.of(model, one_set=True) if one_set else facts}
@@ -118,10 +121,12 @@ def calls(
             raise InputError(f"{c.policy} repeats the context: give `repeat`, token ids of the request to do so")
         kind = one_set and (rule is None or c in capped), choose(backend, model, c, facts)
         conditions_by_kind.setdefault(kind, []).append(c)
-    return [
-        Call(model, texts, some, new, views[view], request, backend=name, seed=seed)
-        for (view, name), some in conditions_by_kind.items()
-    ]
+    of_calls = []
+    for (view, name), some in conditions_by_kind.items():
+        call = Call(model, texts, some, new, views[view], request, backend=name, seed=seed, isolate=isolate)
+        call.fail({(i, some.index(c)): error for (i, c), error in gaps.items() if c in some})
+        of_calls.append(call)
+    return of_calls
 
 
 @contextmanager
@@ -169,23 +174,20 @@ def _new_tokens(given: int | Sequence[int], prompts: int) -> list[int]:
     return counts
 
 
-def check_conditions(
-    model: PreTrainedModel,
-    texts: Sequence[Prompt],
-    conditions: Conditions,
-    max_new_tokens: int | Sequence[int] = 1,
-    facts: ModelFacts | None = None,
-) -> None:
-    """Raise InputError for a prompt that the model cannot continue, for a condition that one of its prompts cannot
-    meet, and if shorter and longer passes would rotate keys differently. facts: this model's, if known."""
-    facts, by_prompt = facts or ModelFacts.of(model), conditions_by_prompt(conditions, len(texts))
+def unmet(
+    model: PreTrainedModel, texts: Sequence[Prompt], by_prompt: Sequence[Sequence[Condition]], new: Sequence[int]
+) -> dict[tuple[int, Condition], InputError]:
+    """Why prompts, by their numbers, cannot meet conditions. Raises InputError for a prompt that the model cannot
+    continue with `new` tokens, for a condition that no prompt can meet, and if shorter and longer passes would rotate
+    keys differently."""
+    facts, errors = ModelFacts.of(model), dict[tuple[int, Condition], InputError]()
     rules = {c: Rule.of(c) for c in dict.fromkeys(itertools.chain.from_iterable(by_prompt))}
     if any(rule is not None and rule.policy.shared for rule in rules.values()):
         check_shared(model)
     config = model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None)  # some families have no end
     parts, longest = [], 0
-    for text, most_new, listed in zip(texts, _new_tokens(max_new_tokens, len(texts)), by_prompt, strict=True):
+    for i, (text, most_new, listed) in enumerate(zip(texts, new, by_prompt, strict=True)):
         n = len(text.ids)
         if n < 2:
             raise InputError(f"prompt of {n} tokens < 2: give a text to continue")
@@ -196,15 +198,19 @@ def check_conditions(
         if context is not None and n + most_new > context:
             raise InputError(f"{n} prompt + {most_new} new tokens > the model's {context} positions: shorten one")
         for c in listed:
-            check_met(facts, text, c, rules[c])
-            parts.append(min(boundary(text, c), getattr(c.regime, "chunk", n)))
+            try:
+                _check_met(facts, text, c, rules[c])
+                parts.append(min(boundary(text, c), getattr(c.regime, "chunk", n)))
+            except InputError as error:
+                errors[i, c] = error
         longest = max(longest, n + most_new - 1)
     if parts:
         description = f"passes of {min(parts)} to {longest} tokens"
         ensure_one_rotation(model, min(parts), longest, description, "let every prompt and chunk be longer")
+    return errors
 
 
-def check_met(facts: ModelFacts, text: Prompt, c: Condition, rule: Rule | None) -> None:
+def _check_met(facts: ModelFacts, text: Prompt, c: Condition, rule: Rule | None) -> None:
     """Raise InputError if the prompt cannot meet `c`, of which `rule` is the rule."""
     end = boundary(text, c)
     held = facts.held(end)

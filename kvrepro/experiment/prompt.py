@@ -50,10 +50,10 @@ LONGBENCH = {name: Form(**form) for name, form in yaml.safe_load(WORDS.read_text
 
 @contextmanager
 def named(item: Item) -> Iterator[None]:
-    """A context in which an InputError's message names the item."""
+    """A context in which a ValueError, such as an InputError, becomes an InputError that names the item."""
     try:
         yield
-    except InputError as error:
+    except ValueError as error:
         raise InputError(f"item {item.id}: {error}") from None
 
 

@@ -1,9 +1,7 @@
-"""The whole way: LongBench passages, a checkpoint in the hub's format, the protocol's prompts, the engine, rows."""
+"""The whole way: long passages, a checkpoint in the hub's format, the protocol's prompts, the engine, rows."""
 
 import json
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import checkpoint
 import pytest
@@ -22,19 +20,8 @@ OWN = [
 ]
 
 
-def mirrored() -> bool:
-    folders = filter(None, os.environ.get("KVREPRO_DATA", "").split(os.pathsep))
-    return any(
-        (Path(f) / part / "data" / "longbench-balanced.jsonl").is_file() for f in folders for part in ("", "artifact")
-    )
-
-
-@pytest.fixture(scope="module", params=["own", "longbench"])
-def source(request, tmp_path_factory):
-    if request.param == "longbench":
-        if not mirrored():
-            pytest.skip("KVREPRO_DATA names no folder with longbench-balanced.jsonl")
-        return data.fetch("longbench-balanced.jsonl")
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
     path = tmp_path_factory.mktemp("own") / "own.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in OWN))
     return path

@@ -1,15 +1,13 @@
 """Settings and a notebook's parameters: what cannot be run with is refused in one line before anything is loaded."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
 
 from kvrepro.chapters.synthesis.study import Settings as Synthesis
-from kvrepro.engine.condition import Positive
 from kvrepro.errors import InputError
 from kvrepro.experiment import settings
-from kvrepro.experiment.settings import Settings, check_parameters, ensure_name
+from kvrepro.experiment.settings import Settings, check_parameters
 
 CELLS = ["import x", "n_items = None  # all\nseed = 0", "# Parameters\nn_items = 8\n", "%magic", "Settings.of()"]
 
@@ -33,49 +31,27 @@ def test_what_the_notebook_has_passes_also_when_a_cell_runs_again(notebook):
     notebook([*CELLS, "n_items = 9\nother = 1", "Settings.of()"])
 
 
-def test_misspelt_parameters_are_refused_together_with_what_was_meant(notebook):
-    message = "no parameter 'n_item', did you mean 'n_items'?; 'colour': see its cell tagged parameters"
+def test_a_misspelt_parameter_is_refused_with_what_was_meant(notebook):
     for later in ([], ["n_item = 3"]):  # an edited cell that ran in between
-        with pytest.raises(InputError, match=re.escape(message)):
-            notebook([*CELLS[:2], "# Parameters\nn_item = 8\nseed = 1\ncolour = 8\n", *later])
-
-
-def test_a_list_that_came_as_text_is_refused_with_the_way_to_give_it(notebook):
-    message = """n_items is the text '[8, 9]': papermill passes text with -p, use -y "n_items: [8, 9]\""""
-    with pytest.raises(InputError, match=re.escape(message)):
-        notebook([*CELLS[:2], "# Parameters\nseed = 3\nn_items = '[8, 9]'\n"])
-    notebook([*CELLS[:2], "# Parameters\nn_items = [8, 9]\nseed = 'a [b]'\n"])
-
-
-def test_parameters_that_are_no_settings_are_of_their_kind(notebook):
-    notebook(CELLS, measure="f1", tables=["a", "b"], margin=0.1)
-    check_parameters(measure=("f1", "rouge"), tables=("a", "b"), margin=Positive)
-    for wrong in ({"measure": ("rouge",)}, {"tables": ("a",)}, {"measure": Positive}):
-        with pytest.raises(InputError, match=next(iter(wrong))):
-            check_parameters(**wrong)
+        with pytest.raises(InputError, match="unknown parameter 'n_item', did you mean 'n_items'"):
+            notebook([*CELLS[:2], "# Parameters\nn_item = 8\nseed = 1\n", *later])
 
 
 WRONG = {
-    "results is 5: give the name of a folder": {"results": 5},
-    "results is '': give the name of a folder": {"results": ""},
-    "results is '~/rows': give .* home folder written out": {"results": "~/rows"},
-    "results '/dev/null/x': .* no folder that you may write to": {"results": "/dev/null/x"},
+    "results 5: ": {"results": 5},
+    "results '/dev/null/x' is no folder": {"results": "/dev/null/x"},
     "seed 'a': .*; profile|profile 'slow': .*; seed 'a'": {"seed": "a", "profile": "slow"},  # all at once
     "seed -1: ": {"seed": -1},
     "workers 0: ": {"workers": 0},
-    "time_limit True: ": {"time_limit": True},
     "unknown option 'sede', did you mean 'seed'": {"options": {"sede": 1}},
-    "seed is a parameter of its own": {"options": {"seed": 1}, "seed": 1},
-    "options 'a=1': give settings by name": {"options": "a=1"},
-    "unknown model 'nosuch': use ": {"model": "nosuch"},
+    "options 'a=1': ": {"options": "a=1"},
+    "unknown model 'nosuch': ": {"model": "nosuch"},
     "unknown items 'squad'": {"items": "squad"},
     "device 'tpu'": {"device": "tpu"},
     "n_items 0: ": {"n_items": 0},
     "n_items is 200,000: at most": {"n_items": 200_000},
     r"policies \('lru', 'lru'\): give a list .* each once": {"policies": ["lru", "lru"]},
     "policies .* valid": {"policies": "lru"},
-    "model 'a.nb': give at most": {"model": "a\nb"},
-    "is of a Ray cluster, and the engine is local": {"address": "a:1"},
 }
 
 
@@ -87,7 +63,7 @@ def test_what_nothing_can_be_run_with_is_refused(words):
 
 
 def test_every_model_of_a_family_is_looked_at_before_the_first_one_runs():
-    with pytest.raises(InputError, match="^unknown model 'nosuch': use "):
+    with pytest.raises(InputError, match="^unknown model 'nosuch'"):
         Synthesis.of(family=["small-mha", "nosuch"])
     assert not Synthesis.of(family=[]).family
 
@@ -103,15 +79,9 @@ def test_own_policies_are_looked_at_before_anything_is_loaded(tmp_path):
 
 
 def test_workers_in_the_environment_are_a_number_that_can_be_read(monkeypatch):
-    for given in ("many", "-1", "0", "1000000000", "\u00b2"):
+    for given in ("many", "-1", "0", "\u00b2"):
         monkeypatch.setenv("KVREPRO_WORKERS", given)
         with pytest.raises(InputError, match=rf"workers '?{given}'?: "):
             Settings()
     monkeypatch.setenv("KVREPRO_WORKERS", "3")
     assert Settings().workers == 3
-
-
-@pytest.mark.parametrize("name", ["a/b", "", ".hidden", "x" * 101, "\u4e00" * 60])
-def test_a_study_s_name_can_be_a_file_s(name):
-    with pytest.raises(InputError, match="give at most 100 letters"):
-        ensure_name(name)

@@ -31,7 +31,7 @@ from kvrepro.engine.condition import Condition, Count, Odd, Prefill, ProperShare
 from kvrepro.engine.facts import ModelFacts, attention_modules
 from kvrepro.engine.generate import check_attention_only
 from kvrepro.engine.policy import find, is_own
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, Stopped
 from kvrepro.experiment import data, measure, run
 from kvrepro.experiment.answers import prompt_limit
 from kvrepro.experiment.data import AtMost
@@ -179,7 +179,7 @@ def triples_of(
             other = run.PerItem("dropkv_bound", "others", taken, of_item, given | {"policy": name})
             try:
                 rows = run.run(other, loaded, settings)["records"]
-            except run.StudyFailed as error:
+            except Stopped as error:
                 print(f"{name} is left out of the records: {error}")
             else:
                 tables["records"] = pd.concat([tables["records"], rows], ignore_index=True)

@@ -21,7 +21,7 @@ from kvrepro.engine.score.learned import available
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 from kvrepro.experiment import run as runner
-from kvrepro.experiment.answers import prepared, prompt_limit
+from kvrepro.experiment.answers import prompt_limit, prompt_of
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
@@ -146,7 +146,7 @@ def observed(loaded: Loaded, settings: Settings) -> Answers:
     study = Answers("fragility", "answers", chosen, [Condition()], settings.answer_tokens, note=tokens_of)
 
     def check_history(item: Item) -> None:
-        [(prompt, *_)] = prepared(replace(study, items=[item]), loaded)
+        prompt, _ = prompt_of(study, loaded, item)
         with data.named(item):
             for s in {s.until: s for s in _settings_for(item, settings.base).values()}.values():
                 retention.end_of(prompt, s)

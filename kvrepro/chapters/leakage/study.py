@@ -35,7 +35,7 @@ def answers(
     """
     by_item = [(item, prompt(loaded, item), list(dict.fromkeys(grid))) for item, grid in zip(items, grids, strict=True)]
     conditions = [[cell.on(item, text) for cell in grid] for item, text, grid in by_item]
-    study = Answers("leakage", name, items, conditions, settings.tokens, None, prompt, scores.survivors, together=2)
+    study = Answers("leakage", name, items, conditions, settings.tokens, None, prompt, scores.survivors)
     stored, places, facts = run(study, loaded, settings), dict[Any, int](), []
     for (item, _, grid), wanted in zip(by_item, conditions, strict=True):
         of_item = {name: item.meta.get(name, 0) for name in ("system", "order", "request", "rules", "words")}

@@ -24,7 +24,7 @@ from kvrepro.engine.policy import READINGS, find, own
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, data, measure, models, stats
 from kvrepro.experiment import run as runner
-from kvrepro.experiment.answers import prompt_limit, unmet
+from kvrepro.experiment.answers import prompt_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item, answer_of
@@ -269,14 +269,12 @@ def retention(loaded: Loaded, item: Item, settings: Settings) -> pd.DataFrame:
     last position of each of the prompt's spans.
     """
     prompt = data.build_prompt(item, loaded.tokenizer, limit_of(loaded, [item], settings))
-    every = capped(settings.policies, [settings.middle], settings)
-    gaps = unmet(loaded, prompt, every)
-    conditions = [c for c in every if c not in gaps]
+    conditions = capped(settings.policies, [settings.middle], settings)
     [kept] = generate(loaded.model, [prompt.ids], conditions, max_new_tokens=1, stop_ids=(), errors="return")
     rows = [
         (c.policy, c.reading, c.prefix > 0, position)
         for c, answer in zip(conditions, kept, strict=True)
-        if not isinstance(answer, Exception)  # the main study counts failures
+        if not isinstance(answer, Exception)  # it cannot be met, or has failed, which the main study counts
         for position in answer.kept_positions
     ]
     frame = pd.DataFrame(rows, columns=["policy", "reading", "protected", "position"])

@@ -69,8 +69,8 @@ def kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -
     kept: dict[Condition, np.ndarray | Exception] = {}
     for c in conditions:
         try:
-            engine.check_conditions(loaded.model, [Prompt(ids, {})], [c])
-        except InputError as error:
+            kept.update((c, error) for error in engine.unmet(loaded.model, [Prompt(ids, {})], [[c]], [1]).values())
+        except InputError as error:  # the model cannot run it
             kept[c] = error
     met = [c for c in conditions if c not in kept]
     repeat = loaded.tokenizer.encode(REPEAT, add_special_tokens=False) if loaded.tokenizer else ()

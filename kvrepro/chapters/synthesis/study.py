@@ -26,11 +26,10 @@ from kvrepro.chapters.synthesis.policies import NAMES, OF_WINDOW, SCORERS, SPLIT
 from kvrepro.engine.attention import attend, read_once
 from kvrepro.engine.condition import Condition, DecodeCap, Generation, Odd, Prefill, Prompt, ProperShare, Size
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.generate import generate
+from kvrepro.engine.generate import generate, unmet
 from kvrepro.engine.policy import is_own
 from kvrepro.experiment import data, measure, models
 from kvrepro.experiment import run as runner
-from kvrepro.experiment.answers import unmet
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
@@ -278,8 +277,8 @@ def of_heads(loaded: Loaded, item: Item, policies: Sequence[str], share: float, 
     """
     prompt = data.build_prompt(item, loaded.tokenizer, tokens)
     every = [Condition(p, share, Prefill(), reading="as_described") for p in policies]
-    gaps = unmet(loaded, prompt, every)
-    conditions = [c for c in every if c not in gaps]
+    gaps = unmet(loaded.model, [prompt], [every], [1])
+    conditions = [c for c in every if (0, c) not in gaps]
     [kept] = generate(loaded.model, [prompt], conditions, max_new_tokens=1, stop_ids=(), kept_sets=True)
     layers, parts = last_attention(loaded, prompt.ids), []
     for c, answer in zip(conditions, kept, strict=True):

@@ -114,22 +114,22 @@ def _asked(study: Answers, loaded: Loaded, settings: Settings) -> list[Asked]:
     gaps = engine.unmet(loaded.model, [prompt for prompt, _ in prompts], by_item, new)
     if len(gaps) == sum(len(set(of_item)) for of_item in by_item):
         raise InputError(f"item {items[0].id}: {next(iter(gaps.values()))}")
-    of_study: dict[str, Any] = {"chapter": study.chapter, "name": study.name, "model": loaded.name}
-    of_study |= {"model_hash": loaded.hash, "dtype": loaded.dtype, "device": loaded.device}
-    of_study["enable_thinking"] = thinks(loaded.tokenizer)
+    of_study = {"chapter": study.chapter, "name": study.name, "profile": settings.profile, "seed": settings.seed}
+    of_model: dict[str, Any] = {"model": loaded.name, "model_hash": loaded.hash, "dtype": loaded.dtype}
+    of_model |= {"device": loaded.device, "enable_thinking": thinks(loaded.tokenizer)}
     numbers = {c: j for j, c in enumerate(dict.fromkeys(itertools.chain.from_iterable(by_item)))}
     columns = {c: c.columns() | {"engine_hash": code_of(study.chapter, c)} for c in numbers}
     how, rows = store.digest(study.note, settings.backend), []
     for i, (item, (prompt, limit), of_item) in enumerate(zip(items, prompts, by_item, strict=True)):
         read = prompt.ids, prompt.spans, prompt.turns, references(item), item.papers
         scored = [item.meta.get(name) for name in ("metric", "classes", "first_line")]
-        facts = of_study | {"item": item.id, "task": item.task, "answer": item.answer, "limit": limit}
+        facts = of_model | {"item": item.id, "task": item.task, "answer": item.answer, "limit": limit}
         facts |= {"max_new_tokens": new[i], "prompt_tokens": len(prompt.ids), "any_script": not item.papers or None}
         facts |= {"data_hash": store.digest(read, scored), "cut": data.tokens_cut(item, loaded.tokenizer, limit)}
         facts["evidence_at"] = measure.evidence_at(prompt.spans.get("evidence", ()), len(prompt.ids))
         for c in dict.fromkeys(of_item):
             head = facts | columns[c]
-            head |= {"key": store.digest(head, how), "profile": settings.profile, "seed": settings.seed}
+            head |= of_study | {"key": store.digest(head, how)}
             rows.append(Asked((i, numbers[c]), item, prompt, c, head))
     return rows
 

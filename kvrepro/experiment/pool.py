@@ -190,7 +190,8 @@ def connect(address: str | None = None, least: int = 1) -> Any:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address, how = address or os.environ.get("RAY_ADDRESS", "local"), dict[str, Any]()
         if address == "local":
-            how = {"num_cpus": max(least, os.cpu_count() or 1), "runtime_env": {"env_vars": ENVIRONMENT}}
+            variables = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)}
+            how = {"num_cpus": max(least, os.cpu_count() or 1), "runtime_env": {"env_vars": variables}}
         try:
             ray.init(address, **how, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # no cluster there, other versions: whatever Ray raises

@@ -49,7 +49,6 @@ WRONG = {
     "unknown items 'squad'": {"items": "squad"},
     "device 'tpu'": {"device": "tpu"},
     "n_items 0: ": {"n_items": 0},
-    "n_items is 200,000: at most": {"n_items": 200_000},
     r"policies \('lru', 'lru'\): give a list .* each once": {"policies": ["lru", "lru"]},
     "policies .* valid": {"policies": "lru"},
 }

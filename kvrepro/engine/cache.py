@@ -228,9 +228,8 @@ class RaggedLayer:
             return [tuple(flat[name].unflatten(0, (*self.shape, -1)) for name in FLAT), tail]
         index, parts = self._index(), []
         if index.shape[2]:
-            parts.append(
-                (self._padded(flat["keys"], index), self._padded(flat["values"], index), self._positions(index))
-            )
+            keys, values = (self._padded(flat[name], index) for name in FLAT[:2])
+            parts.append((keys, values, self._positions(index)))
         return [*parts, tuple(x[:, :, : self.tail] for x in tail)] if self.tail else parts
 
     def shown(self) -> Shown:
@@ -241,9 +240,8 @@ class RaggedLayer:
         if self.tail:
             tokens = {name: torch.cat([x, tail[name]], 2) for name, x in tokens.items()}
         keys, values = tokens.pop("keys"), tokens.pop("values")
-        return Shown(
-            keys, values, positions, {name: s.masked_fill(places < 0, 0) for name, s in tokens.items()}, places
-        )
+        sums = {name: s.masked_fill(places < 0, 0) for name, s in tokens.items()}
+        return Shown(keys, values, positions, sums, places)
 
     def places(self, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(place of each token, counted through the flat part and then the tail; its position), both int64 [batch,

@@ -68,8 +68,7 @@ class ModelFacts:
 
 
 def check_family(model: PreTrainedModel) -> dict[int, Module]:
-    """The model's `attention_modules`. Raises InputError for a model whose attention the engine cannot take over. Does
-    not read weights, so an empty model will do."""
+    """The model's `attention_modules`. Raises InputError for a model whose attention the engine cannot take over."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise refused(model, "it has an encoder")
     config, modules = model.config.get_text_config(), attention_modules(model)
@@ -106,7 +105,7 @@ def attention_modules(model: PreTrainedModel) -> dict[int, Module]:
     types = layer_types(model.config.get_text_config())
     modules = {}
     for module in model.get_decoder().modules():
-        number = getattr(module, "layer_idx", None)
+        number = vars(module).get("layer_idx")  # `getattr` would search thousands of parts
         if number is not None and types[number] in HOLDING and head_dim(module) and _outputs(module):
             modules[number] = module
     return dict(sorted(modules.items()))

@@ -185,41 +185,34 @@ def unmet(
     if any(rule is not None and rule.policy.shared for rule in rules.values()):
         check_shared(model)
     config = model.config.get_text_config()
+    size = config.vocab_size
     context = getattr(config, "max_position_embeddings", None)  # some families have no end
     parts, longest = [], 0
     for i, (text, most_new, listed) in enumerate(zip(texts, new, by_prompt, strict=True)):
         n = len(text.ids)
         if n < 2:
             raise InputError(f"prompt of {n} tokens < 2: give a text to continue")
-        for outside in [i for i in (min(text.ids), max(text.ids)) if not 0 <= i < config.vocab_size]:
-            raise InputError(
-                f"token id {outside} outside the model's vocabulary of {config.vocab_size}: other tokenizer?"
-            )
+        for outside in [token for token in (min(text.ids), max(text.ids)) if not 0 <= token < size]:
+            raise InputError(f"token id {outside} outside the model's vocabulary of {size}: other tokenizer?")
         if context is not None and n + most_new > context:
             raise InputError(f"{n} prompt + {most_new} new tokens > the model's {context} positions: shorten one")
         for c in listed:
+            end, rule = 0, rules[c]
             try:
-                _check_met(facts, text, c, rules[c])
-                parts.append(min(boundary(text, c), getattr(c.regime, "chunk", n)))
+                end = boundary(text, c)
+                if rule is not None:
+                    whitelist = [at - end for name in c.whitelist for at in text.spans[name] if at < end]
+                    rule.ensure_met(facts.held(end), whitelist)
+                parts.append(min(end, getattr(c.regime, "chunk", n)))
             except InputError as error:
-                errors[i, c] = error
+                held = facts.held(end)
+                slides = "" if held == end else f" (a layer whose window slides holds {held} of {end} tokens)"
+                errors[i, c] = InputError(f"{error}{slides}")
         longest = max(longest, n + most_new - 1)
     if parts:
         description = f"passes of {min(parts)} to {longest} tokens"
         ensure_one_rotation(model, min(parts), longest, description, "let every prompt and chunk be longer")
     return errors
-
-
-def _check_met(facts: ModelFacts, text: Prompt, c: Condition, rule: Rule | None) -> None:
-    """Raise InputError if the prompt cannot meet `c`, of which `rule` is the rule."""
-    end = boundary(text, c)
-    held = facts.held(end)
-    try:
-        if rule is not None:
-            rule.ensure_met(held, [at - end for name in c.whitelist for at in text.spans[name] if at < end])
-    except InputError as error:
-        slides = "" if held == end else f" (a layer whose window slides holds {held} of {end} tokens)"
-        raise InputError(f"{error}{slides}") from None
 
 
 def check_shared(model: PreTrainedModel) -> None:

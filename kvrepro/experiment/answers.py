@@ -136,7 +136,8 @@ def _asked(study: Answers, loaded: Loaded, settings: Settings) -> list[Asked]:
 
 def plan(study: Answers, loaded: Loaded, settings: Settings) -> Plan:
     """The study's missing rows as jobs. Raises InputError as `_asked` does."""
-    rows, folder = _asked(study, loaded, settings), settings.folder / study.chapter / study.name / loaded.name
+    rows = _asked(study, loaded, settings)
+    folder = settings.folder / study.chapter / study.name / loaded.name.replace("/", "-")
     stored = store.read(folder, ["key"])
     done = set(stored.key[stored.error.isna() | stored.error.str.startswith(CANNOT_BE, na=False)])
     missing = [asked for asked in rows if asked.head["key"] not in done]

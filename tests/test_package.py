@@ -16,7 +16,6 @@ SCRIPT = """
 import kvrepro as kv
 import kvrepro_kernels
 from kvrepro import paths
-from kvrepro.errors import InputError
 
 print(paths.ROOT, kvrepro_kernels.__file__, sep="\\n")
 tiny = kv.load()
@@ -33,11 +32,6 @@ from kvrepro.experiment import artifact, claims, data
 
 assert claims.load_claims("leakage")["claims"] and len(artifact.scores()) and data.sources()
 assert len(claims.published("protection_t20_faithful.csv"))
-try:
-    kv.load("small-mha")
-except InputError as error:
-    print(error)
-
 """
 
 
@@ -88,7 +82,7 @@ def test_an_installed_package_runs_studies_and_chapters_and_stores_in_the_workin
     done = python("-c", SCRIPT)
     lines = done.stdout.splitlines()
     assert [line.startswith(str(python.site)) for line in lines[:2]] == [True, True], done
-    assert any("small-mha is missing" in line and "clone" in line for line in lines), done.stderr
+    assert done.returncode == 0, done.stderr
     assert (python.folder / "data" / "results" / "mine" / "main").is_dir()
     assert sorted(python.site.rglob("*.parquet")) == before
 

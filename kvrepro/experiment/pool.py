@@ -8,6 +8,7 @@ worker that dies costs its job one retry, after all others; a job that dies twic
 import logging
 import os
 import platform
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,6 @@ from kvrepro.item import thinks
 # of the time of protection's main study.
 ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 ENVIRONMENT |= {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
-IDLE = 60  # seconds after which a worker of this machine without a job ends
 TWICE = "its worker process died twice: is memory too small? give fewer workers, or smaller batches by batch_rows"
 _held: dict[Any, Loaded | None] = {}  # in a worker: the model that it loaded, by how it is loaded
 _actors: dict[bool, list[Any]] = {}  # Ray's workers that run, by whether they have a GPU
@@ -136,12 +136,12 @@ def do(packed_job: bytes) -> Any:
 
 
 class _Loky:
-    """Processes of this machine. Where one dies, all are replaced."""
+    """Processes of this machine, which end after a minute without a job. Where one dies, all are replaced."""
 
     deaths = BrokenProcessPool
 
     def __init__(self, count: int):
-        self.executor = partial(loky.get_reusable_executor, max_workers=count, timeout=IDLE, env=ENVIRONMENT)
+        self.executor = partial(loky.get_reusable_executor, max_workers=count, timeout=60, env=ENVIRONMENT)
 
     def submit(self, packed_job: bytes) -> Any:
         return self.executor().submit(do, packed_job)
@@ -189,10 +189,13 @@ def connect(address: str | None = None, least: int = 1) -> Any:
         _actors.clear()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address, how = address or os.environ.get("RAY_ADDRESS", "local"), dict[str, Any]()
-        if address == "local":
-            variables = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)}
-            how = {"num_cpus": max(least, os.cpu_count() or 1), "runtime_env": {"env_vars": variables}}
         try:
+            if address == "local":
+                variables = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)}
+                how = {"num_cpus": max(least, os.cpu_count() or 1), "runtime_env": {"env_vars": variables}}
+            else:  # Ray itself would try for minutes
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=5).close()
             ray.init(address, **how, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # no cluster there, other versions: whatever Ray raises
             raise Stopped(f"Ray at {address}: {first_line(error)}; `ray status` shows a cluster's nodes") from None

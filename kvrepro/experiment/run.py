@@ -76,9 +76,6 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     return results
 
 
-# ---- tables of items
-
-
 def _tables_plan(study: PerItem[Any], loaded: Loaded | None, settings: Settings) -> Plan:
     """The missing items as jobs, one for each."""
     pairs = study.items.items() if isinstance(study.items, Mapping) else [(item.id, item) for item in study.items]

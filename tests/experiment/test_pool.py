@@ -100,8 +100,8 @@ def test_rows_of_a_ray_are_those_of_this_process(loaded, mine, tmp_path, capfd):
     package.shutdown()
 
 
-@pytest.mark.slow
-def test_an_address_where_nobody_answers_is_one_line():
+@pytest.mark.parametrize("address", ["10.0.0.1", "ray://head:1", "127.0.0.1:9"])
+def test_an_address_where_nobody_answers_is_one_line_at_once(address):
     pytest.importorskip("ray")
-    with pytest.raises(Stopped, match="Ray at 127.0.0.1:9: .*ray status"):
-        pool.connect("127.0.0.1:9")
+    with pytest.raises(Stopped, match=f"Ray at {address}: .*ray status"):
+        pool.connect(address)

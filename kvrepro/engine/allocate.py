@@ -9,9 +9,6 @@ Quotas split a budget over the spans of a prompt, so that no instruction is forg
 
     parts = split(o, counts, protected, fair, default)    # tokens that each head may keep of each span
     keep  = select_parts(scores, protected, parts, o)     # the best of each span, as many as its part
-
-A method's own fair variant is its scorer on an observation that shows each span's last queries (`span_windows`) and
-lets them see their own span only (`span_local`).
 """
 
 import math
@@ -151,17 +148,9 @@ def recent(o: Observation, n: RowCount) -> Mask:
 def ends(o: Observation, prefix: RowCount, suffix: RowCount, static_prompt_end: RowCount | None = None) -> Mask:
     """The `prefix` oldest and the `suffix` newest tokens of each head. static_prompt_end: tokens of the prompt, at
     whose end the suffix then stays, whatever was generated since. Source: protection paper, sections 3 and 10."""
-    if static_prompt_end is None:
-        return sinks(o, prefix) | recent(o, suffix)
-    in_suffix = (o.positions >= static_prompt_end - suffix) & (o.positions < static_prompt_end)
-    return sinks(o, prefix) | (o.alive & in_suffix)
-
-
-def whitelist(o: Observation, table: Tensor) -> Mask:
-    """The tokens whose positions are marked in `table`, bool [batch, positions]; later ones are not protected. Source:
-    leakage paper, section 5.1 (the set S_req, the same in all layers and heads)."""
-    marked = table.gather(1, o.positions.flatten(1).clamp(0, table.shape[1] - 1)).view_as(o.positions)
-    return o.alive & marked & (o.positions < table.shape[1])
+    end = static_prompt_end
+    last = recent(o, suffix) if end is None else (o.positions >= end - suffix) & (o.positions < end)
+    return sinks(o, prefix) | (o.alive & last)
 
 
 # ---- quotas over the spans of a prompt
@@ -170,9 +159,7 @@ def whitelist(o: Observation, table: Tensor) -> Mask:
 def number_spans(tokens: int, spans: Sequence[Sequence[int]], extended: bool = True) -> Tensor:
     """Which span each of `tokens` positions lies in, int64 [tokens]. Spans are lists of positions, adjacent or not,
     numbered by their first one; of two spans at one position the later counts. extended: a position in no span joins
-    the span before it, or else the first (Algorithm 1); otherwise it is -1. Raises InputError if there are no spans."""
-    if not spans:
-        raise InputError("0 prompt spans: a quota needs at least 1")
+    the span before it, or else the first (Algorithm 1); otherwise it is -1."""
     span_of = torch.full((tokens,), -1)
     for i, span in enumerate(sorted(spans, key=min)):
         span_of[torch.as_tensor(span)] = i
@@ -187,10 +174,8 @@ def span_windows(span_of: Tensor, window: int) -> Tensor:
     two spans the first gets floor(window / 2) queries (E.4); of more spans each gets its floored share. A span has at
     least one query, its last token, which is TOVA's anchor (E.7: window 1), and at most as many as it has tokens."""
     spans = int(span_of.max()) + 1
-    shown = []
-    for s in range(spans):
-        share = window * (s + 1) // spans - window * s // spans
-        shown.append((span_of == s).nonzero()[-max(1, share) :, 0])
+    ends = [window * s // spans for s in range(spans + 1)]
+    shown = [(span_of == s).nonzero()[-max(1, ends[s + 1] - ends[s]) :, 0] for s in range(spans)]
     return torch.cat(shown).sort().values
 
 
@@ -323,9 +308,9 @@ def adaptive(scores: Scores, protected: Mask, budget: RowInts, floor: Share = 0.
 def joint(
     scores: Scores, protected: Mask, budget: RowInts, asked: RowFloats | None = None, exact: bool = False
 ) -> Counts:
-    """As many tokens for a head as it has among the best budget * kv_heads of its layer; no floor. exact: the budget as
-    it is asked for is multiplied, and the product rounded down, as in the public code. Source: DefensiveKV, Algorithm
-    1; efficient_ada_scorer_press.py of FFY0/DefensiveKV@9251b95."""
+    """As many tokens for a head as it has among the best budget * kv_heads of its layer; no floor. exact: rounded down
+    after the product, as in efficient_ada_scorer_press.py of FFY0/DefensiveKV@9251b95. Source: DefensiveKV, Algorithm
+    1."""
     (_, [counts]) = joint_layers([scores], [protected], budget, asked, exact)
     return counts
 
@@ -341,7 +326,7 @@ def joint_layers(
     FFY0/DefensiveKV@9251b95."""
     together, firm = _together(scores, protected)
     heads = [s.shape[1] for s in scores]
-    total = _total(budget, sum(heads), asked if exact else None)
+    total = (asked * sum(heads) + 1e-9).long() if exact and asked is not None else budget * sum(heads)
     ensure_room(total, firm.sum((1, 2, 3)), f" of {sum(heads)} heads together")
     counts = largest(together, total, firm).sum(-1)
     return scores, [counts[:, layer, :most] for layer, most in enumerate(heads)]
@@ -373,15 +358,14 @@ def cake(
     """b_l = P_l / sum P * (C - w) L tokens beside the w protected ones for each head of layer l, `summaries` = P.
 
     What a layer gets beyond its number of tokens is spread evenly over the other layers; the sum C L is met exactly
-    (largest remainders). The original shrinks the earlier layers as each new one arrives. That ends in the same
-    budgets and, since no score changes, in the same tokens. floored: as in the public code, C is the budget as it is
-    asked for, every b_l is rounded down, and what is left over goes evenly to the layers that have room, the odd tokens
-    to the first of them.
+    (largest remainders). The original shrinks earlier layers as each new one arrives, which ends in the same tokens.
+    floored: as in the public code, C is the budget as it is asked for, every b_l is rounded down, and what is left over
+    goes evenly to the layers that have room, the odd tokens to the first of them.
     Source: CAKE (Qin et al. 2025), equations 5 to 9; cake_scorer_press.py of FFY0/DefensiveKV@9251b95.
     """
     together, firm = _together(scores, protected)
     held, tokens = firm.sum(-1).amax(2), (~together.isneginf()).sum(-1).amax(2)
-    total = _total(budget, len(scores), asked if floored else None)
+    total = (asked * len(scores) + 1e-9).long() if floored and asked is not None else budget * len(scores)
     ensure_room(total, held.sum(1), f" of {len(scores)} layers together")
     wish = torch.stack(list(summaries), 1).double()
     wish = torch.where(wish.sum(1, keepdim=True) > 0, wish, torch.ones_like(wish))
@@ -406,11 +390,6 @@ def _floored(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
     return torch.minimum(counts, limit)
 
 
-def _total(budget: RowInts, places: int, asked: RowFloats | None) -> RowInts:
-    """Tokens of so many places together: multiplied before rounding down where `asked` is the budget as asked for."""
-    return budget * places if asked is None else (asked * places + 1e-9).long()
-
-
 def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
     """Integers near `wish` [batch, places], none above its `limit`, that sum to `total` [batch], or to the limits' sum
     if that is less. Wishes that exceed the total are scaled down; what a limit cuts off goes in equal parts to the
@@ -432,13 +411,12 @@ def spread(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:
     return whole + (place < short[:, None]).long()
 
 
-def _together(scores: Sequence[Scores], protected: Sequence[Mask]) -> tuple[Tensor, Mask]:
+def _together(scores: list[Scores], protected: list[Mask]) -> tuple[Tensor, Mask]:
     """(scores of all layers [batch, layers, kv_heads, tokens], -inf where a layer has fewer; its living protected)."""
     heads, tokens = (max(s.shape[axis] for s in scores) for axis in (1, 2))
-    wide, firm = [], []
-    for s, p in zip(scores, protected, strict=True):
-        missing = (tokens - s.shape[2], 0, 0, heads - s.shape[1])
-        wide.append(pad(s, missing, value=-torch.inf) if any(missing) else s)
-        firm.append(pad(p, missing) if any(missing) else p)
-    together = torch.stack(wide, 1)
-    return together, torch.stack(firm, 1) & ~together.isneginf()
+    missing = [(tokens - s.shape[2], 0, 0, heads - s.shape[1]) for s in scores]
+    if any(map(any, missing)):
+        scores = [pad(s, more, value=-torch.inf) for s, more in zip(scores, missing, strict=True)]
+        protected = [pad(p, more) for p, more in zip(protected, missing, strict=True)]
+    together = torch.stack(scores, 1)
+    return together, torch.stack(protected, 1) & ~together.isneginf()

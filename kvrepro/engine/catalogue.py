@@ -1,12 +1,10 @@
 """The published policies, with their sources and defaults, in both readings where paper and public code differ."""
 
-from collections.abc import Callable
 from typing import Any
 
 from kvrepro.engine import allocate, shared
-from kvrepro.engine.policy import SUMS, Policy
+from kvrepro.engine.policy import Policy
 from kvrepro.engine.score import cumulative, keys, learned, window
-from kvrepro.engine.shapes import Scores
 
 # ---- windows: indicator x aggregator x pooling (see `kvrepro.engine.score.window`)
 # fmt: off
@@ -140,18 +138,13 @@ TOKENS: dict[str, Policy] = {
 
 # ---- the protection paper's: one set of tokens for all layers (regime SharedCap)
 ARTIFACT = "protection artifact 496739f"
-
-
 ONE_SET, UNION = "one set for all heads and layers", "tokens per KV head, union trimmed to the budget"
 
 
-def _shared(
-    title: str, source: str, score: Callable[..., Scores], ties: tuple[str, ...] = ("last_use",),
-    budget: str = ONE_SET, **more: Any,
-) -> Policy:
+def _shared(title: str, source: str, score: Any, ties: tuple[str, ...] = ("last_use",), **more: Any) -> Policy:
     """A policy of `SharedCap`, whose parameters are the regime's switches."""
-    return Policy(title, source.format(ARTIFACT), score, shared.AS_DESCRIBED, shared.AS_RUN, code=ARTIFACT, ties=ties,
-                  needs=("latest", "largest", "summed", "last_use"), budget=budget, **more)
+    more = {"ties": ties, "needs": ("latest", "largest", "summed", "last_use"), "budget": ONE_SET, **more}
+    return Policy(title, source.format(ARTIFACT), score, shared.AS_DESCRIBED, shared.AS_RUN, ARTIFACT, **more)
 
 
 MASS_TIES = ("last_use", "entered")
@@ -184,12 +177,9 @@ CATALOGUE: dict[str, Policy] = {**TOKENS, **WINDOWS, **SHARED}
 
 def table() -> list[dict[str, str]]:
     """The catalogue as rows, the policies of `SharedCap` last."""
-    columns = ("name", "title", "keeps", "source", "regimes", "budget", "needs", "readings")
-    rows = [("full", "Full cache", "everything", "-", "all", "every token", "nothing", "-")]
+    columns = ("name", "title", "keeps", "source", "regimes", "budget", "readings")
+    rows = [("full", "Full cache", "everything", "-", "all", "every token", "-")]
     for name, p in CATALOGUE.items():
-        window = [f"the last {p.parameters['window']} queries"] if "window" in p.parameters else []
-        needs = [*window, *(SUMS[n] for n in p.needs), *(f"a {key} of the model" for key in p.files)]
         regimes = ", ".join(p.regimes) if p.refuses or p.shared else "all"
-        row = name, p.title, p.rule, p.source, regimes, p.budget, ", ".join(needs) or "nothing", ", ".join(p.readings)
-        rows.append(row)
+        rows.append((name, p.title, p.rule, p.source, regimes, p.budget, ", ".join(p.readings)))
     return [dict(zip(columns, row, strict=True)) for row in rows]

@@ -32,8 +32,6 @@ ProperShare = Annotated[float, Gt(0), Lt(1)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-
-
 _hints = cache(get_type_hints)
 
 
@@ -185,10 +183,9 @@ class Prompt:
 
     def __post_init__(self) -> None:
         spans = {name: whole_numbers(f"span {name}", where) for name, where in self.spans.items()}
-        turns = [(name, whole_numbers(f"turn {name}", at)) for name, at in self.turns.items()]
         object.__setattr__(self, "ids", whole_numbers("prompt", self.ids))
         object.__setattr__(self, "spans", spans)
-        for name, where in [*spans.items(), *turns]:
+        for name, where in [*spans.items(), *((name, [at]) for name, at in self.turns.items())]:
             if where and not 0 <= min(where) <= max(where) < len(self.ids):
                 outside = min(where) if min(where) < 0 else max(where)
                 raise InputError(f"{name} at position {outside} of a prompt of {len(self.ids)} tokens: mark it anew")
@@ -203,8 +200,7 @@ class Prompt:
 @dataclass(frozen=True)
 class Condition:
     """One cell of an experiment: which policy evicts, down to which budget, when, and which tokens are protected.
-    Raises one InputError for all fields of another kind; `kvrepro.engine.policy.Rule.of` checks how they go
-    together."""
+    Raises one InputError for all fields of another kind; `policy.Rule.of` checks how they go together."""
 
     policy: str = "full"
     budget: Size | PositiveShare | None = None  # tokens kept per KV head; a float: share of the compressed tokens

@@ -60,12 +60,13 @@ class Prompts:
             rows.append(torch.nn.functional.pad(numbers, (0, self.positions.shape[1] - n), value=int(numbers[-1])))
         return torch.stack(rows).to(self.positions.device)
 
-    def whitelisted(self, names: tuple[str, ...]) -> Tensor:
-        """Whether each position lies in one of the named spans, bool [batch, tokens]."""
-        table = torch.zeros(self.positions.shape, dtype=torch.bool)
-        for row, spans in enumerate(self.spans):
-            table[row, [at for name in names for at in spans[name] if at < table.shape[1]]] = True
-        return table.to(self.positions.device)
+    def whitelisted(self, names: tuple[str, ...], o: Observation) -> Mask:
+        """The tokens of `o` that lie in one of the named spans. Source: leakage paper, section 5.1 (the set S_req)."""
+        table = torch.zeros(len(self.positions), self.positions.shape[1] + 1, dtype=torch.bool)  # the last: all later
+        for row, spans in zip(table[:, :-1], self.spans, strict=True):
+            row[[at for name in names for at in spans[name] if at < len(row)]] = True
+        at = o.positions.flatten(1).clamp(0, table.shape[1] - 1)
+        return o.alive & table.to(at.device).repeat(o.count, 1).gather(1, at).view_as(o.positions)
 
 
 @dataclass
@@ -121,17 +122,14 @@ class EvictionJob:
         conditions, budgets, draws = (
             [each for job in jobs for each in getattr(job, name)] for name in ("conditions", "budgets", "draws")
         )
-        seeds = [seed for job in jobs for seed in job.prompts.seeds]
-        prompts = Prompts.of(texts, device, seeds)
+        prompts = Prompts.of(texts, device, [seed for job in jobs for seed in job.prompts.seeds])
         return cls(conditions, jobs[0].evictor, jobs[0].parameters, budgets, prompts, draws)
 
     def row(self, b: int) -> "EvictionJob":
         """One row alone, with nothing kept yet."""
-        p, row = self.prompts, slice(b, b + 1)
-        alone = Prompts(p.positions[row], p.spans[row], p.seeds[row])
-        return EvictionJob(
-            self.conditions[row], self.evictor, self.parameters, self.budgets[row], alone, self.draws[row]
-        )
+        p, at, draws = self.prompts, slice(b, b + 1), self.draws[b : b + 1]
+        alone = Prompts(p.positions[at], p.spans[at], p.seeds[at])
+        return EvictionJob(self.conditions[at], self.evictor, self.parameters, self.budgets[at], alone, draws)
 
     @cached_property
     def budget(self) -> RowInts:
@@ -150,11 +148,10 @@ class EvictionJob:
         """`budget` on the device of `o`, repeated for each layer that `o` stands for."""
         return self.budget.to(o.positions.device).repeat(o.count)
 
-    def asked_by(self, function: Callable[..., Any], o: Observation | None = None) -> dict[str, RowFloats]:
+    def asked_by(self, function: Callable[..., Any], o: Observation) -> dict[str, RowFloats]:
         """`asked`, for `o` as `budget_in`, if the function names it: its first use waits for the GPU."""
-        if "asked" not in parameters_of(function):
-            return {}
-        return {"asked": self.asked if o is None else self.asked.to(o.positions.device).repeat(o.count)}
+        named = "asked" in parameters_of(function)
+        return {"asked": self.asked.to(o.positions.device).repeat(o.count)} if named else {}
 
 
 @contextmanager
@@ -190,7 +187,7 @@ def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
     end = job.prompts.lengths.to(device).repeat(n)[:, None, None] if static else None
     mask = allocate.ends(o, prefix, suffix, end)
     if job.condition.whitelist:
-        mask = mask | allocate.whitelist(o, job.prompts.whitelisted(job.condition.whitelist).to(device).repeat(n, 1))
+        mask = mask | job.prompts.whitelisted(job.condition.whitelist, o)
     if job.parameters.get("empty_suffix") == "keeps_newest" and not job.policy.per_head:
         bare = torch.tensor([bool(first and not last) for first, last in sides], device=device)
         mask = mask | bare[:, None, None]  # as run, an empty suffix slice protects every token
@@ -208,6 +205,13 @@ def _ensured(job: EvictionJob, role: str, given: Any, shape: Sequence[int], kind
     return given.expand(shape)
 
 
+def _ranked(job: EvictionJob, role: str, given: Any, o: Observation) -> Scores:
+    """The scores that `role` returned: above -inf for living tokens, and -inf for dead slots alone."""
+    scores = _ensured(job, role, given, o.positions.shape)
+    scores = scores if scores.dtype == torch.float64 and job.reduction is not None else scores.float()
+    return scores.clamp(min=torch.finfo(torch.float32).min).masked_fill(o.dead.to(scores.device), -torch.inf)
+
+
 def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
     """(tokens that the conditions protect; those together with the method's own recent tokens and sinks), both `[batch,
     kv_heads, tokens]`. They do not depend on scores, so layers that hold the same tokens share the result."""
@@ -223,32 +227,24 @@ def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
 def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
     """(scores, protected), both `[batch, kv_heads, tokens]`: protected by the conditions and by the method itself.
     Scores are shared between conditions if they depend on neither budget nor guards nor draws."""
-    policy, shape = job.policy, o.positions.shape
-    budget, (guarded, protected) = job.budget_in(o), protected_by(job, o)
+    policy, budget, (guarded, protected) = job.policy, job.budget_in(o), protected_by(job, o)
     varying = {"budget": budget, "guarded": guarded, "draws": job.draws, **job.asked_by(policy.score, o)}
     given = named(policy.score, {**job.parameters, **varying})
-    known = not varying.keys() & given.keys() and all(isinstance(value, Hashable) for value in given.values())
-    key = (policy.score, *sorted(given.items())) if known else None
-    raw = o.scored[key] if key in o.scored else call(policy.score, o, parameters=given)
-    if key is not None:
-        o.scored[key] = raw
-    raw = _ensured(job, "scorer", raw, shape)
-    scores = _ranked(raw if raw.dtype == torch.float64 and job.reduction is not None else raw.float())
+    shareable = not varying.keys() & given.keys() and all(isinstance(value, Hashable) for value in given.values())
+    known, key = (o.scored, (policy.score, *sorted(given.items()))) if shareable else ({}, None)
+    if key not in known:
+        known[key] = call(policy.score, o, parameters=given)
+    scores = _ranked(job, "scorer", known[key], o)
     if policy.shield is not None:
         shield = call(policy.shield, o, scores, budget, parameters={**job.parameters, "guarded": guarded})
-        shield = _ensured(job, "shield", shield, shape, torch.bool)
+        shield = _ensured(job, "shield", shield, o.positions.shape, torch.bool) & o.alive
         if job.reduction is None:
-            protected = (protected | shield) & o.alive
+            protected = protected | shield
         else:  # shielded tokens leave as a last resort
             scores = scores.masked_fill(shield, torch.inf)
     if job.reduction is not None and job.reduction.head_map is None and job.parameters["guardrail"] == "ignores":
         scores, protected = scores.masked_fill(protected, torch.inf), o.nothing
-    return scores.masked_fill(o.dead, -torch.inf), protected
-
-
-def _ranked(scores: Tensor) -> Scores:
-    """Scores of living tokens: above -inf, which is for dead slots alone."""
-    return scores.clamp(min=torch.finfo(torch.float32).min)
+    return scores, protected
 
 
 def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask) -> Counts:
@@ -264,11 +260,9 @@ def allocated(job: EvictionJob, o: Observation, scores: Scores, protected: Mask)
 
 
 def _ensure_budget(job: EvictionJob) -> None:
-    """Raise InputError if a reader's own function lets all layers together keep more than the budget; layers below
-    `dense_layers` stay whole."""
-    dense: Any = job.parameters.get("dense_layers", 0)
-    each = [counts.to(job.budget.device) for n, counts in job.counts.items() if n >= dense]
-    heads, kept = sum(c.shape[1] for c in each), sum(c.sum(1) for c in each)
+    """Raise InputError if a reader's own function lets all layers together keep more than the budget."""
+    counts = torch.cat([of_layer.to(job.budget.device) for of_layer in job.counts.values()], 1)
+    heads, kept = counts.shape[1], counts.sum(1)
     if bool((kept > heads * job.budget).any()):
         limit = f"{heads} KV heads of all layers x its budget of {job.budgets}"
         raise InputError(f"{job.policy.title}'s counts sum to {kept.tolist()} tokens, more than {limit}: lower them")
@@ -350,7 +344,7 @@ def across(job: EvictionJob) -> dict[int, Mask]:
         counts = [allocated(job, seen[n], s, p) for n, (s, p, _) in job.judged.items()]
     else:
         summaries = [None if x is None else x.to(home) for _, _, x in job.judged.values()]
-        given = {"observations": list(seen.values()), "summaries": summaries, **job.asked_by(function)}
+        given = {"observations": list(seen.values()), "summaries": summaries, "asked": job.asked}
         scores, counts = call(function, scores, protected, job.budget, parameters=job.parameters | given)
         if not ours(function):
             scores, counts = _ensured_across(job, scores, counts)
@@ -367,10 +361,9 @@ def _ensured_across(
     job: EvictionJob, scores: Sequence[Any], counts: Sequence[Any]
 ) -> tuple[list[Scores], list[Counts]]:
     """What a reader's own `across` returned, one of each for every layer. Raises InputError for other tensors."""
-    ranked = []
-    for i, (o, s, count) in enumerate(zip(job.pending.values(), scores, counts, strict=True)):
-        s = _ranked(_ensured(job, "across (scores)", s, o.positions.shape).float())
-        ranked.append(s.masked_fill(o.dead.to(s.device), -torch.inf))
+    seen = list(job.pending.values())
+    ranked = [_ranked(job, "across (scores)", s, o) for o, s in zip(seen, scores, strict=True)]
+    for i, (s, count) in enumerate(zip(ranked, counts, strict=True)):
         job.counts[i] = _ensured(job, "across (counts)", count, s.shape[:2], torch.int64)
     _ensure_budget(job)
     return ranked, list(job.counts.values())
@@ -384,9 +377,7 @@ def evict_shared(job: EvictionJob, signals: Signals, step: int) -> Signals:
         return signals
     o, place = signals.observe(step)
     stays = select_tokens(job, o)
-    heads = stays.shape[1]
-    where = place[:, None].expand(-1, heads, -1)
-    held = torch.zeros_like(signals.held).scatter(2, where, stays)
+    held = torch.zeros_like(signals.held).scatter(2, place[:, None].expand_as(stays), stays)
     held = torch.where(over[:, None, None], held, alive[:, None])
     gone = alive.sum(1) - held.any(1).sum(1)
     return replace(signals, held=held, evicted=signals.evicted + gone)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kvrepro.engine import allocate
-from kvrepro.engine.condition import REGIMES, Chunked, Condition, Count, SharedCap, Size, ensure
+from kvrepro.engine.condition import REGIMES, Condition, Count, SharedCap, Size, ensure
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import Scores
 from kvrepro.engine.shared import SWITCHES
@@ -37,11 +37,10 @@ SUMS = {  # what the forward pass can add up for each token and KV head
     "head_summed": "attention per KV head summed over steps, reduced over layers",
     "low": "count of low attention among the last 400 queries, all heads of the group together",
     "reconstruction": "largest attention while the context is repeated",
-    "reconstruction_per_norm": "largest attention of each query head while the context is repeated, over the length of "
-    "the layer's input at the query",
+    "reconstruction_per_norm": "the same of each query head, over the length of the layer's input at the query",
 }
 REPEATED = {"reconstruction", "reconstruction_per_norm"}  # the sums that need a repetition of the context
-Parameters = Mapping[str, object]
+Parameters = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,7 @@ class Policy:
 
     def first_step(self, parameters: Parameters) -> int:
         """`SharedCap`: the step of the first reduction, from the parameters of a reading."""
-        step: Any = parameters["per_head_first_reduction" if self.per_head else "first_reduction"]
-        return int(step)
+        return int(parameters["per_head_first_reduction" if self.per_head else "first_reduction"])
 
     @property
     def regimes(self) -> tuple[str, ...]:
@@ -110,11 +108,6 @@ class Policy:
         deciding = [f for f in self.functions if f is not allocate.uniform]
         paragraphs = (" ".join((f.__doc__ or "").strip().split("\n\n")[0].split()) for f in deciding)
         return "\n".join(filter(None, (re.split(r"(?<!\.)\. ", text)[0].rstrip(".") for text in paragraphs)))
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The names of its parameters that name a file, which belongs to one model."""
-        return tuple(key for key in {**self.parameters, **self.as_run} if self.kind(key) is str)
 
     def reading(self, name: str, switches: Sequence[tuple[str, object]] = ()) -> dict[str, object]:
         """Its parameters in a reading, with `switches` in the place of single ones. Raises InputError for unknown
@@ -176,11 +169,11 @@ def named(function: Callable[..., Any], parameters: Parameters) -> dict[str, Any
     """Those of `parameters` that `function` names; the fields of a `NamedTuple` come as one, beside its defaults."""
     given = {}
     for name, parameter in parameters_of(function).items():
+        fields = getattr(parameter.default, "_fields", ())
         if name in parameters:
             given[name] = parameters[name]
-        elif hasattr(parameter.default, "_fields"):
-            fields = parameters.keys() & parameter.default._fields
-            given[name] = parameter.default._replace(**{field: parameters[field] for field in fields})
+        elif fields:
+            given[name] = parameter.default._replace(**{f: parameters[f] for f in fields if f in parameters})
     return given
 
 
@@ -188,13 +181,11 @@ def copied(value: Any) -> Any:
     """A copy of the value with all its tensors copied, also inside lists, mappings and an observation."""
     if isinstance(value, Tensor):
         return value.clone()
-    if isinstance(value, Mapping):
-        return {name: copied(element) for name, element in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
     if isinstance(value, Observation):
         return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value)})
-    return value
+    if isinstance(value, Mapping):
+        return {name: copied(element) for name, element in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 
 def ours(function: Callable[..., Any]) -> bool:
@@ -285,25 +276,20 @@ class Rule:
     def _refusals(self) -> dict[str, bool]:
         """What of the condition cannot go together: the message, and whether it is so."""
         c, policy, p, regime = self.condition, self.policy, self.parameters, getattr(self.condition.regime, "name", "")
-        usual = "it chooses one set of tokens for all layers" if policy.shared else "it chooses for each layer"
+        regimes, guards = ", ".join(policy.regimes), bool(c.prefix or c.suffix or c.whitelist) or c.fair is not None
+        apart = "it chooses one set of tokens for all layers" if policy.shared else "it chooses for each layer"
+        why, share = policy.refuses.get(regime, apart), isinstance(c.budget, float)
         mixed = c.fair is not None and c.fair < 1
-        for_heads = p.get("static_suffix") == "per_head_only" and not policy.per_head
+        early = c.static_suffix and not policy.per_head and p.get("static_suffix") == "per_head_only"
         return {
-            f"without a regime: name one of {', '.join(policy.regimes)}": not regime,
-            f"cannot run in regime {regime!r}: {policy.refuses.get(regime, usual)}; take {', '.join(policy.regimes)}": (
-                regime not in policy.regimes
-            ),
+            f"without a regime: name one of {regimes}": not regime,
+            f"cannot run in regime {regime!r}: {why}; take {regimes}": regime not in policy.regimes,
             "needs a budget: a number of tokens, or a share such as 0.2": c.budget is None,
             "has no quota to mix in: fair 1, or none": mixed and bool(policy.across or p.get("ramps")),
-            "chooses pages anew for every query and keeps all: no guards or quotas": (
-                not policy.frees and bool(c.prefix or c.suffix or c.whitelist or c.fair is not None)
-            ),
-            f"takes a number of tokens in regime {regime!r}, not {c.budget}": (
-                policy.shared and isinstance(c.budget, float)
-            ),
+            "chooses pages anew for every query: no guards or quotas": guards and not policy.frees,
+            f"takes a number of tokens in regime {regime!r}, not {c.budget}": policy.shared and share,
             f"has neither whitelist nor bits in regime {regime!r}": policy.shared and bool(c.whitelist or c.bits),
-            "as run has no static_suffix, unless the switch static_suffix is set to anywhere": c.static_suffix
-            and for_heads,
+            "has no static_suffix as run: set the switch static_suffix to anywhere": early,
         }
 
     def ensure_met(self, tokens: int, whitelist: Sequence[int] = ()) -> None:
@@ -313,30 +299,19 @@ class Rule:
         if at_once and isinstance(c.budget, int) and c.budget >= tokens:
             why = "nothing leaves; lower it, or say 1.0" if self.policy.frees else "every page is read; lower it"
             raise InputError(f"budget {c.budget} >= {tokens} tokens to compress: {why}")
-        steps = {tokens: ""}
-        if isinstance(c.regime, Chunked) and c.regime.when == "every_chunk" and c.regime.chunk < tokens:
-            steps[c.regime.chunk] = f" after the first chunk of {c.regime.chunk}"
-        for seen, after in steps.items():
-            budget = budget_of(c, seen)
-            if budget < 1:
-                raise InputError(f"budget {c.budget} of {seen} tokens keeps {budget}: raise the share")
-            prefix, suffix = guarded(c, budget, p)
-            sinks, recent = int(p.get("sinks", 0)), int(p.get("recent", 0))
-            first, last = max(prefix, sinks), max(suffix, recent)
-            apart = len({at for at in whitelist if not after and first <= seen + at < seen - last})
-            needed = first + last + apart
-            if budget < (min(needed, seen) if at_once else needed):  # later evictions also protect tokens yet to come
-                parts = {"prefix": prefix, "suffix": suffix, "sinks": sinks, "recent": recent, "whitelist": apart}
-                words = " + ".join(f"{count} {name}" for name, count in parts.items() if count)
-                problem = f"budget {budget} < {needed} protected tokens ({words}){after}"
-                raise InputError(f"{problem}: raise the budget of {c.policy}, or protect less")
-
-
-def check(condition: Condition, prompt_tokens: int | None = None, whitelist: Sequence[int] = ()) -> None:
-    """Raise InputError if no prompt can meet `condition`, or if one of `prompt_tokens` tokens cannot."""
-    rule = Rule.of(condition)
-    if rule is not None and prompt_tokens is not None:
-        rule.ensure_met(prompt_tokens, whitelist)
+        budget = budget_of(c, tokens)
+        if budget < 1:
+            raise InputError(f"budget {c.budget} of {tokens} tokens keeps {budget}: raise the share")
+        prefix, suffix = guarded(c, budget, p)
+        sinks, recent = int(p.get("sinks", 0)), int(p.get("recent", 0))
+        first, last = max(prefix, sinks), max(suffix, recent)
+        apart = len({at for at in whitelist if first <= tokens + at < tokens - last})
+        needed = first + last + apart
+        if budget < (min(needed, tokens) if at_once else needed):  # later evictions also protect tokens yet to come
+            parts = {"prefix": prefix, "suffix": suffix, "sinks": sinks, "recent": recent, "whitelist": apart}
+            words = " + ".join(f"{count} {name}" for name, count in parts.items() if count)
+            problem = f"budget {budget} < {needed} protected tokens ({words})"
+            raise InputError(f"{problem}: raise the budget of {c.policy}, or protect less")
 
 
 def budget_of(c: Condition, tokens: int) -> int:

@@ -1,50 +1,35 @@
 """What a value may be, and how a refusal reads; labels distinguish conditions; impossible prompts are refused."""
 
 import math
-from collections import Counter
-from dataclasses import fields, replace
-from itertools import combinations
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from kvrepro.engine import condition as values
-from kvrepro.engine.condition import REGIMES, Condition, Prefill, Prompt, Regime, Size, ensure
+from kvrepro.engine.condition import REGIMES, Chunked, Condition, DecodeCap, Prefill, Prompt, Size, ensure
 from kvrepro.errors import InputError
 
 BASE = Condition("snapkv", 256, Prefill())
-CHANGES = {
-    "policy": ["lru"],
-    "budget": [128, 0.2, 0.125, 0.13],
-    "prefix": [0.1, 0.105],
-    "suffix": [0.1],
-    "static_suffix": [True],
-    "reading": ["as_described"],
-    "switches": [(("window", 8),), (("window", 8), ("recent", 0))],
-    "whitelist": [("a",), ("a", "b")],
-    "bits": [4],
-}
-OF_REGIMES = {"interval": [4], "until": ["question", "user"], "spans": [("a",)], "fair": [1.0, 0.5, 0.0]}
-OF_REGIMES |= {"chunk": [512], "when": ["budget"]}
-
-
-def in_all_ways(regime: type[Regime]) -> list[Regime]:
-    """A regime with the settings of OF_REGIMES, one or two at a time."""
-    single = [{f.name: value} for f in fields(regime) for value in OF_REGIMES[f.name]]
-    pairs = [a | b for a, b in combinations(single, 2) if a.keys() != b.keys()]
-    return [regime(**settings) for settings in [{}, *single, *pairs]]
+CHANGES = [
+    *({"budget": budget} for budget in (128, 0.2, 0.125, 0.13)),
+    *({"policy": "lru"}, {"reading": "as_described"}, {"whitelist": ("a",)}, {"whitelist": ("a", "b")}, {"bits": 4}),
+    *({"prefix": 0.1}, {"prefix": 0.105}, {"suffix": 0.1}, {"suffix": 0.1, "static_suffix": True}),
+    *({"switches": (("window", 8),)}, {"switches": (("window", 8), ("recent", 0))}),
+    *({"regime": regime()} for name, regime in REGIMES.items() if name != "prefill"),
+    *({"regime": Prefill(**more)} for more in ({"until": "user"}, {"fair": 1.0}, {"fair": 0.0}, {"spans": ("a",)})),
+    *({"regime": Chunked(512)}, {"regime": Chunked(when="budget")}, {"regime": DecodeCap(4)}),
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "good", "bad"),
     [
         (values.Count, [0, 3], [-1, 1.0, True, "1", None]),
-        (Size, [1, 2048, 10**400], [0]),
         (values.Odd, [1, 7], [0, 2, 7.0]),
         (values.Share, [0, 1, 0.5, np.float64(0.5)], [-1e-9, 1.1, float("nan"), float("inf"), "0.5", True]),
-        (values.ProperShare, [0.5], [0, 1, 0.0, 1.0]),
-        (values.Positive, [1e-300, 1], [0, 0.0, math.inf]),
+        (values.ProperShare, [0.5], [0, 1, 0.0, 1.0, math.inf]),
         (("a", "c"), ["a", "c"], ["d", 0, None]),
         (Size | values.PositiveShare | None, [1, 1.0, None], [0, False, 1.5]),
         (list[Size], [[1, 2], (1, 2), []], [[1, 0], 1, "12", None]),
@@ -63,8 +48,6 @@ def test_kinds(kind, good, bad):
 def test_a_refusal_names_value_and_way_out():
     with pytest.raises(InputError, match=r"^x 'd' for us: should be 'a' or 'b'; y 3 for us: should be 'a' or 'b'$"):
         ensure(("a", "b"), "us", x="d", y=3)
-    with pytest.raises(InputError, match="^x 0: should be greater .* to 1; x 'b': should be a valid integer$"):
-        ensure(list[Size], x=[1, 0, "b"])
     values.ensure_once_each(capacities=[128, 256], policies=("lru",))
     for wrong in ((), [1, 1], 128):
         with pytest.raises(InputError, match=r"capacities .*: give a list of at least one, each once"):
@@ -88,15 +71,9 @@ def test_a_budget_of_a_token_is_not_one_of_everything():
 
 
 def test_different_conditions_have_different_labels():
-    assert {*CHANGES, "regime"} == {f.name for f in fields(Condition)}
-    assert set(OF_REGIMES) == {f.name for regime in REGIMES.values() for f in fields(regime)}
-    regimes = [regime for kind in REGIMES.values() for regime in in_all_ways(kind)]
-    changes = [{name: value} for name, values in CHANGES.items() for value in values]
-    conditions = {replace(BASE, regime=r, **change) for r in regimes for change in [{}, *changes]}
-    pairs = [a | b for a, b in combinations(changes, 2) if a.keys() != b.keys()]
-    conditions |= {replace(BASE, regime=kind(), **pair) for kind in REGIMES.values() for pair in pairs}
-    labels = Counter(c.label for c in conditions)
-    assert [label for label, times in labels.items() if times > 1] == []
+    conditions = {replace(BASE, **a, **b) for a in CHANGES for b in CHANGES if not a.keys() & b.keys()}
+    conditions |= {BASE, *(replace(BASE, **change) for change in CHANGES)}
+    assert len({c.label for c in conditions}) == len(conditions) > 200
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from observations import observation
 
 from kvrepro.engine.condition import Condition, Prefill
-from kvrepro.engine.evict import EvictionJob, Prompts, across, allocated, score_and_protect, select_tokens, selected
+from kvrepro.engine.evict import EvictionJob, Prompts, across, select_tokens
 from kvrepro.engine.policy import Policy
 from kvrepro.errors import InputError
 
@@ -20,7 +20,6 @@ def job(policy: Policy, parameters: dict, *budgets: int, tokens: int = 20, **set
 
 RETURNED = [  # by a reader's function, and what is said of it
     ({"score": lambda o: o.positions.numpy()}, "scorer returned ndarray, not torch.float32 .1, 2, 20."),
-    ({"score": lambda o: None}, "scorer returned NoneType"),
     ({"shield": lambda o, scores, budget: torch.ones(3) > 0}, "shield returned torch.bool .3,., not torch.bool .1, 2"),
     ({"shield": lambda o, scores, budget: scores}, "shield returned torch.float32"),
     (
@@ -29,12 +28,10 @@ RETURNED = [  # by a reader's function, and what is said of it
     ),
     ({"allocate": lambda scores, protected, budget: scores[..., 0]}, "allocate returned torch.float32"),
     ({"refine": lambda o, scores, counts: (scores, scores)}, "refine returned torch.float32"),
-    ({"refine": lambda o, scores, counts: (None, o.alive)}, "refine returned NoneType"),
 ]
 RETURNED_FOR_ALL_LAYERS = [
     (lambda s, n: ([x[..., 1:] for x in s], n), "across .scores. returned torch.float32 .1, 2, 19., not"),
     (lambda s, n: ([x * 1j for x in s], n), "across .scores. returned torch.complex64"),
-    (lambda s, n: ([None] * 3, n), "across .scores. returned NoneType"),
     (lambda s, n: (s, [x.float() for x in n]), "across .counts. returned torch.float32"),
     (lambda s, n: (s, [x * 3 // 2 for x in n]), "counts sum to .90. tokens, more than 6 KV heads .* of .10.:"),
 ]
@@ -58,20 +55,17 @@ def test_what_a_policys_across_returns_wrongly_is_refused(change, message):
         across(rows)
 
 
-@pytest.mark.parametrize(("dense", "more", "total"), [(0, 0, None), (0, 1, 62), (1, 4, None), (1, 5, 42)])
-def test_a_policy_may_give_layers_and_heads_unequal_shares_of_its_budget_and_no_more(dense, more, total):
-    def unequal(scores, protected, budget, o, more=0):
-        extra = (4, 0, -4)[o.layer] + more * (o.layer == 2)
+def test_a_policy_may_give_layers_and_heads_unequal_shares_of_its_budget_and_no_more():
+    def unequal(scores, protected, budget, o, more):
+        extra = (4, 0, more - 4)[o.layer]
         return torch.stack([budget + 3 + extra, budget - 3 + extra], 1)
 
-    rows = job(Policy("Mine", "me", lambda o: o.positions, allocate=unequal), {"more": more, "dense_layers": dense}, 10)
+    policy = Policy("Mine", "me", lambda o: o.positions, allocate=unequal)
     seen = [observation(1, tokens=20, kv_heads=2, layer=n) for n in range(3)]
-    assert [int(select_tokens(rows, o).sum()) for o in seen[:2]] == [28, 20]
-    if total is None:
-        assert int(select_tokens(rows, seen[2]).sum()) == 12 + 2 * more
-        return
-    with pytest.raises(InputError, match=f"sum to .{total}. tokens, more than {2 * (3 - dense)} KV heads .* of .10."):
-        select_tokens(rows, seen[2])
+    fair, unfair = job(policy, {"more": 0}, 10), job(policy, {"more": 1}, 10)
+    assert [int(select_tokens(fair, o).sum()) for o in seen] == [28, 20, 12]
+    with pytest.raises(InputError, match=r"sum to .62. tokens, more than 6 KV heads .* of .10."):
+        [select_tokens(unfair, o) for o in seen]
 
 
 def test_a_policys_functions_get_what_they_name():
@@ -99,15 +93,10 @@ def test_a_policys_functions_get_what_they_name():
     parameters = {"weight": 3.0, "width": 2, "extra": 1, "unused": None, "recent": 1}
     policy = Policy("P", "s", score, parameters, allocate=allocate, shield=shield, refine=refine)
     rows = job(policy, parameters, 6, 7)
-    scores, protected = score_and_protect(rows, o)
-    assert scores.dtype == torch.float32
-    assert (scores[~o.alive] == -torch.inf).all()
-    assert not protected[~o.alive].any()
-    assert protected[:, :, -1].all()
-    stays = selected(rows, o, scores, protected, allocated(rows, o, scores, protected))
+    stays = select_tokens(rows, o)
     assert got == {"score": (3.0, [6, 7]), "shield": 2, "allocate": ([20, 20], 1), "refine": [[7, 5], [8, 6]]}
     assert stays.sum(-1).tolist() == [[7, 5], [8, 6]]
     assert stays[:, :, -2:].all()
-    assert torch.equal(stays, select_tokens(rows, o))
+    assert not stays[~o.alive].any()
     first = o.alive.int().argmax(-1)
     assert stays.gather(2, first[..., None]).all()  # refined scores reverse the order

@@ -21,11 +21,12 @@ def test_no_scorer_s_memory_grows_with_the_square_of_the_tokens(name):
     """At twice the tokens the peak is twice as high, and far from a matrix of tokens x tokens."""
     policy, peaks = CATALOGUE[name], []
     parameters = policy.reading("as_described")
-    parameters |= {file: str(parameters[file]).replace("*", "tiny-gqa") for file in policy.files}
+    files = [key for key, value in parameters.items() if "*" in str(value)]
+    parameters |= {file: str(parameters[file]).replace("*", "tiny-gqa") for file in files}
     for tokens in (512, 1024):
         sums = {name: torch.rand(1, 6 if "per_norm" in name else 2, tokens) for name in SUMS}
         more = {"sums": sums, "inverse_frequencies": 10_000 ** -(torch.arange(0, 64, 2) / 64)}
-        more["output"] = None if policy.files else torch.randn(6, 64, 384)  # by which their files' model is known
+        more["output"] = None if files else torch.randn(6, 64, 384)  # by which their files' model is known
         o = observation(1, 2, 3, parameters.get("window", 0), tokens, 64, layer=1, layers=8, **more)
         with Peak() as peak:
             call(policy.score, o, parameters=parameters)

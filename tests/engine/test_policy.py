@@ -7,19 +7,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conditions import flat, other
+from conditions import check, flat, other
 
-from kvrepro.engine import evict
-from kvrepro.engine import policy as policies
-from kvrepro.engine.catalogue import CATALOGUE, SHARED
+from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import REGIMES, Condition, Prefill, SharedCap, ensure
-from kvrepro.engine.policy import READINGS, Policy, budget_of, check, find, is_own, own
-from kvrepro.engine.shared import SWITCHES
+from kvrepro.engine.policy import READINGS, Policy, budget_of, find, is_own, own
 from kvrepro.errors import InputError
 
 FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
 CAPPED = Condition("lru", 64, SharedCap())
-EARLY = {"regime": "chunked", "when": "every_chunk", "chunk": 50, "budget": 0.4}
 REFUSED = {  # of a condition: what it is called with instead -> what the one line says
     "unknown policy 'lruu', did you mean 'lru'?; there are: path/to/file.py:NAME, full, ": {"policy": "lruu"},
     "lru cannot run in regime 'prefill': it chooses one set of tokens for all layers; ": {"policy": "lru"},
@@ -43,7 +39,6 @@ REFUSED = {  # of a condition: what it is called with instead -> what the one li
     "budget 40 < 42 protected tokens (10 prefix + 8 suffix + 32 recent)": {"prefix": 0.25, "suffix": 0.2},
     "budget 40 < 52 protected tokens (20 prefix + 24 suffix + 32 recent)": {"prefix": 0.5, "suffix": 0.6},
     "budget 0.009 of 100 tokens keeps 0: raise the share": {"budget": 0.009},
-    "budget 20 < 32 protected tokens (32 recent) after the first chunk of 50": EARLY,
 }
 REFUSED_IN_THE_SHARED_CAP = {
     "budget 7 < 8 protected tokens": {"budget": 7, "prefix": 0.1, "suffix": 0.1},
@@ -144,17 +139,6 @@ def test_every_parameter_is_read_and_says_what_it_may_be(name):
         for value in (float("nan"), None, -7, ()):
             with pytest.raises(InputError):
                 ensure(policy.kind(key), x=value)
-
-
-def test_every_switch_of_the_shared_cap_is_read():
-    """By a policy's function, or by the engine under its name."""
-    read = {name for p in SHARED.values() for f in p.functions for name in policies.parameters_of(f)}
-    for module in (evict, policies):
-        read |= set(re.findall(r"""p(?:arameters)?(?:\[|\.get\()"(\w+)\"""", Path(module.__file__).read_text()))
-    for name in SHARED:  # the first step may be any other number than the policy's own, so it is read from there
-        chosen = {switch: 1000 + number for number, switch in enumerate(SWITCHES)}
-        read.add(list(chosen)[SHARED[name].first_step(chosen) - 1000])
-    assert set(SWITCHES) <= read
 
 
 def test_every_policy_names_tests_that_exist():

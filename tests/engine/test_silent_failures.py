@@ -117,24 +117,21 @@ def test_a_row_that_failed_leaves_rows_of_its_kind_their_evictions(monkeypatch):
     assert g.kept == [40 + NEW - 1] * 3
 
 
-def overwrite(*shown):
-    """Overwrite everything that a function is shown, as a careless one may."""
-    for value in shown:
+def careless(function):
+    """The function, which then overwrites everything that it was shown, as a careless one may."""
+
+    def overwrite(value):
         if isinstance(value, Observation):
-            overwrite(value.keys, value.values, value.queries, value.positions, value.seen, *value.sums.values())
-        elif isinstance(value, list):
-            overwrite(*value)
+            overwrite([value.keys, value.values, value.queries, value.positions, value.seen, *value.sums.values()])
+        elif isinstance(value, list | tuple):
+            list(map(overwrite, value))
         elif value is not None:
             value.fill_(1)
-
-
-def careless(function):
-    """The function, which then overwrites what it was shown."""
 
     @wraps(function)
     def writes(*shown, **named):
         returned = deepcopy(function(*shown, **named))
-        overwrite(*shown, *named.values())
+        overwrite([*shown, *named.values()])
         return returned
 
     return writes
@@ -149,29 +146,23 @@ def alike(scores, protected, budget, summaries, observations):
 
 
 CARELESS = {
-    "score": {"score": careless(norm)},
-    "allocate": {"allocate": careless(allocate.uniform)},
-    "shield": {"shield": careless(lambda o, scores, budget, guarded: torch.zeros_like(guarded))},
-    "refine": {"refine": careless(lambda o, scores, counts, protected: (scores, torch.zeros_like(protected)))},
-    "across": {"across": careless(alike)},
+    "of a layer": {
+        "score": careless(CATALOGUE["k_norm"].score),  # a wrapper of ours
+        "allocate": careless(allocate.uniform),
+        "shield": careless(lambda o, scores, budget, guarded: torch.zeros_like(guarded)),
+        "refine": careless(lambda o, scores, counts, protected: (scores, torch.zeros_like(protected))),
+    },
+    "of all layers": {"score": partial(careless(norm)), "across": careless(alike), "summary": careless(lambda o: None)},
 }
-
-
-@cache
-def undisturbed(regime):
-    """Conditions, and their answers without a careless function among them."""
-    conditions = [Condition(), Condition("k_norm", 24, regime), Condition("h2o", 24, regime)]
-    [expected] = answers(tiny_prompts(70), conditions, kept_sets=True)
-    return conditions, expected
 
 
 @pytest.mark.parametrize("part", CARELESS)
 @pytest.mark.parametrize("regime", [Prefill(), DecodeCap(4)], ids=lambda r: r.name)
 def test_what_a_readers_function_writes_in_place_reaches_no_other_condition(regime, part, monkeypatch):
-    writes = Policy("Writes", "a reader", **{"score": norm, **CARELESS[part]})
-    monkeypatch.setitem(CATALOGUE, "writes", writes)
-    others, expected = undisturbed(regime)
-    for at in (0, 1, 3):
+    monkeypatch.setitem(CATALOGUE, "writes", Policy("Writes", "a reader", **CARELESS[part]))
+    others = [Condition(), Condition("k_norm", 24, regime), Condition("h2o", 24, regime)]
+    [expected] = answers(tiny_prompts(70), others, kept_sets=True)
+    for at in (0, 3):
         mixed = [*others[:at], Condition("writes", 24, regime), *others[at:]]
         generations = answers(tiny_prompts(70), mixed, kept_sets=True)[0]
         careless = generations.pop(at)

@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 
 from kvrepro.engine.condition import REGIMES, Condition
+from kvrepro.engine.policy import Rule
 
 NAMES = {f.name for regime in REGIMES.values() for f in fields(regime)}
 
@@ -23,3 +24,9 @@ def other(c: Condition, **changes) -> Condition:
     regime_settings = {f.name: getattr(c.regime, f.name) for f in fields(c.regime) if f.name in own}
     regime_settings |= {k: changes.pop(k) for k in list(changes) if k in own}
     return replace(c, regime=kind(**regime_settings), **{k: v for k, v in changes.items() if k not in NAMES})
+
+
+def check(c: Condition, tokens: int, whitelist: tuple[int, ...] = ()) -> None:
+    """Raise InputError if a prompt of so many tokens cannot meet the condition."""
+    if rule := Rule.of(c):
+        rule.ensure_met(tokens, whitelist)

@@ -223,7 +223,7 @@ def compared(shares: Sequence[float], settings: Settings) -> list[Condition]:
     for policy, share in itertools.product(settings.policies, shares):
         conditions += [condition(policy, share, reading) for reading in settings.readings(policy)]
     for c in conditions:
-        catalogue.check(c)
+        catalogue.Rule.of(c)
     return conditions
 
 

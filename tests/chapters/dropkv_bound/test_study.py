@@ -6,12 +6,12 @@ import pandas as pd
 import pytest
 import tiny
 import torch
+from conditions import check
 
 from kvrepro.chapters.dropkv_bound import bound, members, triples
 from kvrepro.chapters.dropkv_bound import study as runs
 from kvrepro.chapters.dropkv_bound.study import Sampling, Settings, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
-from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 

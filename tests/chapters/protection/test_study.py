@@ -7,12 +7,12 @@ import checkpoint
 import pytest
 import synthetic
 import torch
+from conditions import check
 
 from kvrepro.chapters.protection import study
 from kvrepro.chapters.protection.study import Settings
 from kvrepro.engine.condition import Condition
 from kvrepro.engine.generate import generate
-from kvrepro.engine.policy import check
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, data, models
 from kvrepro.experiment.data import Item

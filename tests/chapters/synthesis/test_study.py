@@ -8,13 +8,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from conditions import check
 
 import kvrepro as kv
 from kvrepro.chapters.reclamation.study import reclaim
 from kvrepro.chapters.synthesis import study
 from kvrepro.chapters.synthesis.policies import OF_WINDOW, SPLITS
 from kvrepro.engine.condition import Generation, Prompt
-from kvrepro.engine.policy import check
 from kvrepro.experiment import store
 
 SETTINGS = study.Settings(tokens=600, progress=False, workers=1)
@@ -34,7 +34,7 @@ def test_no_two_cells_ask_the_same_of_the_engine_and_all_can_be_asked():
     conditions = [study.condition(cell, SETTINGS) for cell in cells]
     assert len(set(conditions)) == len(conditions)
     for condition in conditions:
-        check(condition, prompt_tokens=1880)
+        check(condition, 1880)
 
 
 @pytest.mark.parametrize("count", [40, 160])

@@ -265,6 +265,8 @@ class Rule:
     def of(cls, c: Condition) -> "Rule | None":
         """The rule of a condition; None for the full cache. Raises InputError for one that no prompt can meet."""
         if c.policy == "full":
+            if c.budget is not None:
+                raise InputError(f"policy full keeps every token, not {c.budget}: leave its budget out")
             return None
         policy = find(c.policy)
         rule = cls(c, policy, policy.reading(c.reading, c.switches))

@@ -24,6 +24,7 @@ REFUSED = {  # of a condition: what it is called with instead -> what the one li
     "own.py raises FileNotFoundError: ": {"policy": "nowhere/own.py:MINE"},
     "reading 'as_heard': ": {"reading": "as_heard"},
     "snapkv needs a budget: a number of tokens, or a share such as 0.2": {"budget": None},
+    "policy full keeps every token, not 40": {"policy": "full"},
     "budget 0: should be greater than or equal to 1 or should be greater than 0": {"budget": 0},
     "interval 0 for decode cap: ": {"regime": "decode cap", "interval": 0},
     "prefix 1.0: should be less than 1; suffix -0.1: should be greater": {"prefix": 1.0, "suffix": -0.1},

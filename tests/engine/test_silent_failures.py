@@ -1,7 +1,7 @@
 """Failures that other libraries do not report to their users; here they are provoked, and refused or impossible."""
 
 from copy import deepcopy
-from functools import cache, wraps
+from functools import cache, partial, wraps
 
 import pytest
 import torch

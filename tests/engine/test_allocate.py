@@ -78,10 +78,11 @@ def _plainly(function, *arguments):
 
 
 def _line(function, *arguments):
-    """The error that a call raises."""
-    with pytest.raises(InputError) as error:
+    """The error that a call raises, if any."""
+    try:
         function(*arguments)
-    return str(error.value)
+    except InputError as error:
+        return str(error)
 
 
 # ---- budgets

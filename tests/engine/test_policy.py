@@ -46,7 +46,7 @@ REFUSED_IN_THE_SHARED_CAP = {
     "takes a number of tokens in regime 'shared cap', not 0.2": {"budget": 0.2},
     "has neither whitelist nor bits": {"bits": 4, "whitelist": ("a",)},
     "LRU has no parameter 'tiebreak': it has tie_break, ": {"switches": (("tiebreak", "x"),)},
-    "lru as run has no static_suffix": {"prefix": 0.1, "suffix": 0.1, "static_suffix": True},
+    "lru has no static_suffix as run": {"prefix": 0.1, "suffix": 0.1, "static_suffix": True},
 }
 
 

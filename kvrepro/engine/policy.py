@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kvrepro.engine import allocate
-from kvrepro.engine.condition import REGIMES, Condition, Count, SharedCap, Size, ensure
+from kvrepro.engine.condition import REGIMES, Chunked, Condition, Count, SharedCap, Size, ensure
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import Scores
 from kvrepro.engine.shared import SWITCHES
@@ -301,6 +301,8 @@ class Rule:
         if at_once and isinstance(c.budget, int) and c.budget >= tokens:
             why = "nothing leaves; lower it, or say 1.0" if self.policy.frees else "every page is read; lower it"
             raise InputError(f"budget {c.budget} >= {tokens} tokens to compress: {why}")
+        if isinstance(c.regime, Chunked) and c.regime.when == "every_chunk":  # the first one leaves the least room
+            tokens, whitelist = min(c.regime.chunk, tokens), ()
         budget = budget_of(c, tokens)
         if budget < 1:
             raise InputError(f"budget {c.budget} of {tokens} tokens keeps {budget}: raise the share")

@@ -40,6 +40,12 @@ REFUSED = {  # of a condition: what it is called with instead -> what the one li
     "budget 40 < 42 protected tokens (10 prefix + 8 suffix + 32 recent)": {"prefix": 0.25, "suffix": 0.2},
     "budget 40 < 52 protected tokens (20 prefix + 24 suffix + 32 recent)": {"prefix": 0.5, "suffix": 0.6},
     "budget 0.009 of 100 tokens keeps 0: raise the share": {"budget": 0.009},
+    "budget 20 < 32 protected tokens (32 recent)": {
+        "regime": "chunked",
+        "when": "every_chunk",
+        "chunk": 50,
+        "budget": 0.4,
+    },
 }
 REFUSED_IN_THE_SHARED_CAP = {
     "budget 7 < 8 protected tokens": {"budget": 7, "prefix": 0.1, "suffix": 0.1},

@@ -21,7 +21,6 @@ def job(policy: Policy, parameters: dict, *budgets: int, tokens: int = 20, **set
 RETURNED = [  # by a reader's function, and what is said of it
     ({"score": lambda o: o.positions.numpy()}, "scorer returned ndarray, not torch.float32 .1, 2, 20."),
     ({"shield": lambda o, scores, budget: torch.ones(3) > 0}, "shield returned torch.bool .3,., not torch.bool .1, 2"),
-    ({"shield": lambda o, scores, budget: scores}, "shield returned torch.float32"),
     (
         {"allocate": lambda scores, protected, budget: budget},
         "allocate returned torch.int64 .1,., not torch.int64 .1, 2",
@@ -31,7 +30,6 @@ RETURNED = [  # by a reader's function, and what is said of it
 ]
 RETURNED_FOR_ALL_LAYERS = [
     (lambda s, n: ([x[..., 1:] for x in s], n), "across .scores. returned torch.float32 .1, 2, 19., not"),
-    (lambda s, n: ([x * 1j for x in s], n), "across .scores. returned torch.complex64"),
     (lambda s, n: (s, [x.float() for x in n]), "across .counts. returned torch.float32"),
     (lambda s, n: (s, [x * 3 // 2 for x in n]), "counts sum to .90. tokens, more than 6 KV heads .* of .10.:"),
 ]

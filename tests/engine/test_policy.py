@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conditions import check, flat, other
+from conditions import check, other
 
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import REGIMES, Condition, Prefill, SharedCap, ensure
-from kvrepro.engine.policy import READINGS, Policy, budget_of, find, is_own, own
+from kvrepro.engine.condition import Condition, Prefill, SharedCap, ensure
+from kvrepro.engine.policy import Policy, budget_of, find, is_own, own
 from kvrepro.errors import InputError
 
 FINE = Condition("snapkv", 40, Prefill(), reading="as_described")
@@ -73,18 +73,6 @@ def test_whitelisted_tokens_count_once_beside_what_is_protected_anyway():
         check(replace(FINE, budget=34), 100, inside)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_every_policy_runs_or_says_why_not_in_every_regime(name):
-    for regime in REGIMES:
-        for reading in READINGS:
-            c = flat(name, 4000, regime=regime, reading=reading, chunk=4096)
-            if regime not in CATALOGUE[name].regimes:
-                with pytest.raises(InputError, match=f"{name} cannot run in regime '{regime}': "):
-                    check(c, 5000)
-            else:
-                check(c, 5000)
-
-
 def test_shares_round_down_and_never_by_a_hair():
     c = Condition("k_norm", 0.29, Prefill())
     assert [budget_of(c, n) for n in (100, 99, 10, 3)] == [29, 28, 2, 0]
@@ -111,18 +99,15 @@ def test_a_readers_own_policy_comes_from_a_file(tmp_path, monkeypatch):
     check(Condition("own.py:MINE", 10, Prefill()), 100)
     with pytest.raises(InputError, match=r"own.py has no Policy called OTHER"):
         find("own.py:OTHER")
-    for last, message in (("ValueError('two\\nlines')", "ValueError: two"), ("SystemExit(3)", "SystemExit: 3")):
-        file.write_text(f"{text}raise {last}")
-        with pytest.raises(InputError, match=f"policy 'own.py:MINE': own.py raises {message}$"):
-            find("own.py:MINE")
+    file.write_text(f"{text}raise SystemExit(3)")
+    with pytest.raises(InputError, match="policy 'own.py:MINE': own.py raises SystemExit: 3$"):
+        find("own.py:MINE")
 
 
-def test_a_notebooks_own_policy_has_a_name_beside_the_catalogue(monkeypatch):
-    monkeypatch.setattr("kvrepro.engine.policy.OWN", {})
+def test_a_notebooks_own_policy_has_a_name_beside_the_catalogue():
     policy = Policy("Mine", "me", lambda o: o.positions.float())
     assert own("mine", policy) == "mine"
     assert find("mine") is policy
-    assert "mine" not in CATALOGUE
     assert [is_own(name) for name in ("mine", "own.py:MINE", "snapkv", "full")] == [True, True, False, False]
     with pytest.raises(InputError, match="policy 'snapkv' is one of the catalogue's: give your own another name"):
         own("snapkv", policy)

@@ -97,7 +97,7 @@ def code_of(chapter: str, condition: Condition) -> str:
         return store.digest(store.code_of(chapter))
     found, files = find(condition.policy), list[Path]()
     parameters = found.reading(condition.reading, condition.switches)
-    for name in (str(parameters[key]) for key in found.files):
+    for name in (value for value in parameters.values() if isinstance(value, str)):
         files += sorted(ROOT.glob(name)) if "*" in name else filter(None, [data.find_file(name)])
     return store.digest(store.code_of(chapter), found, [file.read_bytes() for file in files])
 

@@ -203,9 +203,10 @@ def watch_prompt(model: PreTrainedModel, ids: Sequence[int], see: Callable[[int,
     """Run `model` on one prompt and show `see` each layer's probabilities [1, kv_heads, group, queries, tokens] of a
     block of queries (a slice of the prompt) while they exist."""
 
-    def show(layer: int, query: Query, key: KeyValue, value: KeyValue, *how: Any, **more: Any) -> Tensor:
-        at, more["watch"] = torch.arange(len(ids), device=query.device)[None], lambda p, queries: see(layer, p, queries)
-        return attend(query, at, [(key, value, at[:, None])], *how, **more)
+    def show(layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: Any, **sliding: Any) -> Tensor:
+        at = torch.arange(len(ids), device=query.device)[None]
+        part = key, value, at[:, None]
+        return attend(query, at, [part], scaling, watch=lambda p, queries: see(layer, p, queries), **sliding)
 
     read_once(model, ids, SimpleNamespace(attend=show))
 

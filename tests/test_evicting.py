@@ -308,7 +308,6 @@ def test_files_and_conditions_that_make_no_prefix_are_refused(tmp_path):
     with pytest.raises(InputError, match="no whole file of Prefix.save"):
         kv.load_prefix(tmp_path / "model.safetensors", network)
     for condition, message in (
-        ("tova", "condition 'tova': give a kvrepro.Condition"),
         (CONDITIONS["prefill"], "compressed whole, in the regime Offline"),
         (kv.Condition("quest_pages", 16, kv.Offline()), "by a policy that frees memory"),
         (kv.Condition("tova", 60, kv.Offline()), "nothing leaves"),

@@ -38,7 +38,7 @@ from kvrepro.engine.condition import Condition, Offline, Prompt
 from kvrepro.engine.decode import Steps
 from kvrepro.engine.evict import EvictionJob, Prompts
 from kvrepro.engine.facts import ModelFacts, ensure_one_rotation
-from kvrepro.engine.generate import calls, usable
+from kvrepro.engine.generate import calls, conditions_by_prompt, usable
 from kvrepro.engine.policy import find
 from kvrepro.engine.prefill import boundary, read
 from kvrepro.engine.rows import Call, Row, Rows
@@ -113,7 +113,7 @@ def compress(
     """Read `ids` and compress all of them by `condition`, in the regime `Offline()`. repeat, backend, seed: as in
     `generate`. Raises InputError for wrong input before anything is computed."""
     text = Prompt(ids, {})  # type: ignore[arg-type]
-    [call] = calls(model, [text], [[condition]], [1], repeat, backend, seed)
+    [call] = calls(model, [text], conditions_by_prompt([condition], 1), [1], repeat, backend, seed)
     frees = call.rules[0] is None or call.rules[0].policy.frees
     if condition.regime != Offline() or condition.whitelist or not frees:
         way = "a prefix is compressed whole, in the regime Offline(), without spans, by a policy that frees memory"

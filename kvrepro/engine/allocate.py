@@ -149,8 +149,8 @@ def ends(o: Observation, prefix: RowCount, suffix: RowCount, static_prompt_end: 
     """The `prefix` oldest and the `suffix` newest tokens of each head. static_prompt_end: tokens of the prompt, at
     whose end the suffix then stays, whatever was generated since. Source: protection paper, sections 3 and 10."""
     end = static_prompt_end
-    last = recent(o, suffix) if end is None else (o.positions >= end - suffix) & (o.positions < end)
-    return sinks(o, prefix) | (o.alive & last)
+    last = recent(o, suffix) if end is None else o.alive & (o.positions >= end - suffix) & (o.positions < end)
+    return sinks(o, prefix) | last
 
 
 # ---- quotas over the spans of a prompt

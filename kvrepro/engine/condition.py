@@ -74,18 +74,6 @@ def ensure_fields(record: Any, whose: str = "") -> None:
             object.__setattr__(record, name, tuple(getattr(record, name)))
 
 
-def ensure_once_each(**named: object) -> None:
-    """Raise InputError for a value that is no list, is empty, or repeats an element."""
-    for name, values in named.items():
-        if not isinstance(values, list | tuple) or not 0 < len(set(values)) == len(values):
-            raise InputError(f"{name} {values!r}: give a list of at least one, each once")
-
-
-def pythonic(value: Any) -> Any:
-    """A number of numpy, or of a tensor without axes, as Python's; anything else unchanged."""
-    return value.item() if getattr(value, "ndim", None) == 0 else value
-
-
 def whole_numbers(name: str, given: Any) -> list[int]:
     """One whole number or several as a list; numpy's and a tensor's too. Raises InputError for anything else."""
     given = given.tolist() if hasattr(given, "tolist") else given
@@ -214,7 +202,8 @@ class Condition:
     bits: Annotated[int, Ge(4), Le(4)] | None = None  # 4: surviving keys and values are quantised
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", pythonic(self.budget))
+        if getattr(self.budget, "ndim", None) == 0:  # numpy's or a tensor's
+            object.__setattr__(self, "budget", self.budget.item())  # type: ignore[union-attr]
         ensure_fields(self)
 
     def __eq__(self, other: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from IPython import get_ipython
 
-from kvrepro.engine.condition import Count, Size, ensure, ensure_fields, ensure_once_each
+from kvrepro.engine.condition import Count, Size, ensure, ensure_fields
 from kvrepro.engine.policy import ensure_titles
 from kvrepro.errors import InputError, ensure_known, first_line
 from kvrepro.experiment import data, models
@@ -50,8 +50,8 @@ class Settings:
         ensure_fields(self)
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, tuple) and (value or f.default):
-                ensure_once_each(**{f.name: value})
+            if isinstance(value, tuple) and (value or f.default) and not 0 < len(set(value)) == len(value):
+                raise InputError(f"{f.name} {value!r}: give a list of at least one, each once")
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None = None, **given: Any) -> Self:

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from kvrepro.engine.condition import Count, Size, ensure
+from kvrepro.engine.condition import Size, ensure
 from kvrepro.errors import InputError, counted, ensure_known
 from kvrepro.experiment import jsonl
 from kvrepro.experiment.prompt import LONGBENCH, SYSTEM, build_prompt, named, say_once, tokens_cut, without_passage
@@ -42,7 +42,6 @@ PARTS: dict[str, tuple[Collection[str], Collection[str], Mapping[str, Collection
 }
 PAPER = "longbench:protection"  # the QA sets as the protection paper puts them
 PAPER_WORDS = 6000  # the protection paper's items have 549 to 5,996 words
-WORLD = (200, 4000)  # the least and the most tokens of a prompt of the embedded world, by its own tokenizer
 FILLED = 0.9  # a prompt stands for a length if it has at least this share of it
 
 
@@ -69,7 +68,6 @@ def load_items(
     Given a `tokenizer`, texts that hold one of its special tokens, such as `<|im_start|>`, are `spelled_out`.
     """
     kind, parts = check_items(items, n_items)
-    ensure(Count, seed=seed)
     if kind == "ruler":
         return ruler.sample(parts, n_items, seed, tokens, tokenizer, fetch)
     if kind == "tinyworld":
@@ -90,7 +88,6 @@ def load_items(
 def check_items(items: str, n_items: int | None) -> tuple[str, list[str]]:
     """(kind, its parts) of a name of items, or (the path of a file, []). Loads no items. Raises InputError for items,
     or a number of them, that `load_items` cannot give."""
-    ensure(str, items=items)
     ensure(Size | None, n_items=n_items)
     kind, _, names = ("longbench:qa" if items == PAPER else items).partition(":")
     if kind in PARTS:
@@ -140,7 +137,7 @@ def load_fitting(
     if items.partition(":")[0] != "tinyworld":
         return fitting(load_items(items, n_items, seed, aim, tokenizer), items, tokenizer, max(limit, room))
     for _ in range(8):
-        aim = min(max(aim, WORLD[0]), WORLD[1])
+        aim = min(max(aim, 200), 4000)  # what the world can do
         drawn = load_items(items, n_items, seed, aim)
         longest = max(len(build_prompt(item, tokenizer, 10**9).ids) for item in drawn)
         if longest <= limit and (tokens or longest > FILLED * limit):
@@ -167,18 +164,18 @@ def fitting(items: list[Item], name: str, tokenizer: Any, most: int, filled: flo
 def usable(items: Sequence[Item], name: str, check: Callable[[Item], object]) -> list[Item]:
     """The items for which `check` raises no InputError; prints how many are left out, and why the first of them is.
     Raises that error if none is left."""
-    errors: dict[str, InputError] = {}
+    kept, errors = [], []
     for item in items:
         try:
             check(item)
+            kept.append(item)
         except InputError as error:
-            errors[item.id] = error
+            errors.append(error)
+    if errors and not kept:
+        raise errors[0]
     if errors:
-        first = next(iter(errors.values()))
-        if len(errors) == len(items):
-            raise first
-        say_once(f"{name}: {len(errors)} of {len(items)} items left out, the first because: {first}")
-    return [item for item in items if item.id not in errors]
+        say_once(f"{name}: {len(errors)} of {len(items)} items left out, the first because: {errors[0]}")
+    return kept
 
 
 def find_file(path: str | Path) -> Path | None:
@@ -235,40 +232,29 @@ def sources() -> dict[str, dict[str, Any]]:
 
 
 def fetch(name: str) -> Path:
-    """The verified local path of a public file ("artifact/data/longbench-balanced.jsonl", or the end of its path where
-    that is unique), or the folder of a whole source ("artifact").
-
-    Looks into the folders of $KVREPRO_DATA (read only), then data/cache, else downloads.
-    Raises InputError when there is no network, and for a file with another size or checksum, which stays as it is.
-    """
-    manifest = sources()
-    if name in manifest:
-        source, paths = name, list(manifest[name]["files"])
-    else:
-        matches = [(s, p) for s in manifest for p in manifest[s]["files"] if f"/{s}/{p}".endswith(f"/{name}")]
-        if len(matches) != 1:
-            what = "is not in" if not matches else f"names {len(matches)} files of"
-            raise InputError(f"'{name}' {what} data/sources.yml: see `kvrepro data`")
-        source, paths = matches[0][0], [matches[0][1]]
-    own_folders = [Path(folder) for folder in os.environ.get("KVREPRO_DATA", "").split(os.pathsep) if folder]
-    folders = [place for folder in own_folders for place in (folder, folder / source)]
-    folder = next((f for f in folders if all((f / path).is_file() for path in paths)), CACHE / source)
+    """The verified local path of a public file ("artifact/data/longbench-balanced.jsonl"), or the folder of a whole
+    source ("artifact"): in $KVREPRO_DATA (read only), in data/cache, or else downloaded. Raises InputError without a
+    network, and for a file with another checksum, which stays as it is."""
+    source, _, file_name = name.partition("/")
+    known = sources().get(source, {"files": {}})
+    paths = [file_name] if file_name else list(known["files"])
+    if not known["files"].keys() & set(paths):
+        raise InputError(f"{name!r} is not in data/sources.yml: see `kvrepro data`")
+    mirror = Path(os.environ.get("KVREPRO_DATA") or CACHE, source)
+    folder = mirror if all((mirror / path).is_file() for path in paths) else CACHE / source
     for path in paths:
-        file, entry = folder / path, manifest[source]["files"][path]
+        file, entry = folder / path, known["files"][path]
         if not file.is_file():
-            _download(manifest[source]["url"].format(path=path), file, f"{source}/{path}")
+            url = known["url"].format(path=path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with urllib.request.urlopen(url, timeout=30) as reply, replaced(file) as part:
+                    part.write_bytes(reply.read())
+            except (OSError, http.client.HTTPException) as error:
+                way_out = f"connect to the network, or set KVREPRO_DATA to a folder that holds it as {source}/{path}"
+                raise InputError(f"cannot download {url} ({error}): {way_out}") from None
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             what = f"{file} ({len(content)} of {entry['bytes']} bytes) has another sha256 than data/sources.yml"
             raise InputError(f"{what}: remove it and run: kvrepro data {source}/{path}")
-    return folder if name in manifest else folder / paths[0]
-
-
-def _download(url: str, file: Path, name: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with urllib.request.urlopen(url, timeout=30) as reply, replaced(file) as part:
-            part.write_bytes(reply.read())
-    except (OSError, http.client.HTTPException) as error:
-        way_out = f"connect to the network, or set KVREPRO_DATA to a folder that holds it as {name}"
-        raise InputError(f"cannot download {url} ({error}): {way_out}") from None
+    return folder / file_name

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, AliasPath, BaseModel, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
 from kvrepro.engine.condition import Count, Size, ensure
 from kvrepro.errors import InputError, ensure_known, invalid
@@ -44,9 +44,7 @@ class Row(BaseModel, extra="forbid", strict=True):
     """A line of a file, see `read`."""
 
     id: str | int = ""
-    task: str | int = Field(
-        "items", validation_alias=AliasChoices("task", "domain", "dataset", AliasPath("meta", "benchmark"))
-    )
+    task: str | int = Field("items", validation_alias=AliasChoices("task", "domain", "dataset"))
     answers: Any = Field(None, validation_alias=AliasChoices("answers", "answer"))
     context: str | None = None
     question: str | None = Field(None, validation_alias=AliasChoices("question", "input", "prompt"))
@@ -98,17 +96,9 @@ def item_of(row: dict[str, Any], name: str, papers: bool = False) -> Item:
 
 
 def read(path: Path, papers: bool = False) -> list[Item]:
-    """The items of a file, a JSON object on each line. papers: it is a set of a paper (`Item.papers`).
-
-    A row has `answer`, a text, or `answers`, a list of texts of which the best counts. It also has either `context` and
-    `question`, a passage (whose last tokens stay where it is cut to the prompt's length) and a question about it, or
-    `messages`, a list of {role, content}, and perhaps `spans`, a list of {name, message, start, end}. It may have `id`
-    (by default the file's name and the line), `task` (tables have a row for each task), `max_new_tokens` (of the
-    answer), and `metric` (a name of `measure.METRICS`; `all_classes` lists the labels of a classification). Anything
-    else goes into `meta`. Rows of LongBench and of the protection paper's artifact, and items as `kvrepro items` prints
-    them, are read as well. Raises InputError with the numbers of all bad lines, of repeated ids too, and with what is
-    wrong with the first.
-    """
+    """The items of a file, a JSON object on each line, as book/your-model.md describes them; also rows of LongBench and
+    of the protection paper's artifact, and items as `kvrepro items` prints them. papers: as `Item.papers`. Raises
+    InputError with the numbers of all bad lines, of repeated ids too, and with what is wrong with the first."""
     items: dict[str, Item] = {}
     bad: dict[int, str] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -139,7 +129,7 @@ def answers_of(row: dict[str, Any], papers: bool = False) -> list[str]:
     answers: Any = row.get("answers") or row.get("answer")
     answers = [answers] if isinstance(answers, str) else answers
     ensure(Texts, answer=answers)
-    filled = [bool(answer.strip()) if papers else measure.says_something(answer) for answer in answers]
+    filled = [bool(answer.strip()) if papers else not measure.exact_match("", answer) for answer in answers]
     if not (any if papers else all)(filled):
         raise InputError(f"answer is {answers[filled.index(False)]!r}: give texts that are more than punctuation")
     return list(answers)

@@ -38,18 +38,14 @@ def one_form(text: str) -> str:
     if text.isascii():
         return text
     text = unicodedata.normalize("NFKC", text.casefold().replace("i\u0307", "i"))  # of the Turkish capital with a dot
-    kinds = ((sign, "" if sign.isascii() else unicodedata.category(sign)) for sign in text)
-    shown = (
-        "'" if kind[:1] == "P" or sign == "\u2212" else f" {sign} " if kind == "Sc" else sign
-        for sign, kind in kinds
-        if kind != "Cf" and not "\ufe00" <= sign <= "\ufe0f"
-    )
-    return _UNSPACED.sub(r" \g<0> ", "".join(shown))
 
+    def shown(sign: str) -> str:
+        kind = "" if sign.isascii() else unicodedata.category(sign)
+        if kind == "Cf" or "\ufe00" <= sign <= "\ufe0f":
+            return ""
+        return "'" if kind[:1] == "P" or sign == "\u2212" else f" {sign} " if kind == "Sc" else sign
 
-def says_something(answer: str) -> bool:
-    """Is any word of an answer left to compare? Otherwise an empty output would be right."""
-    return bool(_words(one_form(answer)))
+    return _UNSPACED.sub(r" \g<0> ", "".join(map(shown, text)))
 
 
 def all_measures(prediction: str, answer: Answer, papers: bool = False) -> dict[str, float]:
@@ -63,9 +59,7 @@ def all_measures(prediction: str, answer: Answer, papers: bool = False) -> dict[
 
 def token_f1(prediction: str, answer: Answer, papers: bool = False) -> float:
     """Bag-of-words F1 in lower case, without punctuation, **articles kept**; two empty texts give 1, one empty text 0.
-
-    Source: run_v3_jax.py:38-65 of the protection paper's artifact.
-    """
+    Source: run_v3_jax.py:38-65 of the protection paper's artifact."""
     return _best(prediction, answer, lambda p, a: _bag_f1(_words(p), _words(a), both_empty=1.0), papers)
 
 

@@ -49,8 +49,7 @@ class Loaded:
 
 
 def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_thinking: bool | None = None) -> Loaded:
-    """Load a causal language model with its tokenizer. The engine brings its own attention
-    (`kvrepro.engine.attention`).
+    """Load a causal language model with its tokenizer.
 
     model: "small-gqa" or another of `embedded()`, the folder of a checkpoint, or a hub id as owner/name. device: "cpu",
     "cuda", "cuda:0", "auto" (cuda if there is one), "balanced" (layers over all GPUs). dtype: float32, bfloat16,
@@ -72,7 +71,7 @@ def load(model: str = DEFAULT, device: str = "cpu", dtype: str = "auto", enable_
     logging.disable_progress_bar()
     try:
         _check_plain(folder)
-        fast = thinking(_tokenizer(folder), enable_thinking)
+        fast = thinking(tokenizer(str(folder)), enable_thinking)
         network, loading = AutoModelForCausalLM.from_pretrained(
             folder,
             device_map=where if where == "balanced" else None,
@@ -112,15 +111,12 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def tokenizer(model: str) -> Any:
-    """The tokenizer of a model, named as for `load`; reads no weights."""
-    return _tokenizer(located(model)[1] or _fetched(model))
-
-
-def _tokenizer(folder: Path) -> Any:
-    """A checkpoint's tokenizer: tokenizer.json as it stands, unless another class is declared. AutoTokenizer would use
-    the class of the family for some (Qwen2's, which splits texts into bytes), whatever the checkpoint declares."""
+    """The tokenizer of a model, named as for `load`: tokenizer.json as it stands, unless another class is declared.
+    AutoTokenizer would use the class of the family for some (Qwen2's, which splits texts into bytes), whatever the
+    checkpoint declares. Reads no weights."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    folder = located(model)[1] or _fetched(model)
     declared = _json(folder / "tokenizer_config.json").get("tokenizer_class")
     as_it_stands = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
     kind = PreTrainedTokenizerFast if as_it_stands else AutoTokenizer

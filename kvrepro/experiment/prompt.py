@@ -21,6 +21,7 @@ from kvrepro.paths import DATA
 Messages = tuple[dict[str, Any], ...]
 Spans = tuple[Span, ...]
 # The paper's system turn asks for a short factual answer from the passage. Its wording is not published; this is ours.
+NO_ROOM = "limit {} leaves no room for the passage beside {} other tokens: raise the limit"
 SYSTEM = "Answer the question from the passage. Reply with a short, factual answer only."
 
 say_once = cache(print)
@@ -59,14 +60,10 @@ def named(item: Item) -> Iterator[None]:
 
 def passage_messages(context: str, question: str) -> tuple[Messages, Spans]:
     passage, ask = f"Passage: {context}", f"Question: {question}"
-    content = f"{passage}\n\n{ask}"
-    messages = ({"role": "system", "content": SYSTEM}, {"role": "user", "content": content})
-    spans = (
-        Span("system", 0, 0, len(SYSTEM)),
-        Span("passage", 1, 0, len(passage)),
-        Span("question", 1, len(content) - len(ask), len(content)),
-    )
-    return messages, spans
+    end, asked = len(passage), len(passage) + 2
+    messages = {"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{passage}\n\n{ask}"}
+    spans = Span("passage", 1, 0, end), Span("question", 1, asked, asked + len(ask))
+    return messages, (Span("system", 0, 0, len(SYSTEM)), *spans)
 
 
 def with_context(item: Item, context: str) -> tuple[Messages, Spans]:
@@ -137,7 +134,7 @@ def _cut(item: Item, tokenizer: Any, limit: int) -> tuple[Messages, Spans, int]:
         parts = _render(item, tokenizer, empty)[0], f"\n\nQuestion: {item.question}", "Passage: "
         budget = limit - sum(len(_encode(tokenizer, part)) for part in parts)
         if budget < 1:
-            raise _no_room(limit, limit - budget)
+            raise InputError(NO_ROOM.format(limit, limit - budget))
         if len(context) <= budget:
             return item.messages, item.spans, 0
         return *with_context(item, tokenizer.decode(context[-budget:])), len(context) - budget
@@ -154,11 +151,7 @@ def _cut(item: Item, tokenizer: Any, limit: int) -> tuple[Messages, Spans, int]:
         others = len(whole) - kept
         kept -= over + (kept - over) % 2
         if kept < 2:
-            raise _no_room(limit, others)
-
-
-def _no_room(limit: int, others: int) -> InputError:
-    return InputError(f"limit {limit} leaves no room for the passage beside {others} other tokens: raise the limit")
+            raise InputError(NO_ROOM.format(limit, others))
 
 
 def _is_plain(item: Item) -> bool:

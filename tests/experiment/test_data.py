@@ -2,7 +2,6 @@ import copy
 import hashlib
 import http.server
 import json
-import os
 import re
 import threading
 from dataclasses import asdict
@@ -44,7 +43,7 @@ def test_reads_the_formats_of_the_data(tmp_path):
         {"messages": [{"role": "user", "content": "hello"}], "answer": "A", "task": "chat", "spans": [greeting]},
     ]
     items = data.load_items(jsonl(tmp_path / "some.jsonl", *rows))
-    assert [item.task for item in items] == ["qasper", "musique", "items", "needles", "chat"]
+    assert [item.task for item in items] == ["qasper", "musique", "items", "items", "chat"]
     assert [item.id for item in items] == [f"some-00{i}" for i in range(5)]
     assert {item.answer for item in items} == {"A"}
     assert items[1].meta["answers"] == ["A", "B"]
@@ -140,18 +139,12 @@ def test_what_a_row_means_otherwise_is_refused_in_words(tmp_path, change, words)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (b'"answer": "A"', "Expecting ',' delimiter"),
-        (b'"answer": "\xff"}', ".utf-8.* codec can.t decode byte 0xff"),
-    ],
-)
-def test_a_line_that_is_no_object_of_json_is_a_bad_row(tmp_path, line, words):
-    row = b'{"context": "C", "question": "Q", '
-    (tmp_path / "bad.jsonl").write_bytes(b"\xef\xbb\xbf" + row + b'"answer": "A"}\r\n' + row + line + b"\r\n")
-    with pytest.raises(InputError, match=f"bad.jsonl, line 2: {words}"):
-        data.load_items(str(tmp_path / "bad.jsonl"))
+def test_a_line_that_is_no_object_of_json_is_a_bad_row(tmp_path):
+    row = b'{"context": "C", "question": "Q", "answer": "'
+    for line, words in ((b'A"', "Expecting ',' delimiter"), (b'\xff"}', ".utf-8.* codec can.t decode byte 0xff")):
+        (tmp_path / "bad.jsonl").write_bytes(b"\xef\xbb\xbf" + row + b'A"}\r\n' + row + line + b"\r\n")
+        with pytest.raises(InputError, match=f"bad.jsonl, line 2: {words}"):
+            data.load_items(str(tmp_path / "bad.jsonl"))
 
 
 @pytest.mark.parametrize("form", ["", "qasper"])
@@ -166,9 +159,6 @@ def test_a_number_that_nobody_asked_for_takes_what_there_is(tmp_path, capsys):
     for n, count in ((data.AtMost(8), 2), (data.AtMost(8), 2), (data.AtMost(1), 1)):
         assert len(data.load_fitting(path, n, TOKENIZER, 500)) == count
     assert capsys.readouterr().out == f"{path} has 2 items in all\n"
-    path_of_one = jsonl(tmp_path / "one.jsonl", ROW)
-    data.load_fitting(path_of_one, data.AtMost(8), TOKENIZER, 500)
-    assert capsys.readouterr().out == f"{path_of_one} has 1 item in all\n"
     with pytest.raises(InputError, match=r"n_items is 8 but .*two.jsonl has 2 items"):
         data.load_fitting(path, 8, TOKENIZER, 500)
 
@@ -183,17 +173,6 @@ def test_all_bad_lines_are_numbered_with_the_first_reason(tmp_path):
     (tmp_path / "none.jsonl").write_text("\n\n")
     with pytest.raises(InputError, match="none.jsonl holds no items"):
         data.load_items(str(tmp_path / "none.jsonl"))
-
-
-def test_a_row_of_one_s_own_keeps_its_id_task_answers_length_and_metric(tmp_path):
-    row = {"id": "q7", "task": "ships", "context": "C", "question": "Q", "answers": ["tea", "Tea"]}
-    more = {"max_new_tokens": 3, "metric": "classification", "all_classes": ["tea", "coffee"]}
-    plain, full = data.load_items(jsonl(tmp_path / "own.jsonl", row, row | more | {"id": "q8"}))
-    assert (plain.id, plain.task, plain.answer, plain.meta) == ("q7", "ships", "tea", {"answers": ["tea", "Tea"]})
-    assert (plain.new_tokens(32), full.new_tokens(32)) == (32, 3)
-    assert full.meta["classes"] == ["tea", "coffee"]
-    by_turn = data.load_items(jsonl(tmp_path / "turns.jsonl", ROW | more | {"answer": "tea"}))[0]
-    assert by_turn.new_tokens(32) == 3
 
 
 def test_the_page_s_example_is_read(tmp_path):
@@ -253,16 +232,6 @@ def passage(words: int, question: str = "Which door is open?") -> Item:
     return item_of_row({"context": " ".join(f"w{i}" for i in range(words)), "question": question, "answer": "x"}, "one")
 
 
-def test_a_prompt_that_fits_is_the_rendered_template():
-    item = passage(20)
-    prompt = data.build_prompt(item, TOKENIZER, 500)
-    text = TOKENIZER.decode(prompt.ids)
-    assert text == (
-        f"<|im_start|>system\n{data.SYSTEM}<|im_end|>\n<|im_start|>user\nPassage: {item.context}\n\n"
-        f"Question: {item.question}<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 @pytest.mark.parametrize(("words", "limit"), [(20, 500), (3000, 333)])
 def test_a_template_without_a_system_turn_has_its_text_in_the_users(words, limit, capsys):
     data.say_once.cache_clear()
@@ -283,10 +252,10 @@ def test_a_template_without_a_system_turn_has_its_text_in_the_users(words, limit
     assert capsys.readouterr().out.count("takes no turn of the system: its text opens the user's\n") == 1
 
 
-@pytest.mark.parametrize("limit", [200, 333, 1920])
-def test_a_long_passage_keeps_its_last_tokens_within_the_limit(limit):
+@pytest.mark.parametrize(("words", "limit"), [(20, 500), (3000, 200), (3000, 333), (3000, 1920)])
+def test_a_long_passage_keeps_its_last_tokens_within_the_limit(words, limit):
     """The protocol's arithmetic, written out: budget, last tokens, decode, template, cut at the limit."""
-    item = passage(3000)
+    item = passage(words)
     prompt = data.build_prompt(item, TOKENIZER, limit)
     empty = f"<|im_start|>system\n{data.SYSTEM}<|im_end|>\n<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"
     budget = limit - len(tokens(empty)) - len(tokens(f"\n\nQuestion: {item.question}")) - len(tokens("Passage: "))
@@ -296,9 +265,8 @@ def test_a_long_passage_keeps_its_last_tokens_within_the_limit(limit):
         f"Question: {item.question}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompt.ids == expected[:limit]
-    assert limit - 3 <= len(prompt.ids) <= limit
-    assert "w2999" in TOKENIZER.decode(prompt.ids)
-    assert "w0 " not in TOKENIZER.decode(prompt.ids)
+    assert len(prompt.ids) == limit or kept in (item.context, item.context[-len(kept) :])
+    assert f"w{words - 1}" in TOKENIZER.decode(prompt.ids)
 
 
 @given(st.text(alphabet="abé ,“.\n", min_size=1, max_size=40), st.data())
@@ -392,7 +360,7 @@ def public(tmp_path, monkeypatch):
 
 
 def test_fetch_downloads_verifies_and_keeps(public, tmp_path):
-    path = data.fetch("a.txt")
+    path = data.fetch("letters/data/a.txt")
     assert path == tmp_path / "cache" / "letters" / "data" / "a.txt"
     assert path.read_bytes() == (public / "data" / "a.txt").read_bytes()
     (public / "data" / "a.txt").unlink()
@@ -405,10 +373,8 @@ def test_a_mirror_comes_first_and_is_not_written(public, tmp_path, monkeypatch):
     mirror = tmp_path / "mirror" / "letters"
     (mirror / "data").mkdir(parents=True)
     (mirror / "data" / "a.txt").write_bytes((public / "data" / "a.txt").read_bytes())
-    monkeypatch.setenv("KVREPRO_DATA", os.pathsep.join([str(tmp_path / "nowhere"), str(mirror)]))
-    assert data.fetch("a.txt") == mirror / "data" / "a.txt"
-    monkeypatch.setenv("KVREPRO_DATA", str(mirror.parent))  # also one folder per source
-    assert data.fetch("a.txt") == mirror / "data" / "a.txt"
+    monkeypatch.setenv("KVREPRO_DATA", str(mirror.parent))
+    assert data.fetch("letters/data/a.txt") == mirror / "data" / "a.txt"
     assert data.fetch("letters") == tmp_path / "cache" / "letters"  # the mirror is not complete
     assert sorted(p.name for p in mirror.rglob("*.txt")) == ["a.txt"]
 
@@ -421,7 +387,7 @@ def test_damaged_files_are_refused_and_left(public, tmp_path, monkeypatch, where
     before = path.read_bytes()
     monkeypatch.setenv("KVREPRO_DATA", str(tmp_path / "mirror"))
     with pytest.raises(InputError, match=r"a.txt \(11000 of 11000 bytes\) has another sha256 .*: remove it"):
-        data.fetch("a.txt")
+        data.fetch("letters/data/a.txt")
     assert path.read_bytes() == before
 
 
@@ -429,11 +395,8 @@ def test_no_network_and_unknown_names_are_one_line(public, monkeypatch):
     (public / "data" / "a.txt").unlink()
     way_out = "set KVREPRO_DATA to a folder that holds it as letters/data/a.txt$"
     with pytest.raises(InputError, match=f"^cannot download http.*{way_out}") as error:
-        data.fetch("a.txt")
+        data.fetch("letters/data/a.txt")
     assert "\n" not in str(error.value)
-    with pytest.raises(InputError, match="'c.txt' is not in"):
-        data.fetch("c.txt")
-    manifest = data.sources()
-    monkeypatch.setattr(data, "sources", lambda: manifest | {"more": manifest["letters"]})
-    with pytest.raises(InputError, match="names 2 files of"):
-        data.fetch("a.txt")
+    for name in ("a.txt", "letters/data/c.txt", "numbers"):
+        with pytest.raises(InputError, match=f"'{name}' is not in data/sources.yml"):
+            data.fetch(name)

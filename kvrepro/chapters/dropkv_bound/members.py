@@ -14,7 +14,6 @@ import pandas as pd
 import torch
 
 from kvrepro.chapters.dropkv_bound import bound, study
-from kvrepro.chapters.dropkv_bound.bound import ORIGIN
 from kvrepro.chapters.dropkv_bound.study import WHERE, Settings
 from kvrepro.chapters.dropkv_bound.triples import STRATA
 from kvrepro.experiment import claims, judge, prompt
@@ -25,7 +24,7 @@ from kvrepro.experiment.models import Loaded
 from kvrepro.paths import GPU
 from kvrepro.world import ruler
 
-K = 200  # in the claims about theorem 1's factor, whatever `Settings.k` is
+K = 200  # in theorem 1's factor
 HARD_K = 10  # in the claims about pairs of rules
 ITEMS: dict[str, Iterable[str]] = {"longbench": prompt.LONGBENCH, "ruler": ruler.TASKS}
 KEYS = ["item", *WHERE, "stratum", "k", "objective"]
@@ -39,10 +38,11 @@ TORCH = "DropKV, plain PyTorch"
 # ---------------------------------------------------------------- triples
 
 
-def with_factor(assumptions: pd.DataFrame, k: int) -> pd.DataFrame:
-    """The triples with a column `factor`, theorem 1's constant for sets of k keys; infinite if an assumption fails."""
+def with_factor(assumptions: pd.DataFrame) -> pd.DataFrame:
+    """The triples with columns `holds`, whether they have a cone, and `factor`, theorem 1's constant for sets of `K`
+    keys; infinite if an assumption fails."""
     c, eps = (torch.tensor(assumptions[name].to_list(), dtype=torch.float64) for name in ("c_low", "eps"))
-    return assumptions.assign(k=k, factor=bound.factor(c, eps, k).numpy())
+    return assumptions.assign(holds=assumptions.c_low > bound.ORIGIN, factor=bound.factor(c, eps, K).numpy())
 
 
 def selected(records: pd.DataFrame) -> pd.DataFrame:
@@ -60,54 +60,47 @@ def disagreement(alignment: pd.DataFrame) -> pd.DataFrame:
     """A row per triple and stratum, about the 20 keys of its pool whose values are nearest to the output, or most
     aligned with it. kept: share of the ten keys that DropKV evicts and AnDPro keeps; distance: the largest
     ||a - v_j|| / ||a||."""
-
-    def of_triple(f: pd.DataFrame) -> pd.Series:
-        gone, stays = f.dropkv.rank(method="first") <= len(f) / 2, f.andpro.rank(method="first") > len(f) / 2
-        return pd.Series({"kept": stays[gone].mean(), "distance": f.distance.max()})
-
-    return alignment.groupby(["item", *WHERE, "stratum"]).apply(of_triple, include_groups=False).reset_index()
+    of_triple = ["item", *WHERE, "stratum"]
+    by = alignment.groupby(of_triple)
+    rank, half = by[["andpro", "dropkv"]].rank(method="first"), by.distance.transform("size") / 2
+    rows = alignment.assign(kept=(rank.andpro > half).astype(float).where(rank.dropkv <= half))
+    return rows.groupby(of_triple, as_index=False).agg(kept=("kept", "mean"), distance=("distance", "max"))
 
 
 def of_triples(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
     """pools: a row per triple and pool. layers: per item, pool and kind of layer. records: DropKV's for one query.
     slack: a record and a pool. rules: another rule's record, both observing the window. near: a triple and one of the
     strata near and aligned. weights, ways: a triple, stratum and k, with one way to weigh a key or with all."""
-    pools = with_factor(tables["assumptions"], K).eval("even = eps * tokens")
-    pools = pools.assign(holds=pools.c_low > ORIGIN, finite=np.isfinite(pools.factor), first=pools.layer == 0)
+    pools = with_factor(tables["assumptions"]).eval("even = eps * tokens")
+    pools = pools.assign(finite=np.isfinite(pools.factor), first=pools.layer == 0)
     layers = pools.groupby(["item", "pool", "first"], as_index=False).agg(holds=("holds", "mean"), n=("holds", "size"))
     layers["n"] = layers.n.where(layers["first"])
-    every, ways = tables["records"], tables["weights"].query("k == @HARD_K")
+    every, window = tables["records"], tables["records"].queries.max()
     records = beside(beside(selected(every), every, "attention", 1), every, "random", 1)
-    finite = np.isfinite(records.bound)
-    records = records.assign(
-        finite=finite,
-        hard=records.stratum == "threshold",
-        of_bound=(records.ratio / records.bound).where(finite),
-        slack=records.bound / records.ratio,
-    )
-    of_pools = records.drop(columns=["k", "slack"]).merge(pools[pools.finite][["item", *WHERE, "pool", "factor"]])
-    window = every.queries.max()
+    records = records.assign(finite=np.isfinite(records.bound), hard=records.stratum == "threshold")
+    records = records.assign(of_bound=(records.ratio / records.bound).where(records.finite))
+    records = records.eval("slack = bound / ratio")
+    slack = records.drop(columns="k").merge(pools[pools.finite][["item", *WHERE, "pool", "factor"]])
     others = every[every.stratum.isin(STRATA)].query("queries == @window and rule != 'dropkv'")
     rules = beside(others, every, "dropkv", window).rename(columns={"rule": "policy"})
     one = beside(every.query("rule == 'dropkv' and queries == 1 and k == @HARD_K"), every, "andpro", 1)
-    one = one.eval("log = log(ratio_andpro) - log(ratio)")
-    near = disagreement(tables["alignment"]).merge(one[["item", *WHERE, "stratum", "log"]], "left")
-    wide = ways.pivot_table(index=["item", *WHERE, "stratum"], columns="way", values=["window", "projected"])
+    one = one.eval("log = log(ratio_andpro) - log(ratio)")[["item", *WHERE, "stratum", "log"]]
+    wide = tables["weights"].query("k == @HARD_K")
+    wide = wide.pivot_table(index=["item", *WHERE, "stratum"], columns="way", values=["window", "projected"])
     log = np.log(wide.clip(lower=1e-300))
+    ways = {
+        "linear": log["window", "linear"] - log["window", "squared"],
+        "before": log["projected", "squared"] - log["projected", "projected"],
+    }
     return {
         "pools": pools,
         "layers": layers,
         "records": records,
-        "slack": of_pools.eval("slack = factor / ratio"),
+        "slack": slack.eval("slack = factor / ratio"),
         "rules": rules.eval("log = log(ratio) - log(ratio_dropkv)"),
-        "near": near,
+        "near": disagreement(tables["alignment"]).merge(one, "left"),
         "weights": tables["weights"].astype({"same_alone": float}),
-        "ways": pd.DataFrame(
-            {
-                "linear": log["window", "linear"] - log["window", "squared"],
-                "before": log["projected", "squared"] - log["projected", "projected"],
-            }
-        ).reset_index(),
+        "ways": pd.DataFrame(ways).reset_index(),
     }
 
 
@@ -143,16 +136,14 @@ def answered(case: Case) -> None:
 
 def kernels() -> pd.DataFrame:
     """Timings of scoring at the shape of the paper's models."""
-    f = pd.read_csv(KERNELS)
-    return f[(f.kernel == "window_scores") & (f["shape"] == SHAPE) & (f.batch == 1)]
+    return pd.read_csv(KERNELS).query("kernel == 'window_scores' and shape == @SHAPE and batch == 1")
 
 
 def speedups() -> pd.DataFrame:
     """By kernel, prompt length and way to write the reference: how much faster the kernel is, and what share of memory
     it allocates, alone (`scratch`) and with the keys and values of a layer in bfloat16 (`peak`)."""
-    f, same = kernels(), ["tokens", "device", "dtype"]
-    ours = f[~f.variant.isin(REFERENCES)]
-    f = ours.merge(f[f.variant.isin(REFERENCES)], on=same, suffixes=("", "_reference"))
+    f, ours = kernels(), ~kernels().variant.isin(REFERENCES)
+    f = f[ours].merge(f[~ours], on=["tokens", "device", "dtype"], suffixes=("", "_reference"))
     held = 2 * f.tokens * KV_HEADS * DIM * 2 / 2**20
     return f.assign(
         value=f.p50_us_reference / f.p50_us,
@@ -167,10 +158,9 @@ def speedups() -> pd.DataFrame:
 def models(part: str, device: str = "") -> pd.DataFrame:
     """Rows of a part of the measured table, on one device if it is named. Of a cell that was measured twice, those of
     more runs are taken, or the first."""
-    f = pd.read_csv(MODELS).sort_values("runs", ascending=False, kind="stable")
-    f = f[(f.part == part) & f.device.str.contains(device, regex=False)]
     where = ["model", "method", "tokens", "batch"]
-    return f.drop_duplicates(where).set_index(where)
+    f = pd.read_csv(MODELS).query("part == @part and device.str.contains(@device, regex=False)")
+    return f.sort_values("runs", ascending=False, kind="stable").drop_duplicates(where).set_index(where)
 
 
 def of_models() -> pd.DataFrame:

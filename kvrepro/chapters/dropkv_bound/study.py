@@ -14,20 +14,19 @@ method looks through the last 8 queries and pools over 11 tokens, where it does 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from scipy import stats as scipy_stats
 from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import bound, triples
 from kvrepro.chapters.dropkv_bound.triples import RULES, Layer, Triple
-from kvrepro.engine.condition import Condition, Count, Odd, Prefill, ProperShare, Size
+from kvrepro.engine.condition import Condition, Odd, Prefill, ProperShare, Size
 from kvrepro.engine.facts import ModelFacts, attention_modules
 from kvrepro.engine.generate import check_attention_only
 from kvrepro.engine.policy import find, is_own
@@ -40,7 +39,9 @@ from kvrepro.item import Item
 
 WHERE = ["layer", "head", "position"]
 KS, TWENTY = (10, 18), 20  # 10 or 18 of 20 keys are evicted
+CONES = 2048  # most triples of a prompt whose cone is asked for
 Rule = tuple[str, int]  # its name, and the queries that it observes
+Sizes = Sequence[float | int]  # of pools
 
 PEERS = ("snapkv", "pyramid_kv", "streaming_llm", "key_diff", "cake", "critical_kv", "andpro")
 POOLED = "AnDPro, max pooling"  # with the pooling that the others have
@@ -50,32 +51,15 @@ PROFILES = {"quick": (16, 2, 150), "full": (300, 4, 600)}  # prompts, query posi
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """The settings that decide the rows of a prompt."""
-
-    pools: tuple[Size | ProperShare, ...] = (0.95, 0.5, 256)  #: of lowest attention: share of the keys, or their number
-    positions: Size | None = None  #: query positions per prompt, layer and head; None: the profile's
-    since: ProperShare = 0.5  #: they lie in the prompt after this share of it
-    window: Size = 8  #: final keys outside the pool, and queries that a rule observes
-    steps: Count = 6  #: ascents where the cone condition fails
-    cones: Size = 2048  #: of a prompt's triples so many, spread evenly, are asked for their cone; fewer: all it has
-    seed: int = 0  #: of the items, and of what is drawn from them
-
-    def queries(self, tokens: int) -> list[int]:
-        """The positions of the queries of a prompt: evenly spaced, the last token included."""
-        assert self.positions is not None  # `Settings.sampling` fills in the profile's number
-        step = (1 - self.since) * tokens / self.positions
-        return [tokens - 1 - round(step * i) for i in reversed(range(self.positions))]
-
-
-@dataclass(frozen=True)
-class Settings(run.Settings, Sampling):
+class Settings(run.Settings):
     """Settings of the chapter on DropKV's bound. The sets of twenty keys come from the first pool."""
 
+    pools: tuple[Size | ProperShare, ...] = (0.95, 0.5, 256)  #: of lowest attention: share of the keys, or their number
     shares: tuple[ProperShare, ...] = (0.05, 0.10, 0.30)  #: of the prompt kept
     tokens: Size = 1900  #: of a prompt, in the model's own tokenizer, at most
     lengths: tuple[Size, ...] = (500, 1900, 3000)  #: for the study of lengths; what cannot be had is left out
-    k: Size = 200  #: in 1 - k eps, of figures and tables
+    window: Size = 8  #: final keys outside the pool, and queries that a rule observes
+    positions: Size | None = None  #: query positions per prompt, layer and head; None: the profile's
     triples: Size | None = None  #: for the enumeration, over all prompts; None: the profile's
     kernel: Odd = 11  #: tokens that are pooled, for the answers
     max_new_tokens: Size = 48  #: of an answer
@@ -90,30 +74,27 @@ class Settings(run.Settings, Sampling):
         for module in attention_modules(model).values():
             if any(getattr(module, name, None) is not None for name in ("attn_logit_softcapping", "sinks")):
                 raise InputError("the bound takes plain logits, but this model caps them or has sinks: take another")
-        window = min(ModelFacts.of(model).sliding.values(), default=None)
-        if window is None or self.tokens + self.max_new_tokens <= window:
+        window = min(ModelFacts.of(model).sliding.values(), default=10**9)
+        most = window - self.max_new_tokens
+        if self.tokens <= most:
             return self
-        tokens = window - self.max_new_tokens
-        if tokens <= self.window:
-            raise InputError(f"layers of this model see {window} tokens: too few for the bound, take another model")
-        print(f"dropkv_bound: prompts of {tokens:,} tokens at most, since layers of this model see {window:,}")
-        lengths = tuple(length for length in self.lengths if length < tokens)
-        return replace(self, tokens=tokens, lengths=(*lengths, tokens))
+        print(f"dropkv_bound: prompts of {most:,} tokens at most, since layers of this model see {window:,}")
+        return replace(self, tokens=most, lengths=(*(n for n in self.lengths if n < most), most))
 
     def prompts(self, n_items: int | None) -> int:
         """Number of prompts: `n_items`, or the profile's."""
         return AtMost(PROFILES[self.profile][0]) if n_items is None else n_items
 
     @property
-    def enumerated(self) -> int:
-        """Triples that enter the enumeration, over all prompts."""
-        return self.triples or PROFILES[self.profile][2]
+    def sampling(self) -> dict[str, Any]:
+        """The settings that decide the rows of a prompt, with the profile's numbers filled in."""
+        given = {name: getattr(self, name) for name in ("pools", "window", "seed")}
+        return given | {"positions": self.positions or PROFILES[self.profile][1]}
 
-    @property
-    def sampling(self) -> Sampling:
-        """The settings that decide the rows, with the profile's numbers filled in."""
-        values = {f.name: getattr(self, f.name) for f in fields(Sampling)}
-        return Sampling(**values | {"positions": self.positions or PROFILES[self.profile][1]})
+
+def queries(tokens: int, positions: int) -> list[int]:
+    """The positions of the queries of a prompt: evenly spaced in its second half, the last token included."""
+    return [tokens - 1 - round(tokens / 2 / positions * i) for i in reversed(range(positions))]
 
 
 def pool_name(size: float | int) -> str:
@@ -130,14 +111,13 @@ def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> l
     items, n_items: as in `data.load_fitting`. Prompts that are too short for the pools are left out (`data.usable`).
     Raises InputError, also if the prompts leave no room for the answer.
     """
-    sampling, limit = settings.sampling, prompt_limit(loaded, settings.max_new_tokens, settings.tokens)
+    limit, positions = prompt_limit(loaded, settings.max_new_tokens, settings.tokens), settings.sampling["positions"]
     fitting = data.load_fitting(items, n_items, loaded.tokenizer, limit, settings.seed)
 
     def check_pools(item: Item) -> None:
-        prompt = data.build_prompt(item, loaded.tokenizer, limit)
-        keys = sampling.queries(len(prompt.ids))[0] + 1 - sampling.window
+        keys = queries(len(data.build_prompt(item, loaded.tokenizer, limit).ids), positions)[0] + 1 - settings.window
         with data.named(item):
-            for size in sampling.pools:
+            for size in settings.pools:
                 bound.keys_in_pool(size, keys, least=TWENTY)
 
     return data.usable(fitting, "dropkv_bound", check_pools)
@@ -170,9 +150,9 @@ def triples_of(
 
     The records cover table 11's rules, and those of `policies` that are `scored_alone`.
     """
-    total, n = settings.enumerated, len(items)
+    total, n = settings.triples or PROFILES[settings.profile][2], len(items)
     taken = {item.id: (item, total * (i + 1) // n - total * i // n) for i, item in enumerate(items)}
-    given = {"s": settings.sampling, "limit": settings.tokens}
+    given = settings.sampling | {"limit": settings.tokens}
     tables = run.run(run.PerItem("dropkv_bound", "triples", taken, of_item, given), loaded, settings)
     for name in dict.fromkeys(policies):
         if name not in RULES and triples.scored_alone(find(name)):
@@ -186,41 +166,50 @@ def triples_of(
     return tables
 
 
-def of_item(
-    loaded: Loaded, item: tuple[Item, int], s: Sampling, limit: int, policy: str = ""
-) -> dict[str, pd.DataFrame]:
+def of_item(loaded: Loaded, item: tuple[Item, int], limit: int, **given: Any) -> dict[str, pd.DataFrame]:
     """`prompt` of an item, and of how many of its triples enter the enumeration."""
     ids = data.build_prompt(item[0], loaded.tokenizer, limit).ids
-    tables = prompt(loaded, ids, s, item[1], policy)
+    tables = prompt(loaded, ids, item[1], **given)
     return {name: table.assign(item=item[0].id, task=item[0].task) for name, table in tables.items()}
 
 
-def prompt(loaded: Loaded, ids: Sequence[int], s: Sampling, take: int, policy: str = "") -> dict[str, pd.DataFrame]:
+def prompt(
+    loaded: Loaded,
+    ids: Sequence[int],
+    take: int,
+    policy: str = "",
+    *,
+    pools: Sizes,
+    window: int,
+    positions: int,
+    seed: int = 0,
+) -> dict[str, pd.DataFrame]:
     """The tables of one prompt. `take` of its triples, drawn at random, or all it has, enter the enumeration; these,
-    and `s.cones` spread evenly over all, enter the study of the assumptions.
+    and as many as `CONES` of all, enter the study of the assumptions.
 
     policy: only records, about its choice among the same keys, in place of the rules of table 11.
     """
-    shape, positions = loaded.model.config.get_text_config(), s.queries(len(ids))
-    every = list(product(range(shape.num_hidden_layers), range(shape.num_attention_heads), positions))
-    draw = np.random.default_rng([s.seed, len(ids), *ids[-8:]])
-    sampled = [every[i] for i in sorted(draw.choice(len(every), min(take, len(every)), replace=False))]
-    with_cone = {every[i] for i in _evenly(len(every), s.cones)}.union(sampled)
+    shape, at = loaded.model.config.get_text_config(), queries(len(ids), positions)
+    every = list(product(range(shape.num_hidden_layers), range(shape.num_attention_heads), at))
+    draw = np.random.default_rng([seed, len(ids), *ids[-8:]])
+    drawn = [draw.choice(len(every), min(n, len(every)), replace=False) for n in (take, CONES)]
+    sampled, with_cone = [every[i] for i in sorted(drawn[0])], {every[i] for i in np.union1d(*drawn)}
     names = ("records",) if policy else ("assumptions", "records", "alignment", "weights")
     rows: dict[str, list[dict]] = {name: [] for name in names}
 
     def visit(layer: Layer) -> None:
-        for t in [] if policy else positions:
+        for t in [] if policy else at:
             heads = [head for head in range(len(layer.query)) if (layer.number, head, t) in with_cone]
-            rows["assumptions"] += _assumptions(layer, t, heads, s) if heads else []
-        for triple in (layer.triple(head, t) for number, head, t in sampled if number == layer.number):
-            sets = triples.strata(triple, bound.pool(triple.p, s.pools[0], s.window), TWENTY, s.seed)
-            rows["records"] += _records(triple, sets, s, loaded.model.device, policy)
+            rows["assumptions"] += _assumptions(layer, t, heads, pools, window) if heads else []
+        for t in (layer.triple(head, t) for number, head, t in sampled if number == layer.number):
+            sets = triples.strata(t, bound.pool(t.p, pools[0], window), TWENTY, seed)
+            scores = {(policy, window): triples.scores_of(find(policy), t)} if policy else _scores(t, window, seed)
+            rows["records"] += _records(t, sets, scores, loaded.model.device)
             if not policy:
-                rows["alignment"] += _alignment(triple, sets)
-                rows["weights"] += _weights(triple, sets)
+                rows["alignment"] += _alignment(t, sets)
+                rows["weights"] += _weights(t, sets)
 
-    triples.triples(loaded.model, ids, positions, visit, window=s.window)
+    triples.triples(loaded.model, ids, at, visit, window=window)
     tables = {name: pd.DataFrame(of_table) for name, of_table in rows.items()}
     if not policy:
         tested = tables["assumptions"].sort_values(WHERE, kind="stable", ignore_index=True)
@@ -228,36 +217,28 @@ def prompt(loaded: Loaded, ids: Sequence[int], s: Sampling, take: int, policy: s
     return tables
 
 
-def _evenly(count: int, take: int) -> list[int]:
-    """`take` of the numbers 0 ... count - 1, or all, ascending and without a period: those whose multiples of the
-    golden ratio have the least fractions. So triples in order are taken evenly from layers, heads and positions."""
-    fraction = np.arange(count) * (math.sqrt(5) - 1) / 2 % 1
-    return sorted(fraction.argsort(kind="stable")[:take].tolist())
-
-
-def _assumptions(layer: Layer, t: int, heads: Iterable[int], s: Sampling) -> list[dict]:
+def _assumptions(layer: Layer, t: int, heads: list[int], pools: Sizes, window: int) -> list[dict]:
     """A row per query head and pool at a position: the pool's largest weight, and its cone constant from below."""
-    heads, rows = list(heads), []
-    attention, outputs = layer.attention(t)[heads, -1], layer.outputs(t)[heads, -1]
-    values = layer.value[[head // layer.group for head in heads]].double()
-    for size in s.pools:
-        keys = bound.pool(attention, size, s.window)  # [heads, keys]
-        residuals = outputs[:, None] - values.gather(1, keys[..., None].expand(*keys.shape, values.shape[-1]))
-        low, _ = bound.cone(residuals, s.steps)
-        for head, p, c_low in zip(heads, attention.gather(1, keys), low.tolist(), strict=True):
+    rows, attention = [], layer.attention[t][heads, -1]
+    shared = [head * len(layer.value) // len(layer.query) for head in heads]
+    v = layer.value[shared, : t + 1].double()  # [heads, tokens, dim]
+    for size in pools:
+        keys = bound.pool(attention, size, window)
+        c_low = bound.cone((attention[:, None] @ v - v)[keys].view(len(heads), -1, v.shape[-1]))
+        eps = attention.where(keys, 0).amax(1)
+        for head, *values in zip(heads, eps.tolist(), c_low.tolist(), strict=True):
             row = {"layer": layer.number, "position": t, "head": head, "pool": pool_name(size)}
-            rows.append(row | {"eps": p.max().item(), "c_low": c_low})
+            rows.append(row | dict(zip(("eps", "c_low"), values, strict=True)))
     return rows
 
 
-def _scores(t: Triple, keys: Tensor, s: Sampling) -> dict[Rule, Tensor]:
-    """Scores of a triple's `keys` [strata, 20] by every rule without pooling, [strata, 20], large = keep."""
-    draw = torch.Generator().manual_seed(s.seed * 7919 + t.layer * 997 + t.head * 31 + t.position)
-    random = torch.rand(keys.shape[1], dtype=torch.float64, generator=draw)
-    scores = {("attention", 1): t.p} | {(name, 1): RULES[name](t.last(1)) for name in ("critical_kv", "andpro")}
-    scores |= {(name, s.window): rule(t) for name, rule in RULES.items()}
-    of_query = {("dropkv", 1): bound.single_cost(t.p, t.r)[keys], ("random", 1): random.expand(keys.shape)}
-    return of_query | {rule: score[keys] for rule, score in scores.items()}
+def _scores(t: Triple, window: int, seed: int) -> dict[Rule, Tensor]:
+    """Scores of a triple's keys by every rule without pooling, large = keep: [tokens], of a random choice [20]."""
+    draw = torch.Generator().manual_seed(seed * 7919 + t.layer * 997 + t.head * 31 + t.position)
+    random = torch.rand(TWENTY, dtype=torch.float64, generator=draw)
+    scores = {("dropkv", 1): bound.single_cost(t.p, t.r), ("random", 1): random, ("attention", 1): t.p}
+    scores |= {(name, 1): RULES[name](t.last(1)) for name in ("critical_kv", "andpro")}
+    return scores | {(name, window): rule(t) for name, rule in RULES.items()}
 
 
 def _of_window(t: Triple, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,21 +247,22 @@ def _of_window(t: Triple, keys: Tensor) -> tuple[Tensor, Tensor]:
     return t.window_p[:, keys].transpose(0, 1), r.transpose(0, 1)
 
 
-def _records(t: Triple, sets: Mapping[str, Tensor], s: Sampling, device: torch.device, policy: str = "") -> list[dict]:
+def _records(t: Triple, sets: Mapping[str, Tensor], scores: Mapping[Rule, Tensor], device: torch.device) -> list[dict]:
     """A row per stratum, k, objective and rule: F of the query, and on the paper's strata also of the window, over the
     least of all subsets; and theorem 1's bound on this ratio for DropKV's choice for the query."""
-    keys, paper = torch.stack(list(sets.values())), len(triples.STRATA)
-    p, r, pw, rw = (x.to(device) for x in (t.p[keys], t.r[keys], *_of_window(t, keys[:paper])))
-    scores = {(policy, s.window): triples.scores_of(find(policy), t)[keys]} if policy else _scores(t, keys, s)
-    score, rows = torch.stack(list(scores.values())).to(device), []  # [rules, strata, 20]
-    (low, _), eps = bound.cone(r, s.steps), p.amax(-1)
+    keys, rows = torch.stack(list(sets.values())), []  # [strata, 20]
+    objectives = {
+        "query": (t.p[keys][:, None], t.r[keys][:, None]),
+        "window": _of_window(t, keys[: len(triples.STRATA)]),
+    }
+    score = torch.stack([x[keys] if len(x) > TWENTY else x.expand(keys.shape) for x in scores.values()]).to(device)
+    low, eps = bound.cone(t.r[keys].to(device)), t.p[keys].amax(-1).to(device)
     for k in KS:
-        evicted, factors = bound.smallest(score, k), bound.factor(low, eps, k).tolist()
-        best, best_of_window = bound.optimum(p[:, None], r[:, None], k), bound.optimum(pw, rw, k)
-        of_query = bound.joint_cost(p, r, evicted) / bound.joint_cost(p, r, best)
-        of_window = bound.window_cost(pw, rw, evicted[:, :paper]) / bound.window_cost(pw, rw, best_of_window)
-        for objective, ratios in (("query", of_query.tolist()), ("window", of_window.tolist())):
-            for (rule, queries), of_rule in zip(scores, ratios, strict=True):
+        evicted, factors = bound.lowest(score, k), bound.factor(low, eps, k).tolist()  # [rules, strata, 20]
+        for objective, of_keys in objectives.items():
+            p, r = (x.to(device) for x in of_keys)
+            ratios = bound.cost(p, r, evicted[:, : len(p)]) / bound.cost(p, r, bound.optimum(p, r, k))
+            for (rule, queries), of_rule in zip(scores, ratios.tolist(), strict=True):
                 row = t.where | {"k": k, "objective": objective, "rule": rule, "queries": queries}
                 for name, ratio, factor in zip(sets, of_rule, factors, strict=False):  # of the window the paper's alone
                     limit = factor if objective == "query" else math.nan
@@ -293,24 +275,22 @@ def _alignment(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
     a, rows = t.window_a[-1], []
     for stratum in ("near", "aligned"):
         v, r, p = (x[sets[stratum]] for x in (t.v, t.r, t.p))
-        scores = {"andpro": p * (v @ a), "dropkv": bound.single_cost(p, r)}
-        ranks = {name: scipy_stats.rankdata(score.numpy()) for name, score in scores.items()}
-        table = pd.DataFrame({"distance": (r.norm(dim=-1) / a.norm()).numpy(), **ranks})
-        rows += table.assign(stratum=stratum, **t.where).to_dict("records")
+        ranks = pd.DataFrame({"andpro": p * (v @ a), "dropkv": bound.single_cost(p, r)}).rank()
+        rows += ranks.assign(distance=r.norm(dim=-1) / a.norm(), stratum=stratum, **t.where).to_dict("records")
     return rows
 
 
 def _weights(t: Triple, sets: Mapping[str, Tensor]) -> list[dict]:
     """A row per stratum of the paper, k and way to weigh a key."""
     keys, rows = torch.stack([sets[name] for name in triples.STRATA]), []
-    p, after, (pw, rw) = t.p[keys], t.projected(t.r[keys]), _of_window(t, keys)
+    p, after, of_window = t.p[keys][:, None], (t.r[keys] @ t.root)[:, None], _of_window(t, keys)
     for k in KS:
-        of_way = {way: (cost(t)[keys], cost(t.last(1))[keys]) for way, cost in triples.WEIGHTS.items()}
-        evicted = {way: [bound.smallest(cost, k) for cost in costs] for way, costs in of_way.items()}
-        for way, (chosen, alone) in evicted.items():
-            moved = {"window": bound.window_cost(pw, rw, chosen), "projected": bound.joint_cost(p, after, chosen)}
-            moved |= {"same_alone": (alone == evicted["squared"][1]).all(-1)}
-            table = pd.DataFrame({name: x.numpy() for name, x in moved.items()}).assign(stratum=triples.STRATA)
+        evicted = {way: bound.lowest(cost(t)[keys], k) for way, cost in triples.WEIGHTS.items()}
+        alone = {way: bound.lowest(cost(t.last(1))[keys], k) for way, cost in triples.WEIGHTS.items()}
+        for way, chosen in evicted.items():
+            moved = {"window": bound.cost(*of_window, chosen), "projected": bound.cost(p, after, chosen)}
+            same = (alone[way] == alone["squared"]).all(-1)
+            table = pd.DataFrame(moved | {"same_alone": same, "stratum": triples.STRATA})
             rows += table.assign(k=k, way=way, **t.where).to_dict("records")
     return rows
 

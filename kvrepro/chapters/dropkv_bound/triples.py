@@ -5,8 +5,8 @@ passes, for all its heads at once, so that no attention matrix is ever held. Sco
 appendices B and C.3.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +35,7 @@ class Triple:
     window_p: Float[Tensor, "window tokens"]  # the last row is the query's own; each row sums to 1
     v: Float[Tensor, "tokens dim"]  # of the KV head that the query head shares
     keys: Float[Tensor, "tokens dim"]  # after their rotation
-    norm: Float[Tensor, " tokens"]  # ||v_j W_O||_1 of this head
+    w_o: Float[Tensor, "dim hidden"]  # the output projection of this head
     seen: Observation | None = None  # the same as a policy sees it, as if the query head did not share its KV head
 
     @property
@@ -57,16 +57,9 @@ class Triple:
         return self.window_a[-1] - self.v
 
     @cached_property
-    def _root(self) -> Tensor:
-        """A square root of W_O W_O' of this head, [dim, dim]."""
-        assert self.seen is not None
-        w = self.seen.projection[0, 0].double().cpu()
-        values, vectors = torch.linalg.eigh(w @ w.T)
-        return vectors * values.clamp_min(0).sqrt()
-
-    def projected(self, r: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
-        """Vectors whose lengths are those of r W_O of this head: r L, where L L' = W_O W_O'."""
-        return r @ self._root
+    def root(self) -> Tensor:
+        """L with L L' = W_O W_O' [dim, dim]: r L is as long as r W_O."""
+        return torch.linalg.qr(self.w_o.T, mode="r").R.T
 
     def last(self, queries: int) -> "Triple":
         """The same triple with fewer observed queries."""
@@ -82,41 +75,18 @@ class Layer:
 
     number: int
     layers: int  # of the model
-    positions: Sequence[int]  # of the queries
-    window: int
+    attention: Mapping[int, Float[Tensor, "heads window tokens"]]  # by position, of the queries up to it; float64
     query: Float[Tensor, "heads tokens dim"]
     key: Float[Tensor, "kv_heads tokens dim"]
     value: Float[Tensor, "kv_heads tokens dim"]
     scaling: float
-    projection: Float[Tensor, "hidden heads*dim"]
-    seen: dict[int, Tensor] = field(default_factory=dict)  # `attention` by position, once it is computed
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.query.shape[0] // self.key.shape[0]
-
-    def attention(self, t: int) -> Float[Tensor, "heads window tokens"]:
-        """Attention weights of the `window` queries up to position t on the tokens 0 ... t, float64."""
-        if t not in self.seen:
-            q, k = self.query[:, t - self.window + 1 : t + 1].double(), self.key[:, : t + 1].double()
-            rows = self._by_kv_head(q) @ k.mT * self.scaling
-            rows = rows.view(len(q), self.window, t + 1)
-            future = torch.ones_like(rows[0], dtype=torch.bool).triu_(t - self.window + 2)
-            self.seen[t] = rows.masked_fill_(future, -torch.inf).softmax(-1)
-        return self.seen[t]
-
-    def outputs(self, t: int) -> Float[Tensor, "heads window dim"]:
-        """Outputs of the same queries, float64."""
-        p = self.attention(t)
-        return (self._by_kv_head(p) @ self.value[:, : t + 1].double()).view(*p.shape[:2], -1)
+    projection: Float[Tensor, "heads dim hidden"]
 
     def triple(self, head: int, t: int) -> Triple:
         """The triple of a query head and position."""
-        dim, shared = self.value.shape[-1], head // self.group
-        w = self.projection[:, head * dim : (head + 1) * dim].float()
+        shared, p = head * len(self.key) // len(self.query), self.attention[t][head]
         query, key, value = self.query[head, : t + 1], self.key[shared, : t + 1], self.value[shared, : t + 1]
-        norm = (value.float() @ w.T).abs().sum(-1)
+        w = self.projection[head]
         # what a policy sees at the last token if this query head and its KV head were the whole layer
         at = torch.arange(t + 1, device=key.device)[None]
         seen = Observation(
@@ -125,18 +95,13 @@ class Layer:
             key[None, None],
             value[None, None],
             at[None],
-            query[None, None, -self.window :],
-            at[:, -self.window :],
+            query[None, None, -len(p) :],
+            at[:, -len(p) :],
             torch.tensor([t + 1], device=key.device),
             self.scaling,
-            w.T[None],
+            w.float()[None],
         )
-        p, v, keys, norm = (x.double().cpu() for x in (self.attention(t)[head], value, key, norm))
-        return Triple(self.number, head, t, p, v, keys, norm, seen)
-
-    def _by_kv_head(self, rows: Tensor) -> Tensor:
-        """[heads, window, ...] as [kv_heads, group * window, ...]."""
-        return rows.reshape(len(self.key), self.group * self.window, -1)
+        return Triple(self.number, head, t, *(x.double().cpu() for x in (p, value, key, w)), seen)
 
 
 def triples(
@@ -151,8 +116,14 @@ def triples(
 
     class Visiting:
         def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding: int = 0):
-            projection = output_projection(modules[layer]).flatten(0, 1).T
-            visit(Layer(layer, len(modules), positions, window, query[0], key[0], value[0], scaling, projection))
+            seen = {}
+            for t in positions:
+                q, k = query[0, :, t - window + 1 : t + 1].double(), key[0, :, : t + 1].double()
+                logits = (q.reshape(len(k), -1, k.shape[-1]) @ k.mT * scaling).view(len(q), window, t + 1)
+                future = torch.ones_like(logits[0], dtype=torch.bool).triu_(t - window + 2)
+                seen[t] = logits.masked_fill_(future, -torch.inf).softmax(-1)
+            projection = output_projection(modules[layer])
+            visit(Layer(layer, len(modules), seen, query[0], key[0], value[0], scaling, projection))
             return attend_prompt(query, key, value, scaling)
 
     with torch.inference_mode(), installed(model):
@@ -167,10 +138,10 @@ def _cosine(x: Tensor, y: Tensor) -> Tensor:
     return F.cosine_similarity(x, y.expand_as(x), dim=-1)
 
 
-def dropkv(t: Triple) -> Tensor:
-    """sum_t (p / (1 - p + eps))^2 ||a_t - v_j||^2 over the window, the eviction cost (small = evict), [tokens]."""
-    distance = torch.cdist(t.window_a, t.v, compute_mode="donot_use_mm_for_euclid_dist")  # an expanded square cancels
-    return ((t.window_p / (1 - t.window_p + DROPKV_EPS)).square() * distance.square()).sum(-2)
+def shifts(t: Triple, by: Tensor | None = None) -> Tensor:
+    """p / (1 - p + eps) ||a - v_j|| of every query of the window, [window, tokens]; or of vectors (a - v_j) `by`."""
+    r = t.window_a[:, None] - t.v
+    return t.window_p / (1 - t.window_p + DROPKV_EPS) * (r if by is None else r @ by).norm(dim=-1)
 
 
 # By the catalogue's names: scores [tokens], large = keep, over the triple's window of queries, as in the table but
@@ -181,22 +152,15 @@ RULES: dict[str, Callable[[Triple], Tensor]] = {
     "snapkv": lambda t: t.window_p.sum(0),
     "pyramid_kv": lambda t: t.window_p.sum(0),
     "cake": lambda t: t.window_p.mean(0) + (CAKE_GAMMA * t.window_p.var(0) if len(t.window_p) > 1 else 0.0),
-    "critical_kv": lambda t: (t.window_p.mean(0) + CRITICAL_EPS) * t.norm,
+    "critical_kv": lambda t: (t.window_p.mean(0) + CRITICAL_EPS) * (t.v @ t.w_o).abs().sum(-1),
     "andpro": lambda t: (t.window_p * (t.window_a @ t.v.T)).sum(0),
-    "dropkv": dropkv,
+    "dropkv": lambda t: shifts(t).square().sum(0),
 }
-
-
 WEIGHTS: dict[str, Callable[[Triple], Tensor]] = {  # eviction costs over the window, small = evict, [tokens]
-    "squared": dropkv,
-    "linear": lambda t: _single_shifts(t, t.window_a[:, None] - t.v).sum(0),
-    "projected": lambda t: _single_shifts(t, t.projected(t.window_a[:, None] - t.v)).square().sum(0),
+    "squared": RULES["dropkv"],
+    "linear": lambda t: shifts(t).sum(0),
+    "projected": lambda t: shifts(t, t.root).square().sum(0),
 }
-
-
-def _single_shifts(t: Triple, r: Tensor) -> Tensor:
-    """p / (1 - p + eps) ||r_j|| of every query of the window, [window, tokens]."""
-    return t.window_p / (1 - t.window_p + DROPKV_EPS) * r.norm(dim=-1)
 
 
 def scored_alone(policy: Policy) -> bool:
@@ -219,13 +183,13 @@ def scores_of(policy: Policy, t: Triple) -> Tensor:
 
 
 def strata(t: Triple, candidates: Tensor, size: int = 20, seed: int = 0) -> dict[str, Tensor]:
-    """By stratum `size` key numbers out of the pool `candidates` [pool], ascending.
+    """By stratum the numbers of `size` keys out of a pool, ascending; candidates: bool [tokens].
 
     random; tail: the lowest p; threshold: the costs nearest to the pool's median; disagreement: ranks by p and by cost
     that are farthest apart; and two that the paper does not have: near, the smallest ||a - v_j||, and aligned, the
     largest cosine between v_j and a.
     """
-    p, r = t.p[candidates], t.r[candidates]
+    p, r, keys = t.p[candidates], t.r[candidates], candidates.nonzero()[:, 0]
     cost = bound.single_cost(p, r)
     by_p, by_cost = (x.argsort(stable=True).argsort(stable=True) for x in (p, cost))
     draw = torch.Generator("cpu").manual_seed(((seed * 1009 + t.layer) * 1009 + t.head) * 1_000_003 + t.position)
@@ -237,4 +201,4 @@ def strata(t: Triple, candidates: Tensor, size: int = 20, seed: int = 0) -> dict
         "near": r.norm(dim=-1),
         "aligned": -_cosine(t.v[candidates], t.window_a[-1]),
     }
-    return {name: candidates[bound.smallest(order, size)] for name, order in chosen.items()}
+    return {name: keys[bound.lowest(order, size)] for name, order in chosen.items()}

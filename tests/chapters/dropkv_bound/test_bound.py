@@ -51,8 +51,7 @@ def test_lemma_1_equals_attention_without_the_evicted(seed, tokens, dim, share):
     evicted = torch.rand(tokens, generator=torch.Generator("cpu").manual_seed(seed), device="cpu") < share
     evicted[seed % tokens] = False  # somebody stays
     left, r = float(p[~evicted].sum()), residuals(p, v)
-    chosen = evicted.nonzero()[:, 0]
-    assert bound.joint_cost(p, r, chosen).item() == pytest.approx(shift(p, v, evicted).norm().item(), abs=1e-12 / left)
+    assert bound.cost(p[None], r[None], evicted).item() == pytest.approx(shift(p, v, evicted).norm(), abs=1e-12 / left)
     alone = [shift(p, v, one).norm().item() for one in torch.eye(tokens, dtype=torch.bool, device="cpu")]
     assert bound.single_cost(p, r).tolist() == pytest.approx(alone, abs=1e-12)
 
@@ -60,7 +59,7 @@ def test_lemma_1_equals_attention_without_the_evicted(seed, tokens, dim, share):
 def test_lemma_1_by_hand():
     """Two keys, 0 and 1 in one dimension, p = 1/4 and 3/4: without the second the output falls from 3/4 to 0."""
     p, v = torch.tensor([0.25, 0.75]), torch.tensor([[0.0], [1.0]])
-    assert bound.joint_cost(p, residuals(p, v), torch.tensor([1])).item() == pytest.approx(0.75)
+    assert bound.cost(p[None], residuals(p, v)[None], torch.tensor([False, True])).item() == pytest.approx(0.75)
     assert bound.single_cost(p, residuals(p, v)).tolist() == pytest.approx([0.25, 0.75])
 
 
@@ -74,7 +73,7 @@ def test_enumeration_equals_brute_force(seed, tokens, dim, data):
     r = residuals(p, v)[:tokens]
     k = data.draw(st.integers(1, tokens))
     values = {chosen: f_of(p, r, chosen) for chosen in combinations(range(tokens), k)}
-    best = bound.optimum(p[None, :tokens], r[None], k)
+    best = bound.optimum(p[None, :tokens], r[None], k).nonzero()[:, 0]
     assert values[tuple(best.tolist())] == pytest.approx(min(values.values()), rel=1e-7, abs=1e-12)
 
 
@@ -85,22 +84,19 @@ def test_the_window_s_optimum_equals_brute_force(seed, k):
     p = torch.stack([p for p, _ in queries])[:, :6]
     r = torch.stack([residuals(p, v) for p, v in queries])[:, :6]
     values = [math.hypot(*(f_of(p[t], r[t], chosen) for t in range(3))) for chosen in combinations(range(6), k)]
-    best = bound.window_cost(p, r, bound.optimum(p, r, k))
+    best = bound.cost(p, r, bound.optimum(p, r, k))
     assert best.item() == pytest.approx(min(values), rel=1e-7)
 
 
 def test_twenty_keys_and_batches():
     p, v = draw(1, 40, 16)
-    r = residuals(p, v)
-    rows = torch.stack([torch.arange(20), torch.arange(20, 40)])
+    p, r = p.view(2, 1, 20), residuals(p, v).view(2, 1, 20, 16)
     for k in (10, 18):
-        both = bound.optimum(p[rows][:, None], r[rows][:, None], k)
-        assert both.shape == (2, k)
-        for i in range(2):
-            assert both[i].tolist() == bound.optimum(p[None, rows[i]], r[None, rows[i]], k).tolist()
-        picks = torch.rand(500, 20, generator=torch.Generator("cpu").manual_seed(0), device="cpu").argsort(-1)[:, :k]
-        drawn = bound.joint_cost(p[rows[0]], r[rows[0]], picks)
-        assert drawn.min() >= bound.joint_cost(p[rows[0]], r[rows[0]], both[0]) * (1 - 1e-9)
+        both = bound.optimum(p, r, k)
+        assert (both.sum(-1) == k).all()
+        assert torch.equal(both, torch.stack([bound.optimum(p[i], r[i], k) for i in range(2)]))
+        picks = torch.rand(500, 20, generator=torch.Generator("cpu").manual_seed(0), device="cpu").argsort(-1) < k
+        assert bound.cost(p[0], r[0], picks).min() >= bound.cost(p[0], r[0], both[0]) * (1 - 1e-9)
 
 
 # ---- the theorems
@@ -116,10 +112,9 @@ def test_no_violation_of_theorem_1(seed, tokens, dim, lean, data):
     keys = bound.pool(p, tokens, window=2)
     p, r = p[keys], residuals(p, v)[keys]
     k = data.draw(st.integers(1, tokens))
-    (low, _), eps = cone(r), p.max()
-    proxy = bound.joint_cost(p, r, bound.smallest(bound.single_cost(p, r), k))
+    proxy = bound.cost(p[None], r[None], bound.lowest(bound.single_cost(p, r), k))
     best = min(f_of(p, r, chosen) for chosen in combinations(range(tokens), k))
-    factor = bound.factor(low, eps, k)
+    factor = bound.factor(cone(r), p.max(), k)
     assert proxy <= factor * best * (1 + 1e-9) + 1e-15 or not torch.isfinite(factor)
 
 
@@ -130,9 +125,9 @@ def test_theorem_1_is_not_vacuous():
         p, v = draw(seed, 14, 4, lean=1.0)
         keys = bound.pool(p, 10, window=2)
         p, r = p[keys], residuals(p, v)[keys]
-        finite += bool(torch.isfinite(bound.factor(cone(r)[0], p.max(), 4)))
-        proxy = bound.joint_cost(p, r, bound.smallest(bound.single_cost(p, r), 4))
-        worse += bool(proxy > 1.01 * bound.joint_cost(p, r, bound.optimum(p[None], r[None], 4)))
+        finite += bool(torch.isfinite(bound.factor(cone(r), p.max(), 4)))
+        proxy = bound.cost(p[None], r[None], bound.lowest(bound.single_cost(p, r), 4))
+        worse += bool(proxy > 1.01 * bound.cost(p[None], r[None], bound.optimum(p[None], r[None], 4)))
     assert finite > 10
     assert worse > 10
 
@@ -144,14 +139,8 @@ def test_the_factor_by_hand_and_where_it_is_infinite():
     assert torch.isinf(factors[1:]).all()  # k eps = 1; no cone; no cone
 
 
-# ---- pools and ties
-
-
-def test_pools_leave_the_window_and_the_heavy_keys_out():
+def test_pools_leave_the_window_and_the_heavy_keys_out_and_ties_go_to_the_first():
     p = torch.tensor([0.4, 0.01, 0.02, 0.3, 0.03, 0.0, 0.24])
-    assert bound.pool(p, 3, window=2).tolist() == [1, 2, 4]
-    assert bound.pool(p, 0.6, window=2).tolist() == [1, 2, 4]
-
-
-def test_ties_go_to_the_first():
-    assert bound.smallest(torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0]), 2).tolist() == [1, 2]
+    for size in (3, 0.6):
+        assert bound.pool(p, size, window=2).nonzero()[:, 0].tolist() == [1, 2, 4]
+    assert bound.lowest(torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0]), 2).nonzero()[:, 0].tolist() == [1, 2]

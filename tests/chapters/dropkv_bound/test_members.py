@@ -10,7 +10,7 @@ import tiny
 
 from kvrepro.chapters.dropkv_bound import members, study
 from kvrepro.chapters.dropkv_bound.members import SCORING, TORCH
-from kvrepro.chapters.dropkv_bound.study import Sampling, Settings
+from kvrepro.chapters.dropkv_bound.study import Settings
 from kvrepro.experiment import claims, stats, verdict
 from kvrepro.experiment.claims import KEPT, PLAIN
 
@@ -27,8 +27,7 @@ def _few_resamples(monkeypatch):
 def tables() -> Tables:
     """Eight prompts, each the same triples with a little noise on what the claims read."""
     loaded = SimpleNamespace(model=tiny.model("llama"))
-    sampling = Sampling(pools=(0.95, 24), positions=1, window=4, steps=3)
-    frames = study.prompt(loaded, tiny.prompts(60)[0], sampling, take=3)
+    frames = study.prompt(loaded, tiny.prompts(60)[0], 3, pools=(0.95, 24), positions=1, window=4)
     eight = [f"prompt-{i}" for i in range(8)]
     joined = {name: pd.concat([f.assign(item=item) for item in eight], ignore_index=True) for name, f in frames.items()}
     records = joined["records"]

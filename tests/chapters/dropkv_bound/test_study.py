@@ -1,7 +1,6 @@
 """The tables over triples of a tiny model's prompt, prompts of a given length, and conditions."""
 
 import checkpoint
-import numpy as np
 import pandas as pd
 import pytest
 import tiny
@@ -10,13 +9,12 @@ from conditions import check
 
 from kvrepro.chapters.dropkv_bound import bound, members, triples
 from kvrepro.chapters.dropkv_bound import study as runs
-from kvrepro.chapters.dropkv_bound.study import Sampling, Settings, pool_name
+from kvrepro.chapters.dropkv_bound.study import Settings, pool_name
 from kvrepro.chapters.dropkv_bound.triples import RULES, STRATA
 from kvrepro.errors import InputError
 from kvrepro.experiment import data, models
 
-OF_LAYER = Sampling(pools=(0.9, 24), positions=2, window=4, steps=2)
-SMALL = Sampling(pools=(0.95, 24), positions=1, window=4, steps=3)
+POOLS = (0.9, 24)
 
 
 class Loaded:
@@ -26,7 +24,7 @@ class Loaded:
 
 @pytest.fixture(scope="module")
 def frames() -> dict[str, pd.DataFrame]:
-    return runs.prompt(Loaded(), tiny.prompts(60)[0], SMALL, take=3)
+    return runs.prompt(Loaded(), tiny.prompts(60)[0], 3, pools=(0.95, 24), positions=1, window=4)
 
 
 def test_one_prompt_gives_every_frame(frames):
@@ -46,7 +44,6 @@ def test_one_prompt_gives_every_frame(frames):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"k": 0}, "k 0: "),
         ({"pools": [0.9, 0.9]}, "pools .0.9, 0.9.: give a list of at least one, each once"),
         ({"window": 0}, "window 0: "),
         ({"shares": [0.1, 1.0]}, "shares 1.0: "),
@@ -61,35 +58,24 @@ def test_parameters_are_refused_before_anything_runs(given, message):
         Settings.of(options, pools=pools, shares=shares)
 
 
-def test_a_layer_at_once_is_what_each_triple_gives():
-    together = runs.prompt(Loaded("qwen2"), tiny.prompts(60)[0], OF_LAYER, 0)["assumptions"]
+def test_a_layer_at_once_is_what_each_triple_gives(monkeypatch):
+    how = {"pools": POOLS, "positions": 2, "window": 4}
+    together = runs.prompt(Loaded("qwen2"), tiny.prompts(60)[0], 0, **how)["assumptions"]
     rows = []
 
     def visit(layer):
         for t in tiny.triples_of(layer):
-            for size in OF_LAYER.pools:
-                keys = bound.pool(t.p, size, OF_LAYER.window)
-                p, r = t.p[keys], t.r[keys]
-                low, _ = bound.cone(r, OF_LAYER.steps)
-                row = t.where | {"tokens": len(t.p), "pool": pool_name(size), "eps": p.max(), "c_low": low}
-                rows.append({name: getattr(value, "item", lambda value=value: value)() for name, value in row.items()})
+            for size in POOLS:
+                keys = bound.pool(t.p, size, 4)
+                numbers = {"eps": t.p[keys].max().item(), "c_low": bound.cone(t.r[keys]).item()}
+                rows.append(t.where | {"tokens": len(t.p), "pool": pool_name(size)} | numbers)
 
-    triples.triples(Loaded("qwen2").model, tiny.prompts(60)[0], [44, 59], visit, window=OF_LAYER.window)
-    expected = pd.DataFrame(rows)
-    holds = expected.c_low > bound.ORIGIN
-    pd.testing.assert_frame_equal(together[holds], expected[holds], rtol=1e-5, atol=1e-7, check_like=True)
-    assert np.allclose(together.c_low, expected.c_low, rtol=1e-4)
-
-
-def test_where_not_all_are_asked_every_layer_head_and_position_has_its_share():
-    layers, heads, positions, take = 36, 16, 2, 144
-    every = [(la, h, t) for la in range(layers) for h in range(heads) for t in range(positions)]
-    taken = runs._evenly(len(every), take)
-    assert len(set(taken)) == take
-    for axis, count in enumerate((layers, heads, positions)):
-        per = np.bincount([every[i][axis] for i in taken], minlength=count)
-        assert abs(per - take / count).max() <= max(1, 0.25 * take / count)
-    assert runs._evenly(5, 9) == [0, 1, 2, 3, 4]
+    triples.triples(Loaded("qwen2").model, tiny.prompts(60)[0], [44, 59], visit, window=4)
+    pd.testing.assert_frame_equal(together, pd.DataFrame(rows), rtol=1e-5, atol=1e-7, check_like=True)
+    monkeypatch.setattr(runs, "CONES", 5)
+    few = runs.prompt(Loaded("qwen2"), tiny.prompts(60)[0], 0, **how)["assumptions"]
+    assert len(few) == 5 * 2
+    assert len(few.merge(together)) == 5 * 2
 
 
 # ---- prompts of a given length, and conditions
@@ -137,8 +123,7 @@ def test_ways_to_weigh_a_key(frames):
 
     def visit(layer):
         for t in tiny.triples_of(layer):
-            w = layer.projection[:, t.head * t.v.shape[1] : (t.head + 1) * t.v.shape[1]].double()
-            lengths.append((t.projected(t.r).norm(dim=-1), (t.r @ w.T).norm(dim=-1)))
+            lengths.append(((t.r @ t.root).norm(dim=-1), (t.r @ layer.projection[t.head].double()).norm(dim=-1)))
 
     triples.triples(model, ids, [59], visit, window=4)
     for ours, expected in lengths:

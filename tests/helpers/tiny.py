@@ -52,4 +52,4 @@ def evictable(name: str) -> list[int]:
 
 def triples_of(layer) -> list:
     """All triples of a layer that the chapter on DropKV's bound has seen: by query head, then position."""
-    return [layer.triple(head, position) for head in range(len(layer.query)) for position in layer.positions]
+    return [layer.triple(head, position) for head in range(len(layer.query)) for position in layer.attention]

@@ -201,13 +201,12 @@ def prompt(
         for t in [] if policy else at:
             heads = [head for head in range(len(layer.query)) if (layer.number, head, t) in with_cone]
             rows["assumptions"] += _assumptions(layer, t, heads, pools, window) if heads else []
-        for t in (layer.triple(head, t) for number, head, t in sampled if number == layer.number):
-            sets = triples.strata(t, bound.pool(t.p, pools[0], window), TWENTY, seed)
-            scores = {(policy, window): triples.scores_of(find(policy), t)} if policy else _scores(t, window, seed)
-            rows["records"] += _records(t, sets, scores, loaded.model.device)
+        for triple in (layer.triple(head, t) for number, head, t in sampled if number == layer.number):
+            sets = triples.strata(triple, bound.pool(triple.p, pools[0], window), TWENTY, seed)
+            rows["records"] += _records(triple, sets, _scores(triple, window, seed, policy), loaded.model.device)
             if not policy:
-                rows["alignment"] += _alignment(t, sets)
-                rows["weights"] += _weights(t, sets)
+                rows["alignment"] += _alignment(triple, sets)
+                rows["weights"] += _weights(triple, sets)
 
     triples.triples(loaded.model, ids, at, visit, window=window)
     tables = {name: pd.DataFrame(of_table) for name, of_table in rows.items()}
@@ -232,8 +231,10 @@ def _assumptions(layer: Layer, t: int, heads: list[int], pools: Sizes, window: i
     return rows
 
 
-def _scores(t: Triple, window: int, seed: int) -> dict[Rule, Tensor]:
+def _scores(t: Triple, window: int, seed: int, policy: str) -> dict[Rule, Tensor]:
     """Scores of a triple's keys by every rule without pooling, large = keep: [tokens], of a random choice [20]."""
+    if policy:
+        return {(policy, window): triples.scores_of(find(policy), t)}
     draw = torch.Generator().manual_seed(seed * 7919 + t.layer * 997 + t.head * 31 + t.position)
     random = torch.rand(TWENTY, dtype=torch.float64, generator=draw)
     scores = {("dropkv", 1): bound.single_cost(t.p, t.r), ("random", 1): random, ("attention", 1): t.p}

@@ -101,7 +101,8 @@ class Layer:
             self.scaling,
             w.float()[None],
         )
-        return Triple(self.number, head, t, *(x.double().cpu() for x in (p, value, key, w)), seen)
+        p, v, keys, w_o = (x.double().cpu() for x in (p, value, key, w))
+        return Triple(self.number, head, t, p, v, keys, w_o, seen)
 
 
 def triples(

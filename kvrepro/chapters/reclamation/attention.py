@@ -2,15 +2,16 @@
 most of the attention, and only the newest queries tell where it goes next.
 
 A kernel that streams over keys keeps per query a running maximum m, a denominator l and an unnormalised output
-(Dao et al. 2022). Cumulative scores sum over queries, so they are no function of that state. But the log-sum-exp
-m + log l lets a second pass recompute any probability, tile by tile, and add up its columns.
+(Dao et al. 2022), of which sums over queries are no function. But the log-sum-exp m + log l lets a second pass
+recompute any probability, tile by tile, and add up its columns.
 """
 
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pandas as pd
@@ -39,59 +40,46 @@ def eager(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.n
 def online(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> dict[str, Any]:
     """The output of `eager` from tiles of `tile` keys, the state that the kernel keeps (maximum, denominator), and the
     most scores that it holds at once (peak)."""
-    maximum, denominator = np.full(len(q), -np.inf), np.zeros(len(q))
-    gathered, peak = np.zeros((len(q), v.shape[1])), 0
+    maximum, denominator, gathered, peak = np.full(len(q), -np.inf), np.zeros(len(q)), np.zeros((len(q), v.shape[1])), 0
     for start in range(0, len(k), tile):
         scores = q @ k[start : start + tile].T / np.sqrt(q.shape[1])
-        peak = max(peak, scores.size)
-        higher = np.maximum(maximum, scores.max(1))
+        higher, peak = np.maximum(maximum, scores.max(1)), max(peak, scores.size)
         p, shrink = np.exp(scores - higher[:, None]), np.exp(maximum - higher)
         denominator = denominator * shrink + p.sum(1)
         gathered = gathered * shrink[:, None] + p @ v[start : start + tile]
         maximum = higher
     output = gathered / denominator[:, None]
-    return {"output": output, "running maximum": maximum, "denominator": denominator, "peak": peak}
+    return {"output": output, "running maximum": maximum, "denominator": denominator, "peak": float(peak)}
 
 
 def wall() -> pd.DataFrame:
-    """The guide's facts about wall 1 as rows (check, value).
-
-    Two caches differ only in the keys of the two tokens `pair`, which are swapped; the values of the two are equal.
-    Nothing that the kernel returns or keeps tells the caches apart, yet the tokens' cumulative scores are swapped.
-    """
+    """The guide's facts about wall 1 as rows (check, value). Two caches differ only in the keys of the two tokens
+    `pair`, which are swapped; their values are equal. Nothing that the kernel returns or keeps tells the caches apart,
+    yet the tokens' cumulative scores are swapped."""
     tile, pair = 32, [7, 300]
     q, k, v = np.random.default_rng(7).standard_normal((3, 512, 64))  # [tokens, dim] each
-    state, exact = online(q, k, v, tile), eager(q, k, v)[0]
+    gaps = {
+        name: (online(high, k, v, tile)["output"], eager(high, k, v)[0])
+        for name, high in (("online minus eager", q), ("online minus eager after 400", q + 400.0))
+    }
     v[pair[0]] = v[pair[1]]
-    high, swapped = q + 400.0, k.copy()
+    swapped = k.copy()
     swapped[pair] = k[pair[::-1]]
     a, b = online(q, k, v, tile), online(q, swapped, v, tile)
     scores, other = (eager(q, keys, v)[1].sum(0)[pair] for keys in (k, swapped))
-    values = {
-        "online minus eager": _gap(state["output"], exact),
-        "online minus eager after 400": _gap(online(high, k, v, tile)["output"], eager(high, k, v)[0]),
-        "peak live scores": float(state["peak"]),
-    }
-    parts = ("output", "running maximum", "denominator")
-    values |= {f"{part} of the two caches": _gap(a[part], b[part]) for part in parts}
-    values |= {"scores swapped": _gap(scores, other[::-1])}
-    values |= {"score gap of the swapped tokens": _gap(scores[0], scores[1])}
+    gaps |= {f"{part} of the two caches": (a[part], b[part]) for part in ("output", "running maximum", "denominator")}
+    gaps |= {"scores swapped": (scores, other[::-1]), "score gap of the swapped tokens": (scores[0], scores[1])}
+    values = {name: float(np.abs(x - y).max()) for name, (x, y) in gaps.items()} | {"peak live scores": a["peak"]}
     return pd.DataFrame(values.items(), columns=["check", "value"])
-
-
-def _gap(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.abs(a - b).max())
 
 
 # ---- what scores cost
 
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, tile: int = 32) -> Tensor:
-    """Cumulative causal attention per token, float32 [heads, tokens], from one streaming pass.
-
-    q, k [heads, tokens, dim]; lse [heads, tokens], the log-sum-exp of each query's scaled scores. It holds scores of
-    `tile` queries x tokens per head at once.
-    """
+    """Cumulative causal attention per token, float32 [heads, tokens], from one streaming pass, which holds scores of
+    `tile` queries x tokens per head at once. q, k [heads, tokens, dim]; lse [heads, tokens], the log-sum-exp of each
+    query's scaled scores."""
     sums = q.new_zeros(q.shape[0], k.shape[1], dtype=torch.float32)
     for a in range(0, q.shape[1], tile):
         b = min(a + tile, q.shape[1])
@@ -107,37 +95,31 @@ def passes(
 ) -> pd.DataFrame:
     """What cumulative scores cost on this machine: rows (tokens, way, repeat) with `share_of_matrix` (the most memory
     allocated at once, measured, over the float32 scores of tokens x tokens per head), `score_difference` (from float64
-    eager attention), `slower` and `larger` (time and memory over those of fused attention on the same draw).
-
-    Ways: fused attention alone (no scores), the one extra pass by itself, eager attention with its matrix. Causal,
-    float32 on the CPU; every repeat draws new queries and keys.
-    """
+    eager attention), `slower` and `larger` (time and memory over those of fused attention alone on the same draw, which
+    gives no scores). The extra pass is timed by itself. Causal, float32 on the CPU."""
     rows, held = [], {}
-    for n in tokens:
-        for repeat in range(repeats):
-            q, k, v = torch.randn(3, heads, n, dim, generator=torch.Generator().manual_seed(repeat))
-            lse = _fused(q, k, v)[1]
-            calls: dict[str, Callable[[], Any]] = {
-                "fused attention": partial(_fused, q, k, v),
-                "one extra pass": partial(column_sums, q, k, lse, tile),
-                "eager": partial(_eager, q, k, v),
-            }
-            exact = _eager(q.double(), k.double(), v.double())
-            seconds = {}
-            for name, call in calls.items():
-                if repeat == 0:  # memory does not depend on the draw, and the first call of each warms up
-                    with Peak() as peak:
-                        call()
-                    held[name] = peak.bytes
-                start = time.perf_counter()
-                output = call()
-                seconds[name] = time.perf_counter() - start
-                row = {"tokens": n, "way": name, "repeat": repeat}
-                row["score_difference"] = np.nan if name == "fused attention" else float((output - exact).abs().max())
-                row["share_of_matrix"] = held[name] / (4 * heads * n * n)
-                row["slower"] = seconds[name] / seconds["fused attention"]
-                row["larger"] = held[name] / held["fused attention"]
-                rows.append(row)
+    for n, repeat in product(tokens, range(repeats)):
+        q, k, v = torch.randn(3, heads, n, dim, generator=torch.Generator().manual_seed(repeat))
+        lse, exact, seconds = _fused(q, k, v)[1], _eager(q.double(), k.double(), v.double()), {}
+        calls = {
+            "fused attention": partial(_fused, q, k, v),
+            "one extra pass": partial(column_sums, q, k, lse, tile),
+            "eager": partial(_eager, q, k, v),
+        }
+        for name, call in calls.items():
+            if repeat == 0:  # memory does not depend on the draw, and the first call of each warms up
+                with Peak() as peak:
+                    call()
+                held[name] = peak.bytes
+            start = time.perf_counter()
+            output = call()
+            seconds[name] = time.perf_counter() - start
+            row = {"tokens": n, "way": name, "repeat": repeat}
+            row["score_difference"] = np.nan if name == "fused attention" else float((output - exact).abs().max())
+            row["share_of_matrix"] = held[name] / (4 * heads * n * n)
+            row["slower"] = seconds[name] / seconds["fused attention"]
+            row["larger"] = held[name] / held["fused attention"]
+            rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -155,52 +137,36 @@ def _eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Peak(TorchDispatchMode):
-    """`with Peak() as peak: ...`, then `peak.bytes`: the most bytes that the block had allocated at once on the CPU.
-
-    It counts the storages that operations return for the first time, until they are freed.
-    """
+    """`with Peak() as peak: ...`, then `peak.bytes`: the most bytes that the block had allocated at once on the CPU, in
+    storages that operations returned for the first time, until they were freed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.bytes = 0
-        self._known: dict[int, int] = {}
+        self.bytes, self._held = 0, WeakSet()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        given = _storages((args, kwargs))
         result = function(*args, **(kwargs or {}))
-        for t in tree_iter(result):
-            if isinstance(t, Tensor):
-                storage = t.untyped_storage()
-                key = storage._cdata
-                if key not in given and key not in self._known:
-                    self._known[key] = storage.nbytes()
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self._freed, key)
-        self.bytes = max(self.bytes, self.now)
+        self._held |= _storages(result) - given
+        self.bytes = max(self.bytes, sum(storage.nbytes() for storage in self._held))
         return result
 
-    def _freed(self, key: int) -> None:
-        self.now -= self._known.pop(key, 0)
+
+def _storages(tree: Any) -> set[torch.UntypedStorage]:
+    return {leaf.untyped_storage() for leaf in tree_iter(tree) if isinstance(leaf, Tensor)}
 
 
 # ---- where attention goes while a model reads a prompt; nothing is evicted
 
 
 def sparsity(
-    loaded: Loaded,
-    ids: list[int],
-    windows: Sequence[int] = (1, 4, 8, 16, 25, 50, 100),
-    ahead: int = 16,
-    share: float = 0.2,
+    loaded: Loaded, ids: list[int], windows: Sequence[int] = (1, 4, 8, 16, 25, 50, 100), ahead: int = 16
 ) -> pd.DataFrame:
-    """Rows (what, layer, window, value), each a mean over KV heads; layers that slide are left out.
-
-    what "heavy hitters": share of all attention on the `share` of tokens that get the most of it. "window": of the
-    attention that the last `ahead` queries pay to the history, the share on the `share` of its tokens to which the
-    `window` queries before them attend most. "best": the most that as many tokens could get. The history ends where the
-    largest window begins; windows for which the prompt is too short are left out. `gain`: value less that of the window
-    of 25.
-    """
+    """Rows (what, layer, window, value), each a mean over KV heads; layers that slide are left out. what "heavy
+    hitters": share of all attention on the fifth of the tokens that get the most of it. "window": of the attention that
+    the last `ahead` queries pay to the history, the share on the fifth of it to which the `window` queries before them
+    attend most. "best": the most that as many tokens could get. The history ends where the largest window begins;
+    windows for which the prompt is too short are left out. `gain`: value less that of the window of 25."""
     windows = [w for w in windows if 2 * (w + ahead) <= len(ids)]
     most = max(windows, default=0)
     mass: dict[int, Tensor] = {}  # [kv_heads, tokens], by layer
@@ -216,20 +182,20 @@ def sparsity(
     for layer, received in mass.items():
         if sliding.get(layer, len(ids) + 1) <= len(ids):
             continue
-        rows.append(("heavy hitters", layer, 0, _held(received, received, share)))
+        rows.append(("heavy hitters", layer, 0, _held(received, received)))
         if windows:
             p = newest[layer][..., : len(ids) - most - ahead]  # [kv_heads, queries, history]
             wanted = p[:, -ahead:].sum(1)
-            rows.append(("best", layer, 0, _held(wanted, wanted, share)))
-            rows += [("window", layer, w, _held(p[:, -ahead - w : -ahead].sum(1), wanted, share)) for w in windows]
+            rows.append(("best", layer, 0, _held(wanted, wanted)))
+            rows += [("window", layer, w, _held(p[:, -ahead - w : -ahead].sum(1), wanted)) for w in windows]
     table = pd.DataFrame(rows, columns=["what", "layer", "window", "value"])
     of_25 = table[table.window == 25].set_index("layer").value
     return table.assign(gain=table.value.where(table.what == "window") - table.layer.map(of_25))
 
 
-def _held(scores: Tensor, mass: Tensor, share: float) -> float:
-    """Share of `mass` [kv_heads, tokens] on the `share` of tokens with the largest scores, mean over heads."""
-    chosen = scores.topk(max(1, round(share * scores.shape[1])), -1).indices
+def _held(scores: Tensor, mass: Tensor) -> float:
+    """Share of `mass` [kv_heads, tokens] on the fifth of the tokens with the largest scores, mean over heads."""
+    chosen = scores.topk(max(1, round(0.2 * scores.shape[1])), -1).indices
     return float((mass.gather(1, chosen).sum(1) / mass.sum(1)).mean())
 
 

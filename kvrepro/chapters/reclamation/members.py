@@ -11,7 +11,6 @@ from kvrepro.experiment.models import Loaded
 
 CONTRASTS: dict = {}
 REQUIRES: dict = {}
-LOT = "random victims while decoding"
 
 
 def tidied(tables: Mapping[str, pd.DataFrame], loaded: Loaded, settings: Settings) -> dict[str, pd.DataFrame]:
@@ -20,7 +19,7 @@ def tidied(tables: Mapping[str, pd.DataFrame], loaded: Loaded, settings: Setting
     names = {label(name): name for name in settings.policies if is_own(name)}
     tidy = {name: t.assign(policy=t.policy.replace(names)) if "policy" in t else t for name, t in tables.items()}
     if "synthetic" in tidy and settings.block_size == 16:
-        lot = tidy["synthetic"].query("pattern == @LOT").assign(policy="by lot", kept=0.1)
+        lot = tidy["synthetic"].query("pattern == 'random victims while decoding'").assign(policy="by lot", kept=0.1)
         lot = lot.assign(item=["draw " + str(draw) for draw in lot.draw])
         tidy["decoding"] = pd.concat([tidy.get("decoding", lot[:0]), lot], ignore_index=True)
     if "identity" in tidy:

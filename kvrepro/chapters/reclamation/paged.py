@@ -2,9 +2,8 @@
 
 A block is `block_size` slots; a slot holds one token's keys and values of all layers and KV heads, so it is dead only
 when every head of every layer has evicted it. After Kwon et al. 2023, section 4, and the guide on eviction and
-compaction, "Architecture". A `Ledger` needs no model, so that patterns over many thousand tokens are index work.
-`PagedRows` gives its sequences to a model, which reads, decodes and evicts on them; which tokens stay has been decided
-elsewhere.
+compaction, "Architecture". A `Ledger` is index work and needs no model. `PagedRows` gives its sequences to a model,
+which reads, decodes and evicts on them; which tokens stay has been decided elsewhere.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from kvrepro.engine.shapes import KeyValue, PreTrainedModel, TokenInts
 from kvrepro.errors import InputError
 
 LAYOUTS = ("none", "repack", "fill")
+MISPLACED = "storage positions"  # a control, hole filling whose new tokens are told their storage index for a position
 
 
 @dataclass(eq=False)
 class Entry:
-    """One sequence. Its slots are numbered along its block table: slot s is at offset s % block_size of block
-    `blocks[s // block_size]`."""
+    """One sequence. Slot s of its block table is at offset s % block_size of block `blocks[s // block_size]`."""
 
     blocks: np.ndarray  # int64 [blocks]
     positions: np.ndarray  # int64 [slots]: the position map. True position of the slot's token, -1 = dead or unwritten
@@ -54,9 +53,11 @@ class Ledger:
         self.freed = 0  # blocks so far, by eviction or compaction, not by the end of a sequence
         self.copied = 0  # slots so far, by compaction
 
-    def new(self) -> Entry:
-        """An empty sequence."""
-        return Entry(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((1, 1, 0), bool))
+    def new(self, tokens: int = 0) -> Entry:
+        """A sequence that has seen so many tokens."""
+        s = Entry(np.empty(0, np.int64), np.empty(0, np.int64), np.empty((1, 1, 0), bool))
+        self.append(s, tokens)
+        return s
 
     def fork(self, parent: Entry, share: int = 0) -> Entry:
         """A sequence with the same tokens. It shares the first `share` blocks, but none that the parent may yet write
@@ -68,12 +69,8 @@ class Ledger:
         self._copy(self._flat(parent, slots), self._flat(child, slots))
         return child
 
-    def free(self, s: Entry) -> None:
-        """End a sequence; blocks that nobody else holds return to the pool."""
-        self._release(s.blocks)
-
     def append(self, s: Entry, tokens: int = 1) -> np.ndarray:
-        """Make room for the next `tokens`: their flat slots [tokens]."""
+        """Make room for the next `tokens`: their flat slots."""
         fresh = max(0, -(-(s.tail + tokens - len(s.positions)) // self.block_size))
         s.blocks = np.append(s.blocks, self._take(fresh))
         s.positions = np.append(s.positions, np.full(fresh * self.block_size, -1))
@@ -85,29 +82,24 @@ class Ledger:
         return self._flat(s, slots)
 
     def evict(self, s: Entry, keep: np.ndarray) -> int:
-        """Evict all tokens but those in `keep`. Returns the number of blocks freed: those in which all slots are dead.
-
-        keep: bool `[..., seen]` over true positions, broadcast to [layers or 1, kv_heads or 1]; what was evicted before
-        stays evicted.
-        """
+        """Evict all tokens but those in `keep`, bool `[..., seen]` over true positions, broadcast to [layers or 1,
+        kv_heads or 1]. Returns the number of blocks freed: those in which all slots are dead."""
         keep = keep[(None,) * (3 - keep.ndim)]
         s.alive = s.alive & keep[..., s.positions.clip(min=0)] & (s.positions >= 0)
         s.positions = np.where(s.alive.any((0, 1)), s.positions, -1)
         return self._drop(s)
 
     def compact(self, s: Entry, layout: str) -> tuple[int, np.ndarray]:
-        """Compaction: blocks freed, and the flat slots [2, copies] from and to which tokens moved.
-
-        Blocks up to the last shared one stay; of the slots behind it, with n survivors, a "repack" moves all forward in
-        order, and hole filling ("fill") only those that lie behind the first n slots, into holes among these: the
-        position map remembers the order of the text. "none" does nothing.
-        """
+        """Blocks freed, and the flat slots [2, copies] from and to which tokens moved. Blocks up to the last shared one
+        stay; of the slots behind it, with n survivors, a "repack" moves all forward in order, and hole filling (any
+        other name) only those behind the first n slots, into holes among these: the position map remembers the order
+        of the text. "none" does nothing."""
         if layout == "none":
             return 0, np.empty((2, 0), np.int64)
         start = self.block_size * int(1 + np.flatnonzero(self.references[s.blocks] > 1).max(initial=-1))
         living = start + np.flatnonzero(s.positions[start:] >= 0)
         source, target = living, np.arange(start, start + len(living))
-        if layout == "fill":
+        if layout != "repack":
             source, target = np.setdiff1d(source, target), np.setdiff1d(target, source)
         source, target = source[source != target], target[source != target]
         copies = np.stack([self._flat(s, source), self._flat(s, target)])
@@ -122,7 +114,7 @@ class Ledger:
         return freed, copies
 
     def living(self, s: Entry) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Living tokens in table order: flat slots [n], true positions [n], alive [layers or 1, kv_heads or 1, n]."""
+        """Living tokens in table order: their flat slots, true positions, and who is `alive`."""
         slots = np.flatnonzero(s.positions >= 0)
         return self._flat(s, slots), s.positions[slots], s.alive[..., slots]
 
@@ -134,8 +126,8 @@ class Ledger:
         self.references[taken] = 1
         return taken
 
-    def _release(self, blocks: np.ndarray) -> int:
-        """Give up one reference each; blocks that no sequence holds are free again. Returns how many became free."""
+    def release(self, blocks: np.ndarray) -> int:
+        """Give up one reference each. Returns how many blocks became free."""
         self.references[blocks] -= 1
         gone = blocks[self.references[blocks] == 0].tolist()
         self.free_list.extend(gone[::-1])
@@ -145,26 +137,18 @@ class Ledger:
         return s.blocks[slots // self.block_size] * self.block_size + slots % self.block_size
 
     def _copy(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy flat slots; all are read before any is written."""
         for tensor in self.stored:
             tensor[torch.from_numpy(target)] = tensor[torch.from_numpy(source)]
 
     def _drop(self, s: Entry) -> int:
-        """Give up a sequence's blocks in which all slots are dead. Returns how many became free."""
+        """Give up a sequence's dead blocks. Returns how many became free."""
         living = (s.positions >= 0).reshape(-1, self.block_size).any(1)
         slots, gone = np.repeat(living, self.block_size), s.blocks[~living]
         s.tail = s.tail - len(gone) * self.block_size if living[-1:].any() else int(slots.sum())
         s.blocks, s.positions, s.alive = s.blocks[living], s.positions[slots], s.alive[..., slots]
-        freed = self._release(gone)
+        freed = self.release(gone)
         self.freed += freed
         return freed
-
-
-def dense(tokens: int, block_size: int, room: int = 0) -> tuple[Ledger, Entry]:
-    """A ledger with room for more tokens, and the sequence in it."""
-    ledger = Ledger(-(-(tokens + room) // block_size), block_size)
-    ledger.append(s := ledger.new(), tokens)
-    return ledger, s
 
 
 def evict_to(ledger: Ledger, s: Entry, budget: int, random: np.random.Generator) -> None:
@@ -181,10 +165,10 @@ def evict_to(ledger: Ledger, s: Entry, budget: int, random: np.random.Generator)
 
 class PagedRows(EngineCache):
     """Sequences of a ledger that have seen equally many tokens, as a cache of the engine with a row for each. The
-    ledger stores the layers' keys, then their values, [flat slots, kv_heads, dim] each."""
+    ledger stores the layers' keys, then their values, [flat slots, kv_heads, dim] each. layouts: each row's compaction
+    after an eviction."""
 
     def __init__(self, call: Call, ledger: Ledger, entries: Sequence[Entry], layouts: Sequence[str] = ("none",)):
-        """layouts: each row's compaction after an eviction."""
         super().__init__(call.model.config)
         self.call, self.ledger, self.entries, self.layouts = call, ledger, list(entries), list(layouts)
         self.passes: list[list[dict[str, int]]] = [[] for _ in entries]  # of each row, what `evict` records
@@ -192,49 +176,45 @@ class PagedRows(EngineCache):
 
     @property
     def seen(self) -> int:
-        """Tokens so far; every row has seen as many."""
         return self.entries[0].seen
 
     def fork(self, *shares: int, layouts: Sequence[str] = ("none",)) -> PagedRows:
-        """`Ledger.fork` of a single row: a row for each of `shares`, the number of blocks that it shares."""
+        """`Ledger.fork` of a single row: a row for each of `shares`, numbers of blocks."""
         entries = [self.ledger.fork(self.entries[0], share) for share in shares]
         return PagedRows(self.call, self.ledger, entries, layouts)
 
     def free(self) -> None:
-        """End the sequences."""
         for entry in self.entries:
-            self.ledger.free(entry)
+            self.ledger.release(entry.blocks)
 
     def begin(self, tokens: int) -> None:
         """Make room for the next `tokens` in all layers."""
         written = np.stack([self.ledger.append(entry, tokens) for entry in self.entries])
         living = [self.ledger.living(entry) for entry in self.entries]
-        longest = max(len(flat) for flat, _, _ in living)
-        kinds = np.broadcast_shapes(*(alive.shape[:2] for _, _, alive in living))
-        read = np.zeros((len(living), longest), np.int64)
-        where = np.full((len(living), *kinds, longest), -1)
+        longest, kinds = max(len(flat) for flat, _, _ in living), self.entries[0].alive.shape[:2]
+        read, where = np.zeros((len(living), longest), np.int64), np.full((len(living), *kinds, longest), -1)
         for row, (flat, positions, alive) in enumerate(living):
-            first = longest - len(flat)
-            read[row, first:], where[row, ..., first:] = flat, np.where(alive, positions, -1)
+            read[row, longest - len(flat) :] = flat
+            where[row, ..., longest - len(flat) :] = np.where(alive, positions, -1)
         # [rows, tokens]; [rows, longest]; [rows, layers or 1, kv_heads or 1, longest]
         self.written, self.read, self.where = (torch.from_numpy(x).to(self.call.device) for x in (written, read, where))
 
     @torch.inference_mode()
-    def extend(self, ids: Tensor | Sequence[int], misplaced: Sequence[bool] = ()) -> Tensor:
+    def extend(self, ids: Tensor | Sequence[int]) -> Tensor:
         """Run the next tokens [rows, new], or of a single row [new], through the model, in `installed(model)`: logits
-        [rows, vocabulary] of the last. misplaced: which rows are told storage indices for positions."""
+        [rows, vocabulary] of the last."""
         tokens = torch.as_tensor(ids, device=self.call.device).view(len(self.entries), -1)
         positions = torch.arange(self.seen, self.seen + tokens.shape[1], device=tokens.device).expand(tokens.shape)
         told = positions.clone()
-        for row in np.flatnonzero(misplaced):
-            told[row] += int((self.entries[row].positions >= 0).sum()) - self.seen
+        for row, (entry, layout) in enumerate(zip(self.entries, self.layouts, strict=True)):
+            if layout == MISPLACED:
+                told[row] += int((entry.positions >= 0).sum()) - self.seen
         return self.call.forward(tokens, told, self, Extend(self.call, self, positions))
 
     def evict(self, keep: np.ndarray) -> None:
         """Evict all tokens but those in `keep`, bool [layers, kv_heads, seen] over true positions, from every row;
-        compact; and record the pass: tokens seen, and living for some head; blocks freed, and predicted (those that no
-        other sequence shares, less as many as their survivors fill); slots that moved, and those from or to blocks that
-        other sequences share."""
+        compact; and record the pass: blocks freed, and predicted (those that no other sequence shares, less as many as
+        their survivors fill); slots that moved, and those from or to blocks that other sequences share."""
         size = self.ledger.block_size
         for entry, layout, passes in zip(self.entries, self.layouts, self.passes, strict=True):
             freed = self.ledger.evict(entry, keep)
@@ -246,9 +226,7 @@ class PagedRows(EngineCache):
             record = {"seen": entry.seen, "living": int(living.sum()), "freed": freed + more, "predicted": predicted}
             passes.append(record | {"copies": copies.shape[1], "foreign": foreign})
 
-    def generate(
-        self, logits: Tensor, survivors: Mapping[int, np.ndarray], new_tokens: int, misplaced: Sequence[bool] = ()
-    ) -> Tensor:
+    def generate(self, logits: Tensor, survivors: Mapping[int, np.ndarray], new_tokens: int) -> Tensor:
         """Decode greedily from `logits` [1, vocabulary] on rows that have read their prompt: logits of each step [rows,
         new_tokens, vocabulary]. survivors: bool [evictable layers, kv_heads, seen] by the number of tokens seen, where
         an eviction is due."""
@@ -256,7 +234,7 @@ class PagedRows(EngineCache):
         with installed(self.call.model):
             for step in range(new_tokens + 1):
                 if step:
-                    last = self.extend(last.argmax(1), misplaced)
+                    last = self.extend(last.argmax(1))
                     steps.append(last)
                 if (given := survivors.get(self.seen)) is not None:
                     keep = np.ones((len(self.ragged), *given.shape[1:]), bool)
@@ -268,8 +246,7 @@ class PagedRows(EngineCache):
 
 
 class PagedLayer:
-    """A layer of `PagedRows`, as `Extend` takes it. Nothing slides: what a sliding layer no longer sees goes with the
-    next eviction."""
+    """A layer of `PagedRows`, as `Extend` takes it. What a sliding layer no longer sees goes with the next eviction."""
 
     sums: Mapping[str, Tensor] = {}
     tail = 0
@@ -297,17 +274,13 @@ class PagedLayer:
 def empty(model: PreTrainedModel, blocks: int, block_size: int) -> PagedRows:
     """A single row that has seen nothing, in a cache of so many blocks."""
     call = Call(model, [Prompt([0], {})], [], [1], ModelFacts.of(model))
-    shapes = [
-        (blocks * block_size, call.facts.kv_heads[n], call.facts.outputs[n].shape[1]) for n in call.facts.attention
-    ]
-    stored = [torch.zeros(shape, dtype=model.dtype, device=call.device) for shape in 2 * shapes]
+    heads = [(call.facts.kv_heads[n], call.facts.outputs[n].shape[1]) for n in call.facts.attention]
+    stored = [torch.zeros(blocks * block_size, *x, dtype=model.dtype, device=call.device) for x in 2 * heads]
     ledger = Ledger(blocks, block_size, stored)
     return PagedRows(call, ledger, [ledger.new()])
 
 
-def read(
-    model: PreTrainedModel, ids: Sequence[int], more: int, copies: int, block_size: int
-) -> tuple[PagedRows, Tensor]:
+def read(model: PreTrainedModel, ids: list[int], more: int, copies: int, block_size: int) -> tuple[PagedRows, Tensor]:
     """A single row that has read `ids`, in a cache with room for `more` tokens and for `copies` of the sequence; and
     logits [1, vocabulary]."""
     row = empty(model, copies * (-(-(len(ids) + more) // block_size) + 1), block_size)

@@ -1,13 +1,12 @@
 """From evicted tokens to freed blocks: the studies of the reclamation chapter, each a tidy table.
 
-`synthetic`, `toy` and `traffic` need only a ledger, no model; `arising` and `published` ask the engine which tokens of
-a prompt stay. `run` makes all tables, with those of `acceptance` and `attention`.
+`synthetic`, `toy` and `traffic` need only a ledger, no model; `arising` asks the engine which tokens of a prompt stay.
+`run` makes all tables, with those of `acceptance` and `attention`.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,30 +14,21 @@ import pandas as pd
 from annotated_types import Ge
 
 from kvrepro.chapters.reclamation import acceptance, attention, survivors
-from kvrepro.chapters.reclamation.paged import LAYOUTS, Entry, Ledger, dense, evict_to
-from kvrepro.chapters.reclamation.survivors import POLICIES, Cells, cells, condition, kept_sets, label
+from kvrepro.chapters.reclamation.paged import LAYOUTS, Entry, Ledger, evict_to
+from kvrepro.chapters.reclamation.survivors import POLICIES, Cells, cells, kept_sets
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Chunked, Condition, DecodeCap, Prefill, ProperShare, Regime, Size, ensure
+from kvrepro.engine.condition import Chunked, Prefill, ProperShare, Regime, Size, ensure
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError, counted, error_line
-from kvrepro.experiment import claims, data
+from kvrepro.experiment import data
 from kvrepro.experiment import run as runner
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.run import Answers, PerItem
+from kvrepro.experiment.run import PerItem
 from kvrepro.item import Item
 
-SIZES = {  # prompts of each study in the quick and the full profile; a claim on two cases needs seven (`stats.fewest`)
-    "arising": (24, 48),
-    "decoding": (12, 24),
-    "published": (6, 48),
-    "identity": (7, 24),
-    "latency": (7, 24),
-    "sharing": (3, 24),
-    "sparsity": (24, 48),
-    "pages": (3, 24),
-}
+PROMPTS = (24, 48)  # in the quick and the full profile; each study takes the first of them
 DECODING = Chunked(16, "budget")  # a prompt is read as if its tokens were generated, and evicts every 16 of them
 
 
@@ -57,68 +47,54 @@ class Settings(runner.Settings):
     timed_cadences: tuple[Size, ...] = (1, 2, 8, 32, 128, 512)  #: with real decoding; twice as long fits the context
     budget: Annotated[int, Ge(16)] = 2048  #: tokens, for cadences without a model
     lengths: tuple[Size, ...] = (512, 1024, 2048)  #: prompts for which the extra pass over the keys is timed, in tokens
-    quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted_answers`)
-    quoted_tokens: Size = 32_768  #: of an answer to these
 
 
 def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> dict[str, list[int]]:
     """Token ids by item, of `n_items` prompts (None: as many as the profile says). Messages without a passage to cut
-    may be as long as the model's context allows, but no prompt is longer than a window that all layers have, since
-    budgets are shares of what they hold. Prompts of which nothing would leave are left out."""
+    may fill the model's context, but no prompt is longer than a window that all layers have, since budgets are shares
+    of what they hold. Prompts of which nothing would leave are left out."""
     ensure(Size | None, n_items=n_items)
     after = max(acceptance.timed(settings.timed_cadences), settings.max_new_tokens)
     room = ModelFacts.of(loaded.model).held(loaded.context - after)
     tokens = min(settings.prompt_tokens, room)
     if tokens < settings.prompt_tokens:
         print(f"reclamation: prompts of {tokens:,} tokens at most, for which this model's layers and context have room")
-    count = n_items or data.AtMost(SIZES["arising"][settings.profile == "full"])
-    fitting = data.load_fitting(items, count, loaded.tokenizer, tokens, settings.seed, room=room)
-
-    def ids(item: Item) -> list[int]:
-        return data.build_prompt(item, loaded.tokenizer, room if item.context is None else tokens).ids
+    count = n_items or data.AtMost(PROMPTS[settings.profile == "full"])
+    fitting, ids = data.load_fitting(items, count, loaded.tokenizer, tokens, settings.seed, room=room), {}
 
     def check(item: Item) -> None:
-        if len(ids(item)) <= max(settings.capacity, 2 * settings.block_size):
-            raise InputError(
-                f"of the {len(ids(item))} tokens of item {item.id} none leaves: lower capacity, block_size"
-            )
+        ids[item.id] = data.build_prompt(item, loaded.tokenizer, room if item.context is None else tokens).ids
+        if (n := len(ids[item.id])) <= max(settings.capacity, 2 * settings.block_size):
+            raise InputError(f"of the {n} tokens of item {item.id} none leaves: lower capacity, block_size")
 
-    return {item.id: ids(item) for item in data.usable(fitting, "reclamation", check)}
-
-
-# ---- what a survivor set gives back
+    return {item.id: ids[item.id] for item in data.usable(fitting, "reclamation", check)}
 
 
 def reclaim(keep: np.ndarray, block_size: int = 16) -> dict[str, float]:
-    """What a survivor set `[..., tokens]` gives back, as one row.
-
-    freed_*: blocks freed by eviction alone ("plain") or with a compaction. share_*: freed_* over all blocks; "packed"
-    if each head packs its own survivors into the first of the request's blocks, so that the fullest head decides; "own"
-    if each head had a block table of its own. copies_*: slots that move; copies_ratio: those of hole filling over those
-    of a repack. shortfall: share of tokens evicted per head, less share of blocks freed by a repack. times_smaller:
-    blocks over those that a repack leaves.
-    """
+    """What a survivor set `[..., tokens]` gives back, as one row. freed_*: blocks freed by eviction alone ("plain") or
+    with a compaction. share_*: freed_* over all blocks; "packed" if each head packs its own survivors into the first of
+    the request's blocks, so that the fullest head decides; "own" if each head had a block table of its own. copies_*:
+    slots that move; copies_ratio: those of hole filling over those of a repack. shortfall: share of tokens evicted per
+    head, less share of blocks freed by a repack. times_smaller: blocks over those that a repack leaves."""
     keep = keep[(None,) * (3 - keep.ndim)]
-    tokens, held = keep.shape[-1], keep.sum(-1)  # held [layers, kv_heads]
-    blocks = -(-tokens // block_size)
-    row: dict[str, float] = {"tokens": tokens, "blocks": blocks}
+    held, blocks = keep.sum(-1), -(-keep.shape[-1] // block_size)  # held [layers, kv_heads]
+    row: dict[str, float] = {"tokens": keep.shape[-1], "blocks": blocks, "evicted": 1 - float(keep.mean())}
     for name, layout in zip(("plain", "repack", "fill"), LAYOUTS, strict=True):
         ledger, _ = compacted(keep, layout, block_size)
         row[f"freed_{name}"], row[f"copies_{name}"] = ledger.freed, ledger.copied
     row["share_plain"], row["share_repack"] = row["freed_plain"] / blocks, row["freed_repack"] / blocks
     row["share_packed"] = (blocks - -(-int(held.max()) // block_size)) / blocks
     row["share_own"] = 1 - float(np.ceil(held / block_size).mean()) / blocks
-    row["evicted"] = 1 - float(keep.mean())
     row["shortfall"] = row["evicted"] - row["share_repack"]
-    left = blocks - row["freed_repack"]
-    row["times_smaller"] = blocks / left if left else np.inf
-    row["copies_ratio"] = row["copies_fill"] / row["copies_repack"] if row["copies_repack"] else np.nan
+    row["times_smaller"] = blocks / (blocks - row["freed_repack"] or np.nan)
+    row["copies_ratio"] = row["copies_fill"] / (row["copies_repack"] or np.nan)
     return row
 
 
 def compacted(keep: np.ndarray, layout: str, block_size: int = 16) -> tuple[Ledger, Entry]:
     """A ledger after an eviction and a compaction by `layout`, and the sequence in it."""
-    ledger, sequence = dense(keep.shape[-1], block_size)
+    ledger = Ledger(-(-keep.shape[-1] // block_size), block_size)
+    sequence = ledger.new(keep.shape[-1])
     ledger.evict(sequence, keep)
     ledger.compact(sequence, layout)
     return ledger, sequence
@@ -127,44 +103,37 @@ def compacted(keep: np.ndarray, layout: str, block_size: int = 16) -> tuple[Ledg
 # ---- patterns made by hand
 
 
-def patterns(tokens: int, random: np.random.Generator, block_size: int = 16) -> dict[str, np.ndarray]:
-    """Survivor sets: the guide's three, and others that evict about as much. Bool [tokens]; per head [1, 8, tokens]."""
-    position = np.arange(tokens)
-    runs = np.repeat(random.random(-(-tokens // 64)) < 0.1, 64)[:tokens]
-    lots = random.integers(0, 10, -(-tokens // 10))
-    return {
-        "every 10th": position % 10 == 0,
-        "one per block": position % block_size == 0,
-        "one aligned block evicted": position // block_size != 2,
-        "one random of ten": position % 10 == lots[position // 10],
-        "random 10%": random.random(tokens) < 0.1,
-        "random 20%": random.random(tokens) < 0.2,
-        "runs of 64": runs,
-        "sinks and recency": (position < 4) | (position >= tokens - tokens // 10 + 4),
-        "random 10% per head, 8 heads": random.random((1, 8, tokens)) < 0.1,
-        "random victims while decoding": decoded(tokens, tokens // 10, random),
-    }
-
-
 def decoded(tokens: int, budget: int, random: np.random.Generator) -> np.ndarray:
-    """Survivors of decoding under a budget, bool [tokens]: each new token takes the place of one drawn at random.
-
-    Once the first tokens are gone, a token of age t is alive with probability exp(-t / budget), so that on average
-    budget / b * H_b blocks of b tokens hold some, with the harmonic number H_b = 1 + 1/2 + ... + 1/b.
-    """
+    """Survivors of decoding under a budget, bool [tokens]: each new token takes the place of one drawn at random. A
+    token of age t is alive with probability exp(-t / budget), so that on average budget / b * (1 + 1/2 + ... + 1/b)
+    blocks of b tokens hold some."""
     place = np.append(np.arange(budget), random.integers(budget, size=tokens - budget))  # into which each token goes
     _, age = np.unique(place[::-1], return_index=True)  # of the newest token in each place
     return np.isin(np.arange(tokens), tokens - 1 - age)
 
 
 def synthetic(tokens: int = 16_000, block_size: int = 16, draws: int = 20, seed: int = 0) -> pd.DataFrame:
-    """`reclaim` of every pattern: `draws` times (column `draw`) if it is random, else once."""
-    rows = [
-        {"pattern": name, "block_size": block_size, "draw": draw, **reclaim(keep, block_size)}
-        for draw in range(draws)
-        for name, keep in patterns(tokens, np.random.default_rng([seed, draw]), block_size).items()
-        if draw == 0 or "random" in name or "runs" in name
-    ]
+    """`reclaim` of survivor sets, the guide's three and others that evict about as much: `draws` times (column `draw`)
+    if a set is random, else once."""
+    rows, position = [], np.arange(tokens)
+    for draw in range(draws):
+        random = np.random.default_rng([seed, draw])
+        runs = np.repeat(random.random(-(-tokens // 64)) < 0.1, 64)[:tokens]
+        patterns = {
+            "every 10th": position % 10 == 0,
+            "one per block": position % block_size == 0,
+            "one aligned block evicted": position // block_size != 2,
+            "one random of ten": position % 10 == random.integers(0, 10, -(-tokens // 10))[position // 10],
+            "random 10%": random.random(tokens) < 0.1,
+            "random 20%": random.random(tokens) < 0.2,
+            "runs of 64": runs,
+            "sinks and recency": (position < 4) | (position >= tokens - tokens // 10 + 4),
+            "random 10% per head, 8 heads": random.random((1, 8, tokens)) < 0.1,
+            "random victims while decoding": decoded(tokens, tokens // 10, random),
+        }
+        for name, keep in patterns.items():
+            if draw == 0 or "random" in name or "runs" in name:
+                rows.append({"pattern": name, "block_size": block_size, "draw": draw, **reclaim(keep, block_size)})
     return pd.DataFrame(rows)
 
 
@@ -176,29 +145,24 @@ def toy() -> pd.DataFrame:
 def traffic(
     cadences: Sequence[int], budget: int = 2048, tokens: int = 512, block_size: int = 16, draws: int = 6
 ) -> pd.DataFrame:
-    """Decoding under a budget as index work: rows (every, layout, draw) over `tokens` tokens, or at least one pass.
-
-    The cache starts dense at its budget. Every `every` tokens random ones leave, so that it is at its budget again, and
-    it is compacted. `share`: what copies read and write, over what attention reads of the cache. copies_ratio: copies
-    over those of a repack in the same rounds.
-    """
+    """Decoding under a budget as index work: rows (every, layout, draw) over `tokens` tokens, or at least one pass. The
+    cache starts dense at its budget, to which it returns by losing random tokens at every pass. `share`: what copies
+    read and write, over what attention reads of the cache. copies_ratio: copies over those of a repack."""
     rows = []
-    for every in cadences:
-        span = max(tokens, every)
+    for every, draw in product(cadences, range(draws)):
+        span, repacked = max(tokens, every), np.nan
         passes, alive = span // every, budget + (np.arange(1, span + 1) % every).mean()
-        for draw in range(draws):
-            repacked = 0
-            for layout in ("repack", "fill"):
-                random = np.random.default_rng(draw)
-                ledger, sequence = dense(budget, block_size, passes * every + block_size)
-                for _ in range(passes):
-                    ledger.append(sequence, every)
-                    evict_to(ledger, sequence, budget, random)
-                    ledger.compact(sequence, layout)
-                copies = ledger.copied
-                repacked = repacked or copies
-                row = {"every": every, "layout": layout, "draw": draw, "share": 2 * copies / (passes * every) / alive}
-                rows.append(row | {"copies_ratio": copies / (repacked or np.nan)})
+        for layout in ("repack", "fill"):
+            random = np.random.default_rng(draw)
+            ledger = Ledger(-(-(budget + passes * every) // block_size) + 1, block_size)
+            sequence = ledger.new(budget)
+            for _ in range(passes):
+                ledger.append(sequence, every)
+                evict_to(ledger, sequence, budget, random)
+                ledger.compact(sequence, layout)
+            repacked = (ledger.copied or np.nan) if layout == "repack" else repacked
+            row = {"every": every, "layout": layout, "draw": draw, "copies_ratio": ledger.copied / repacked}
+            rows.append(row | {"share": 2 * ledger.copied / (passes * every) / alive})
     return pd.DataFrame(rows)
 
 
@@ -214,27 +178,13 @@ def arising(
     granularities: Sequence[str] = survivors.GRANULARITIES,
     regime: Regime = Prefill(),  # noqa: B008
 ) -> pd.DataFrame:
-    """`reclaim` of what each policy keeps of a prompt: rows (policy, granularity, kept). regime: when it evicts."""
-    named = [
-        (cell | {"kept": share}, c)
-        for share in kept
-        for cell, c in cells(policies, granularities, round(share * len(ids)), regime)
-    ]
-    return _reclaimed(loaded, ids, named, block_size)
-
-
-def published(
-    loaded: Loaded, ids: list[int], kept: Sequence[float], policies: Sequence[str], block_size: int = 16
-) -> pd.DataFrame:
-    """`reclaim` of what policies keep with their own heads, windows and layers, after the prefill."""
-    named: Cells = [
-        ({"policy": label(p), "kept": s}, condition(p, "per head", s, Prefill())) for p in policies for s in kept
-    ]
-    return _reclaimed(loaded, ids, named, block_size)
-
-
-def _reclaimed(loaded: Loaded, ids: list[int], named: Cells, block_size: int) -> pd.DataFrame:
-    """Where a policy raises, its row has the reason in the column `error` and nothing else."""
+    """`reclaim` of what each policy keeps of a prompt: rows (policy, granularity, kept), or where it raises, `error`.
+    granularities: without, policies are as published, with their own heads, windows and layers. regime: when they
+    evict."""
+    named: Cells = []
+    for share in kept:
+        budget = round(share * len(ids)) if granularities else share
+        named += [(cell | {"kept": share}, c) for cell, c in cells(policies, granularities, budget, regime)]
     rows = []
     for (cell, _), keep in zip(named, kept_sets(loaded, ids, [c for _, c in named]), strict=True):
         found = {"error": error_line(keep)} if isinstance(keep, Exception) else reclaim(keep, block_size)
@@ -246,11 +196,9 @@ def _reclaimed(loaded: Loaded, ids: list[int], named: Cells, block_size: int) ->
 
 
 def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) -> dict[str, pd.DataFrame]:
-    """Every study's table, by the name that the claims use. What a policy cannot do with this model or a prompt is left
-    out, and printed. Raises InputError for a model in which one set of tokens cannot serve all layers, and where a
-    study has nothing left."""
+    """Every study's table, by the name that the claims use. What a policy cannot do is left out, and printed. Raises
+    InputError where one set of tokens cannot serve all layers of the model, or a study has nothing left."""
     engine.check_shared(loaded.model)
-    problems = data.load_items(settings.quoted) if settings.quoted else []
     times = PerItem("reclamation", "passes", {"all": settings.lengths}, attention.passes)
     tables = {
         "synthetic": synthetic(seed=settings.seed, block_size=settings.block_size),
@@ -260,19 +208,6 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         "passes": runner.run(times, None, settings).drop(columns="item"),
         "memory": memory(),
     }
-    for name, (function, arguments) in _studies(settings).items():
-        most = None if name == "arising" else SIZES[name][settings.profile == "full"]
-        items = dict(islice(prompts.items(), most))
-        job = PerItem("reclamation", name, items, function, arguments, alone=name == "latency")
-        tables[name] = _without_failed(name, runner.run(job, loaded, settings))
-    if problems:
-        answers = quoted_answers(problems, settings.quoted_tokens)
-        tables["quoted"] = quoted_table(runner.run(answers, loaded, settings))
-    return tables
-
-
-def _studies(settings: Settings) -> dict[str, tuple[Callable[..., pd.DataFrame], dict[str, Any]]]:
-    """The studies with a model: the function that computes each, and its arguments."""
     shares, block = sorted({min(settings.kept), 0.5}), {"block_size": settings.block_size}
     # The chapter's and a reader's own at every granularity, or if there are none of these, all; the catalogue's and a
     # reader's own as published, or those from which the chapter's come.
@@ -282,48 +217,48 @@ def _studies(settings: Settings) -> dict[str, tuple[Callable[..., pd.DataFrame],
     accepted = list(dict.fromkeys([*(catalogue if settings.acceptance == "catalogue" else ()), *whole]))
     decode = [name for name in varied if DECODING.name not in find(POLICIES.get(name, (name,))[0]).refuses]
     decoding = {"kept": shares[:1], "policies": decode, "granularities": ["per head"], "regime": DECODING}
-    answers = {"budget": settings.capacity, "new_tokens": settings.max_new_tokens}
+    answers = block | {"budget": settings.capacity, "new_tokens": settings.max_new_tokens}
     chapters = {"policies": [name for name in varied if name in POLICIES], "catalogue": accepted}
-    return {
-        "arising": (arising, {"kept": settings.kept, "policies": varied} | block),
-        **({"decoding": (arising, decoding | block)} if decode else {}),
-        "published": (published, {"kept": shares, "policies": whole} | block),
-        "identity": (acceptance.identity, chapters | answers | block),
-        "latency": (acceptance.latency, {"cadences": settings.timed_cadences, "seed": settings.seed} | block),
-        "sharing": (acceptance.sharing, answers | block),
-        "sparsity": (attention.sparsity, {}),
-        "pages": (attention.pages, {"kept": shares} | block),
+    timing = {"cadences": settings.timed_cadences, "seed": settings.seed}
+    # prompts in the quick and the full profile (a claim on two cases needs seven, `stats.fewest`), function, arguments
+    studies: dict[str, tuple[tuple[int, int], Callable[..., pd.DataFrame], dict[str, Any]]] = {
+        "arising": (PROMPTS, arising, block | {"kept": settings.kept, "policies": varied}),
+        "decoding": ((12, 24), arising, block | decoding),
+        "published": ((6, 48), arising, block | {"kept": shares, "policies": whole, "granularities": ()}),
+        "identity": ((7, 24), acceptance.identity, answers | chapters),
+        "latency": ((7, 24), acceptance.latency, block | timing),
+        "sharing": ((3, 24), acceptance.sharing, answers),
+        "sparsity": (PROMPTS, attention.sparsity, {}),
+        "pages": ((3, 24), attention.pages, block | {"kept": shares}),
     }
+    for name, (sizes, function, arguments) in studies.items():
+        items = dict(islice(prompts.items(), None if name == "arising" else sizes[settings.profile == "full"]))
+        if arguments.get("policies", ["any"]) or name == "identity":
+            job = PerItem("reclamation", name, items, function, arguments, alone=name == "latency")
+            tables[name] = _without_failed(name, runner.run(job, loaded, settings))
+    return tables
 
 
 def _without_failed(name: str, table: pd.DataFrame) -> pd.DataFrame:
     """A study's table without the rows of policies that raised; prints which did. Raises InputError if all did."""
     if "error" not in table:
         return table
-    for policy, rows in table.dropna(subset="error").groupby("policy"):
-        items = rows["item"].unique()
-        where = f"{counted(len(items), 'item')}, the first {items[0]}"
+    failed = table.error.notna()
+    for policy, rows in table[failed].groupby("policy"):
+        where = f"{counted(rows['item'].nunique(), 'item')}, the first {rows['item'].iloc[0]}"
         print(f"reclamation/{name}: {policy} is left out of {where}: {rows.error.iloc[0]}")
-    if table.error.notna().all():
+    if failed.all():
         raise InputError(f"{name}: none of the policies can be run: {table.error.iloc[0]}")
-    return table[table.error.isna()].drop(columns="error").infer_objects()
+    return table[~failed].drop(columns="error").infer_objects()
 
 
 # ---------------------------------------------------------------- what rests on large models
 
-SHAPES = {  # layers, query heads, KV heads, dimension of a head, parameters; from the models' published configurations
-    "Qwen3-8B": (36, 32, 8, 128, 8.19e9),
-    "Qwen3-32B": (64, 64, 8, 128, 32.8e9),
-    "Llama-3.1-8B": (32, 32, 8, 128, 8.03e9),
-    "Llama-3.1-70B": (80, 64, 8, 128, 70.6e9),
-    "Qwen2.5-3B": (36, 16, 2, 128, 3.09e9),
-    "Qwen2.5-14B": (48, 40, 8, 128, 14.8e9),
-}
-UNITS = {"24 x 10^9 bytes": 24e9, "24 x 2^30 bytes": 24 * 2**30}
-VOCABULARY, WIDTH = 151_936, 5_120  # of Qwen3-32B, whose embeddings and output layer are two matrices
+# query heads for each KV head; from the models' published configurations
+GQA = {"Qwen3-8B": 4, "Qwen3-32B": 8, "Llama-3.1-8B": 4, "Llama-3.1-70B": 8, "Qwen2.5-3B": 8, "Qwen2.5-14B": 5}
+PARAMETERS, LAYERS, KV_HEADS, DIM = 32.8e9, 64, 8, 128  # of Qwen3-32B
+ENDS = 2 * 151_936 * 5_120  # weights of its embeddings and its output layer, which are two matrices
 GROUP = 128  # weights that share a scale of 16 bits and a zero of four. Source: AWQ, Lin et al. 2024
-BUDGETS = (("snapkv", 2048), ("r_kv", 2048), ("tri_attention", 2048), ("tri_attention", 3072))
-QUOTED = {"full": "Full attention", "snapkv": "SnapKV", "r_kv": "R-KV", "tri_attention": "TriAttention"}
 
 
 def memory() -> pd.DataFrame:
@@ -331,52 +266,11 @@ def memory() -> pd.DataFrame:
     model's. "tokens in <memory>": tokens that fit beside Qwen3-32B's weights at four bits, with nothing else in memory.
     Either all weights have four bits, or as in checkpoints the embeddings and the output layer have 16, and the others
     have scales and zeros."""
-    rows = [("smaller by GQA", model, heads / kv) for model, (_, heads, kv, _, _) in SHAPES.items()]
-    layers, _, kv_heads, dim, parameters = SHAPES["Qwen3-32B"]
-    token = 2 * 2 * layers * kv_heads * dim  # bytes of its keys and values
-    ends = 2 * VOCABULARY * WIDTH
-    weights = {"": 2 * ends + (parameters - ends) * (4 + 20 / GROUP) / 8}
-    weights[", four bits for every weight"] = parameters / 2
+    rows = [("smaller by GQA", model, float(times)) for model, times in GQA.items()]
+    weights = {"": 2 * ENDS + (PARAMETERS - ENDS) * (4 + 20 / GROUP) / 8}
+    weights[", four bits for every weight"] = PARAMETERS / 2
     for variant, held in weights.items():
-        rows += [(f"tokens in {name}{variant}", "Qwen3-32B", (room - held) // token) for name, room in UNITS.items()]
+        for name, room in (("24 x 10^9 bytes", 24e9), ("24 x 2^30 bytes", 24 * 2**30)):
+            tokens = (room - held) // (2 * 2 * LAYERS * KV_HEADS * DIM)  # bytes of a token's keys and values
+            rows.append((f"tokens in {name}{variant}", "Qwen3-32B", tokens))
     return pd.DataFrame(rows, columns=["check", "model", "value"])
-
-
-def quoted_answers(items: Sequence[Item], tokens: int) -> Answers:
-    """Every problem with the full cache and under each of `BUDGETS`, to which it evicts every 128 generated tokens.
-
-    For the accuracy and speed that the guide quotes from elsewhere. items: of a .jsonl of problems whose `task` is
-    "AIME 2024" or "AIME 2025" and whose answer is a number: options={"quoted": "aime.jsonl"} with Qwen/Qwen3-8B on a
-    GPU, and room for long answers.
-    """
-    conditions = [Condition(), *(Condition(name, budget, DecodeCap(128)) for name, budget in BUDGETS)]
-    return Answers("reclamation", "quoted", items, conditions, max_new_tokens=tokens)
-
-
-def solved(prediction: str, answer: str) -> float:
-    """1 where the boxed number, or else the last one, is the answer."""
-    numbers = re.findall(r"\\boxed\{\s*(-?[\d,]+)", prediction) or re.findall(r"-?\d[\d,]*", prediction)
-    return float(bool(numbers) and numbers[-1].replace(",", "").lstrip("0") == answer.strip().lstrip("0"))
-
-
-def quoted_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows (item, task, policy, budget): solved, 0 or 1; beyond_print, solved less the printed accuracy; lost, solved
-    with the full cache less solved here; faster, tokens per second over those of the full cache; smaller, bytes of the
-    full cache at the end of the answer over those held here."""
-    problems = rows[["item", "task", "bytes_held"]].assign(
-        policy=rows.policy.map(QUOTED),
-        budget=rows.capacity.fillna(0),
-        solved=rows.apply(lambda row: solved(row.prediction or "", row.answer), axis=1),
-        speed=rows.n_generated / rows.decode_seconds,
-    )
-    printed = claims.published("guide003_numbers.csv").query("metric == 'accuracy %'")
-    printed = printed.assign(budget=printed.budget.str.extract(r"^(\d+)")[0].fillna("0").astype(float))
-    printed = printed.assign(share=printed.value.astype(float) / 100).set_index(["task", "method", "budget"]).share
-    cells = pd.MultiIndex.from_frame(problems[["task", "policy", "budget"]])
-    full = problems[problems.policy == QUOTED["full"]].set_index("item")
-    return problems.assign(
-        beyond_print=problems.solved - printed.reindex(cells).to_numpy(),
-        lost=problems["item"].map(full.solved) - problems.solved,
-        faster=problems.speed / problems["item"].map(full.speed),
-        smaller=problems["item"].map(full.bytes_held) / problems.bytes_held,
-    )

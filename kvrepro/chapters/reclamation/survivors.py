@@ -35,9 +35,7 @@ POLICIES = {  # the chapter's names: the catalogue's policy, the reading
     "redundancy": ("r_kv", "as_described"),
 }
 PUBLISHED = ("streaming_llm", "tri_attention", "tova", "h2o_online", "snapkv", "ada_kv", "r_kv", "k_norm")
-WINDOW = 32  # queries that "window" looks at; half of a budget below 64
-# DuoAttention protects sinks and recent tokens in every head, whatever the budget. The chapter's prompts are short, so
-# it gets an eighth of its usual 128 and 256.
+# Protected in every head, whatever the budget; an eighth of the usual, since the chapter's prompts are short.
 SWITCHES = {"duo_attention": (("sinks", 16), ("recent", 32))}
 ACROSS = {"one set": one_set, "per layer": per_layer, "per head": None, "joint": joint_layers}
 JOINT = tuple(ACROSS)
@@ -46,20 +44,22 @@ GRANULARITIES = JOINT[:3]
 
 def condition(policy: str, granularity: str, budget: int | float, regime: Regime) -> Condition:
     """A policy (of `POLICIES`, the catalogue or a reader) at a granularity. "per head" is the policy as published.
-    "sinks_recency" looks at positions only, so that all heads choose the same set anyway."""
+    "sinks_recency" looks at positions only, so that all heads choose the same set anyway. "window" looks at 32 queries,
+    or half of a small budget."""
     name, reading = POLICIES.get(policy, (policy, "as_described"))
-    switches = (("window", min(WINDOW, int(budget) // 2)),) if policy == "window" else SWITCHES.get(name, ())
+    switches = (("window", min(32, int(budget) // 2)),) if policy == "window" else SWITCHES.get(name, ())
     if granularity != "per head" and policy != "sinks_recency":
         name = own(f"{name}, {granularity}", replace(find(name), across=ACROSS[granularity]))
     return Condition(name, budget, regime, reading=reading, switches=switches)
 
 
-def cells(policies: Sequence[str], granularities: Sequence[str], budget: int, regime: Regime) -> Cells:
-    """Policies at each granularity; "sinks_recency", which chooses the same tokens at all of them, has the first."""
+def cells(policies: Sequence[str], granularities: Sequence[str], budget: int | float, regime: Regime) -> Cells:
+    """Policies at each granularity, or as published if there is none; "sinks_recency", which chooses the same tokens at
+    all of them, has the first."""
     return [
-        ({"policy": label(p), "granularity": g}, condition(p, g, budget, regime))
+        ({"policy": label(p)} | ({"granularity": g} if granularities else {}), condition(p, g, budget, regime))
         for p in policies
-        for g in (granularities[:1] if p == "sinks_recency" else granularities)
+        for g in (granularities or ["per head"])[: 1 if p == "sinks_recency" else None]
     ]
 
 
@@ -69,8 +69,8 @@ def kept_sets(loaded: Loaded, ids: list[int], conditions: Sequence[Condition]) -
     kept: dict[Condition, np.ndarray | Exception] = {}
     for c in conditions:
         try:
-            kept.update((c, error) for error in engine.unmet(loaded.model, [Prompt(ids, {})], [[c]], [1]).values())
-        except InputError as error:  # the model cannot run it
+            engine.unmet(loaded.model, [Prompt(ids, {})], [[c]], [1])
+        except InputError as error:  # no prompt can meet it, or the model cannot run it
             kept[c] = error
     met = [c for c in conditions if c not in kept]
     repeat = loaded.tokenizer.encode(REPEAT, add_special_tokens=False) if loaded.tokenizer else ()

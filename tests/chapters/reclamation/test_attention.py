@@ -54,7 +54,7 @@ def test_attention_is_that_of_the_model_and_shares_are_those_of_loops(loaded, fa
     if family:  # logits behind a softcap, sinks that take a part of the attention
         loaded = SimpleNamespace(model=families.build(family, sliding_window=512), context=512, tokenizer=None)
     ids, windows, ahead = tiny.prompts(120)[0], (1, 8, 25), 6
-    table = attention.sparsity(loaded, ids, windows, ahead, share=0.2)
+    table = attention.sparsity(loaded, ids, windows, ahead)
     with torch.inference_mode():
         eager = loaded.model(torch.tensor([ids]), output_attentions=True).attentions
     for layer, p in enumerate(eager):

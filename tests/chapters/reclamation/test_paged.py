@@ -100,7 +100,7 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data):
         s = self.pick(data)
-        self.ledger.free(s)
+        self.ledger.release(s.blocks)
         del self.naive[s]
 
     @invariant()
@@ -132,14 +132,6 @@ def logits(model, rows: PagedRows, ids: list[int]) -> torch.Tensor:
     """Of the last of `ids`, which the model reads."""
     with installed(model):
         return rows.extend(ids)
-
-
-def answer(model, rows: PagedRows, ids: list[int], tokens: int) -> list[int]:
-    """Greedy tokens after `ids`."""
-    generated: list[int] = []
-    while len(generated) < tokens:
-        generated.append(int(logits(model, rows, generated[-1:] or ids).argmax()))
-    return generated
 
 
 def decoded(model, ids: list[int], condition: Condition, layout: str, tokens: int) -> tuple[list[int], PagedRows]:
@@ -185,30 +177,3 @@ def test_a_full_cache_decodes_as_the_model_without_one(changes):
     logits(model, rows, ids[:30])
     ours = logits(model, rows, ids[30:])
     torch.testing.assert_close(ours, model(torch.tensor([ids])).logits[:, -1], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("compact", ["repack", "fill"])
-def test_two_questions_share_a_prefix_and_neither_sees_the_other(compact):
-    model, prefix, first, second = tiny.model(), *tiny.prompts(37, 11, 14)
-
-    def reply(rows: PagedRows, ids: list[int]) -> list[int]:
-        tokens = answer(model, rows, ids, 1)
-        keep = np.arange(rows.seen) % 3 != 1
-        keep[8:16] = False  # a whole block of the prefix
-        rows.ledger.evict(rows.entries[0], keep)
-        rows.ledger.compact(rows.entries[0], compact)
-        return tokens + answer(model, rows, tokens[-1:], 10)
-
-    parent = empty(model, 32, 8)
-    answer(model, parent, prefix, 1)
-    ledger, held = parent.ledger, parent.entries[0].blocks.copy()
-    slots = (held[:, None] * 8 + np.arange(8)).ravel()
-    before = [x[slots] for x in ledger.stored]
-    children = [parent.fork(4), parent.fork(2)]
-    together = [reply(child, q) for child, q in zip(children, (first, second), strict=True)]
-    assert together == [reply(empty(model, 32, 8), prefix + first), reply(empty(model, 32, 8), prefix + second)]
-    assert all(torch.equal(a, b[slots]) for a, b in zip(before, ledger.stored, strict=True))
-    assert parent.entries[0].blocks.tolist() == held.tolist()
-    for sequences in (parent, *children):
-        sequences.free()
-    assert len(ledger.free_list) == 32

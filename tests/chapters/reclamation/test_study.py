@@ -15,7 +15,7 @@ from kvrepro.chapters.reclamation import study as r
 from kvrepro.chapters.reclamation import survivors as s
 from kvrepro.chapters.reclamation.study import Settings
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import DecodeCap, Prefill
+from kvrepro.engine.condition import Prefill
 from kvrepro.engine.generate import generate
 from kvrepro.engine.policy import own
 from kvrepro.errors import InputError
@@ -103,7 +103,7 @@ def test_hole_filling_copies_a_fraction_of_what_a_repack_copies():
 def test_a_policy_that_raises_or_cannot_run_is_left_out_and_named(loaded, capsys):
     """A prompt too short for the budget, a policy of another regime, and one whose scorer raises."""
     broken = own("broken", replace(CATALOGUE["k_norm"], title="Broken", score=lambda o: 1 / 0))
-    rows = r.published(loaded, tiny.prompts(100)[0], [0.2], ["k_norm", "lru", "snapkv", broken])
+    rows = r.arising(loaded, tiny.prompts(100)[0], [0.2], ["k_norm", "lru", "snapkv", broken], granularities=())
     errors = rows.set_index("policy").error
     assert errors[errors.notna()].index.tolist() == ["LRU", "SnapKV", "Broken"]
     whole = r._without_failed("published", rows.assign(item="a"))
@@ -111,6 +111,14 @@ def test_a_policy_that_raises_or_cannot_run_is_left_out_and_named(loaded, capsys
     assert "published: Broken is left out of 1 item, the first a: ZeroDivisionError" in capsys.readouterr().out
     with pytest.raises(InputError, match="published: none of the policies can be run: "):
         r._without_failed("published", rows[1:].assign(item="a"))
+
+
+def test_bytes_of_a_token_and_tokens_beside_the_weights():
+    token = 2 * 64 * 8 * 128 * 2  # keys and values, layers, KV heads, dimensions, bytes
+    rows = r.memory().set_index("check").value
+    assert rows["tokens in 24 x 10^9 bytes, four bits for every weight"] == (24_000_000_000 - 16_400_000_000) // token
+    assert rows["tokens in 24 x 2^30 bytes"] == 24_512
+    assert rows["smaller by GQA"].tolist()[0] == 32 / 8
 
 
 # ---- who chooses the survivors
@@ -136,11 +144,3 @@ def test_a_granularity_is_who_chooses_for_itself(policy, granularity):
     alike = {axis: bool((kept == kept.take([0], axis)).all()) for axis in (0, 1)}
     one_set = granularity == "one set"
     assert alike == {0: one_set, 1: one_set or granularity == "per layer"}
-
-
-def test_an_evicted_token_is_never_kept_again():
-    for granularity in s.JOINT:
-        conditions = [s.condition("cumulative", granularity, 40, regime) for regime in (Prefill(), DecodeCap(4))]
-        [[once, again]] = generate(tiny.model(), tiny.prompts(120), conditions, max_new_tokens=20, stop_ids=())
-        assert once.kept_positions == again.kept_positions
-        assert sum(again.kept) == 43 * 3  # three tokens each since the last eviction

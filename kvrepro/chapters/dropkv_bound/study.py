@@ -203,7 +203,8 @@ def prompt(
             rows["assumptions"] += _assumptions(layer, t, heads, pools, window) if heads else []
         for triple in (layer.triple(head, t) for number, head, t in sampled if number == layer.number):
             sets = triples.strata(triple, bound.pool(triple.p, pools[0], window), TWENTY, seed)
-            rows["records"] += _records(triple, sets, _scores(triple, window, seed, policy), loaded.model.device)
+            scores = _scores(triple, torch.stack(list(sets.values())), window, seed, policy)
+            rows["records"] += _records(triple, sets, scores, loaded.model.device)
             if not policy:
                 rows["alignment"] += _alignment(triple, sets)
                 rows["weights"] += _weights(triple, sets)
@@ -225,21 +226,22 @@ def _assumptions(layer: Layer, t: int, heads: list[int], pools: Sizes, window: i
         keys = bound.pool(attention, size, window)
         c_low = bound.cone((attention[:, None] @ v - v)[keys].view(len(heads), -1, v.shape[-1]))
         eps = attention.where(keys, 0).amax(1)
-        for head, *values in zip(heads, eps.tolist(), c_low.tolist(), strict=True):
+        for head, largest, low in zip(heads, eps.tolist(), c_low.tolist(), strict=True):
             row = {"layer": layer.number, "position": t, "head": head, "pool": pool_name(size)}
-            rows.append(row | dict(zip(("eps", "c_low"), values, strict=True)))
+            rows.append(row | {"eps": largest, "c_low": low})
     return rows
 
 
-def _scores(t: Triple, window: int, seed: int, policy: str) -> dict[Rule, Tensor]:
-    """Scores of a triple's keys by every rule without pooling, large = keep: [tokens], of a random choice [20]."""
+def _scores(t: Triple, keys: Tensor, window: int, seed: int, policy: str) -> dict[Rule, Tensor]:
+    """Scores of a triple's `keys` [strata, 20] by every rule, or the policy, without pooling: large = keep."""
     if policy:
-        return {(policy, window): triples.scores_of(find(policy), t)}
+        return {(policy, window): triples.scores_of(find(policy), t)[keys]}
     draw = torch.Generator().manual_seed(seed * 7919 + t.layer * 997 + t.head * 31 + t.position)
     random = torch.rand(TWENTY, dtype=torch.float64, generator=draw)
-    scores = {("dropkv", 1): bound.single_cost(t.p, t.r), ("random", 1): random, ("attention", 1): t.p}
-    scores |= {(name, 1): RULES[name](t.last(1)) for name in ("critical_kv", "andpro")}
-    return scores | {(name, window): rule(t) for name, rule in RULES.items()}
+    scores = {("attention", 1): t.p} | {(name, 1): RULES[name](t.last(1)) for name in ("critical_kv", "andpro")}
+    scores |= {(name, window): rule(t) for name, rule in RULES.items()}
+    of_query = {("dropkv", 1): bound.single_cost(t.p, t.r)[keys], ("random", 1): random.expand(keys.shape)}
+    return of_query | {rule: score[keys] for rule, score in scores.items()}
 
 
 def _of_window(t: Triple, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,8 +258,8 @@ def _records(t: Triple, sets: Mapping[str, Tensor], scores: Mapping[Rule, Tensor
         "query": (t.p[keys][:, None], t.r[keys][:, None]),
         "window": _of_window(t, keys[: len(triples.STRATA)]),
     }
-    score = torch.stack([x[keys] if len(x) > TWENTY else x.expand(keys.shape) for x in scores.values()]).to(device)
-    low, eps = bound.cone(t.r[keys].to(device)), t.p[keys].amax(-1).to(device)
+    score, low = torch.stack(list(scores.values())).to(device), bound.cone(t.r[keys].to(device))
+    eps = t.p[keys].amax(-1).to(device)
     for k in KS:
         evicted, factors = bound.lowest(score, k), bound.factor(low, eps, k).tolist()  # [rules, strata, 20]
         for objective, of_keys in objectives.items():

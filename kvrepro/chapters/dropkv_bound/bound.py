@@ -75,11 +75,9 @@ def factor(c: Tensor, eps: Tensor, k: int) -> Tensor:
 
 
 def cone(residuals: Tensor) -> Tensor:
-    """The cone constant [...] of each set of residuals [..., tokens, dim]. Where it is not positive, the largest
-    min_i cos(u, r_i) of the directions u that the search met, which it is at least.
-
-    Residuals of length 0 lie in every cone and do not count.
-    """
+    """The cone constant [...] of each set of residuals [..., tokens, dim]; those of length 0 lie in every cone and do
+    not count. Where it is not positive, the largest min_i cos(u, r_i) of the directions u that the search met, which it
+    is at least."""
     *shape, tokens, dim = residuals.shape
     batches = residuals.reshape(-1, tokens, dim).split(max(1, BYTES // (8 * tokens * dim)))
     return torch.cat([_cone(batch) for batch in batches]).view(shape)

@@ -165,13 +165,11 @@ def models(part: str, device: str = "") -> pd.DataFrame:
 
 def of_models() -> pd.DataFrame:
     """By what was timed, and in which cell of the measured table: how DropKV compares, with its range and runs.
-
     first_token: its time over the plain cache's. prefill_gain: by what share a prefill is slower that scores in plain
     PyTorch. latency: seconds of a whole answer, minus SnapKV's. Both were timed once and decode equally many tokens;
-    they differ by their prefills, one per row of the batch, whose least and greatest times give the range. throughput:
-    tokens per second with 5% kept over those with a full cache, plain or in the same engine, each at its largest batch,
-    from the fastest to the median step of each side; throughput_of_steps: to the slowest.
-    """
+    the least and greatest times of their prefills, one per row of the batch, give the range. throughput: tokens per
+    second with 5% kept over those with a full cache, plain or in the same engine, each at its largest batch, from the
+    fastest to the median step of each side; throughput_of_steps: to the slowest."""
     prefills, answers, rows = models("prefill"), models("answer"), []
     paper = (prefills.loc["Mistral-7B", method, 32768, 1] for method in ("DropKV", PLAIN))
     rows.append(("first_token", "Mistral-7B, 32768", *claims.over(*paper)))

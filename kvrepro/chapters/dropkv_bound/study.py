@@ -106,11 +106,9 @@ def pool_name(size: float | int) -> str:
 
 
 def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> list[Item]:
-    """Items whose prompts have at most `settings.tokens` tokens of the model's own tokenizer.
-
-    items, n_items: as in `data.load_fitting`. Prompts that are too short for the pools are left out (`data.usable`).
-    Raises InputError, also if the prompts leave no room for the answer.
-    """
+    """Items whose prompts have at most `settings.tokens` tokens of the model's own tokenizer, as in
+    `data.load_fitting`. Prompts that are too short for the pools are left out (`data.usable`). Raises InputError, also
+    if the prompts leave no room for the answer."""
     limit, positions = prompt_limit(loaded, settings.max_new_tokens, settings.tokens), settings.sampling["positions"]
     fitting = data.load_fitting(items, n_items, loaded.tokenizer, limit, settings.seed)
 
@@ -124,10 +122,8 @@ def questions(loaded: Loaded, items: str, n_items: int, settings: Settings) -> l
 
 
 def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Settings) -> dict[int, list[Item]]:
-    """Half of `n_items` for each of `settings.lengths` but `settings.tokens`, with prompts that fill it, by length.
-
-    A length that the model or the items cannot have is left out, and this is printed.
-    """
+    """Half of `n_items` for each of `settings.lengths` but `settings.tokens`, with prompts that fill it, by length. One
+    that the model or the items cannot have is left out, and this is printed."""
     half, by_length = data.AtMost(max(1, n_items // 2)), {}
     for length in settings.lengths:
         if length != settings.tokens:
@@ -146,10 +142,8 @@ def questions_by_length(loaded: Loaded, items: str, n_items: int, settings: Sett
 def triples_of(
     loaded: Loaded, items: Sequence[Item], settings: Settings, policies: Sequence[str] = ()
 ) -> dict[str, pd.DataFrame]:
-    """All tables over the items' prompts, passages cut to `settings.tokens`.
-
-    The records cover table 11's rules, and those of `policies` that are `scored_alone`.
-    """
+    """All tables over the items' prompts, passages cut to `settings.tokens`. The records cover table 11's rules, and
+    those of `policies` that are `scored_alone`."""
     total, n = settings.triples or PROFILES[settings.profile][2], len(items)
     taken = {item.id: (item, total * (i + 1) // n - total * i // n) for i, item in enumerate(items)}
     given = settings.sampling | {"limit": settings.tokens}
@@ -185,10 +179,8 @@ def prompt(
     seed: int = 0,
 ) -> dict[str, pd.DataFrame]:
     """The tables of one prompt. `take` of its triples, drawn at random, or all it has, enter the enumeration; these,
-    and as many as `CONES` of all, enter the study of the assumptions.
-
-    policy: only records, about its choice among the same keys, in place of the rules of table 11.
-    """
+    and as many as `CONES` of all, enter the study of the assumptions. policy: only records, about its choice among the
+    same keys, in place of the rules of table 11."""
     shape, at = loaded.model.config.get_text_config(), queries(len(ids), positions)
     every = list(product(range(shape.num_hidden_layers), range(shape.num_attention_heads), at))
     draw = np.random.default_rng([seed, len(ids), *ids[-8:]])

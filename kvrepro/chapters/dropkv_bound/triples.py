@@ -108,11 +108,8 @@ class Layer:
 def triples(
     model: Any, ids: Sequence[int], positions: Sequence[int], visit: Callable[[Layer], None], *, window: int = 8
 ) -> None:
-    """Hand each layer to `visit` as one forward pass of the prompt `ids` reaches it.
-
-    positions: true positions of the queries, each at least `window`. What `visit` does not keep is freed before the
-    next layer.
-    """
+    """Hand each layer to `visit` as one forward pass of the prompt `ids` reaches it. positions: of the queries, each at
+    least `window`. What `visit` does not keep is freed before the next layer."""
     modules = attention_modules(model)
 
     class Visiting:
@@ -172,9 +169,7 @@ def scored_alone(policy: Policy) -> bool:
 
 def scores_of(policy: Policy, t: Triple) -> Tensor:
     """Scores of a policy that is `scored_alone`, from the triple's window of queries: float64 [tokens], large = keep.
-
-    Without pooling, and without guards: the comparison asks which of twenty keys before the window it would evict.
-    """
+    Without pooling and guards: the comparison asks which of twenty keys before the window it would evict."""
     wanted = {"window": len(t.window_p), "pool": "none"}
     switches = tuple((name, value) for name, value in wanted.items() if name in policy.parameters)
     return call(policy.score, t.seen, parameters=policy.reading("as_described", switches))[0, 0].double().cpu()
@@ -184,12 +179,10 @@ def scores_of(policy: Policy, t: Triple) -> Tensor:
 
 
 def strata(t: Triple, candidates: Tensor, size: int = 20, seed: int = 0) -> dict[str, Tensor]:
-    """By stratum the numbers of `size` keys out of a pool, ascending; candidates: bool [tokens].
-
-    random; tail: the lowest p; threshold: the costs nearest to the pool's median; disagreement: ranks by p and by cost
-    that are farthest apart; and two that the paper does not have: near, the smallest ||a - v_j||, and aligned, the
-    largest cosine between v_j and a.
-    """
+    """By stratum the numbers of `size` keys out of a pool, ascending; candidates: bool [tokens]. random; tail: the
+    lowest p; threshold: the costs nearest to the pool's median; disagreement: ranks by p and by cost that are farthest
+    apart; and two that the paper does not have: near, the smallest ||a - v_j||, and aligned, the largest cosine between
+    v_j and a."""
     p, r, keys = t.p[candidates], t.r[candidates], candidates.nonzero()[:, 0]
     cost = bound.single_cost(p, r)
     by_p, by_cost = (x.argsort(stable=True).argsort(stable=True) for x in (p, cost))

@@ -101,7 +101,7 @@ def chosen(quantity: str, f: pd.DataFrame) -> Ends:
     """The interval that `kvrepro.experiment.stats` gives."""
     if quantity in RESAMPLED:
         labels, limits = (f.index, (1.0, np.inf)) if f.index.name == "prompt" else (None, stats.ANY)
-        e = stats.resampled(f, RESAMPLED[quantity], labels, limits=limits)
+        e = stats.contrast(f, RESAMPLED[quantity], labels, limits=limits)
     elif quantity == UNBOUNDED:
         e = stats.interval(f.a)
     else:

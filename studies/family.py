@@ -98,7 +98,7 @@ def collected(results: Path, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
     parts = []
     for file in sorted(results.glob("*-0/*/claims.csv")):
         model, chapter = file.parent.parent.name.removesuffix("-0"), file.parent.name
-        table = claims.read(file)
+        table = pd.read_csv(file)
         verdicts = table[table.model == model].rename(columns={"ours": "estimate"})
         done = json.loads(file.with_name(DONE).read_text()) if file.with_name(DONE).is_file() else {}
         note = verdicts.note.where(verdicts.verdict == claims.NOT_TESTABLE, "")

@@ -37,7 +37,7 @@ def compared(chapter: str, folders: Sequence[Path]) -> pd.DataFrame:
     change and are left out."""
     parts, files = [], [folder / chapter / "claims.csv" for folder in folders]
     for number, file in enumerate(files if all(file.is_file() for file in files) else []):
-        table = claims.read(file)
+        table = pd.read_csv(file)
         first_run = table[table.model != claims.STORED]
         first_run = first_run[(first_run[["model", "profile"]] == first_run[["model", "profile"]].iloc[0]).all(axis=1)]
         parts.append(first_run.set_index(["claim", "reading"]).verdict.rename(number))

@@ -29,7 +29,7 @@ def results(under: str = "") -> pd.DataFrame:
             head = {"name": name, "item": f"{items}-{entry['idx']:03d}", "task": task(items, entry["idx"])}
             timed = artifact.TIMES if items == artifact.ITEMS[6] else {}
             rows.append(head | _row(entry) | {ours: entry[theirs] for theirs, ours in timed.items()})
-    return artifact.with_conditions(pd.DataFrame(rows))
+    return artifact.scores(pd.DataFrame(rows))
 
 
 def _tasks(folder: Path) -> Callable[[str, int], str]:

@@ -40,40 +40,23 @@ def condition(path: str) -> dict[str, Any]:
 
 
 SCORES = DATA / "artifact" / "scores.parquet"
-SAME = {  # columns that are the same in all rows
-    "chapter": "protection",
-    "suffix_mode": "dynamic",
-    "interval": 8,
-    "reading": "as_run",
-    "execution": "masked",
-    "backend": "artifact",
-    "dtype": "bfloat16",
-}
 TIMES = {f"decode_step_{name}_ms": f"step_ms_{name}" for name in ("mean", "p50", "p95", "p99")}
 SHIPPED = """name item task prompt_tokens n_generated kept_mean evicted policy_calls cut token_f1 token_f1_longbench
     exact_match rouge_l repetition_4gram output begins first_right rest_f1 first_f1 first_gold_f1 gate_open""".split()
 SHIPPED += TIMES.values()
 
 
-def scores() -> pd.DataFrame:
-    """The rows of all result files in the columns of our own results (`kvrepro.experiment.store.COLUMNS`), and those
-    that only this paper's rows have:
+def scores(rows: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The rows of all result files in the columns of our own results (`kvrepro.experiment.store.COLUMNS`), and others.
 
-    - output: 32 bits of the text's hash, so that equal outputs can be counted. begins: the code of the text's first
-      character, 0 where it is empty.
-    - first_right, rest_f1: whether the first word is the answer's, and token F1 of the words after it; null for
-      one-word answers.
-    - first_f1: token F1 of the prediction's first word alone; first_gold_f1: of the answer's first word alone.
-    - gate_open: calls that learned credit influenced. step_ms_*: milliseconds of a step, only of the latency probe.
-
-    token_f1, exact_match, counts and times are those that the artifact stores; the other measures are of its text, of
-    which it keeps 500 characters: `cut` says where that may matter.
+    output: 32 bits of the text's hash. begins: the code of its first character, 0 where it is empty. first_right,
+    rest_f1: whether the first word is the answer's, and token F1 of the words after it; null for one-word answers.
+    first_f1, first_gold_f1: token F1 of the first word alone, of the prediction and of the answer. gate_open: calls
+    that learned credit influenced. step_ms_*: milliseconds of a step, only of the latency probe. token_f1, exact_match,
+    counts and times are those that the artifact stores; the other measures are of its text, of which it keeps 500
+    characters: `cut` says where that may matter.
     """
-    return with_conditions(pd.read_parquet(SCORES))
-
-
-def with_conditions(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the conditions that their files' names give, in the order of our own columns."""
+    rows = pd.read_parquet(SCORES) if rows is None else rows
     conditions = pd.DataFrame([condition(name) | {"name": name} for name in rows["name"].unique()])
-    rows = rows.merge(conditions, on="name").assign(**SAME)
+    rows = rows.merge(conditions, on="name").assign(suffix_mode="dynamic", reading="as_run")
     return rows.reindex(columns=list(dict.fromkeys([*COLUMNS, *SHIPPED, *conditions])))

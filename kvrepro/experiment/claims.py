@@ -8,9 +8,8 @@ null takes an entry away. What a claim `presumes` is no part of its first form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,11 @@ LABELS = {"as_run": "authors' code", "as_described": "authors' text"}
 NOT_TESTABLE = "not testable here"
 FIRST = ", as first written"  # after the id of a claim in its first form
 VERDICTS = ("reproduced", "partly", "not reproduced", "inconclusive", NOT_TESTABLE)
+LATE = {
+    "exploratory": "Exploratory: written when results were known",
+    "changed": "Changed when results were known",
+    "presumes": "Its premise was added when results were known",
+}
 STORED = "stored timings"  # the `model` of verdicts that rest on data/gpu, and not on this run
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of libyaml takes a quarter of the time
 COLUMNS = """
@@ -41,64 +45,26 @@ def load_claims(chapter: str) -> dict[str, Any]:
     return book
 
 
-@lru_cache(maxsize=1)
-def one_sided() -> dict[tuple[str, str], dict[str, Any]]:
-    """Rows of data/error_rates.csv of rules that could never hold or never fail, by claim and reading."""
-    table = pd.read_csv(DATA / "error_rates.csv")
-    rows = table[table.can_hold.eq(False) | table.can_fail.eq(False)].to_dict("records")
-    return {(row["claim"], row["reading"]): row for row in rows}
-
-
 @lru_cache(maxsize=64)
 def published(file: str) -> pd.DataFrame:
     """One table of printed numbers, every cell as text."""
     return pd.read_csv(DATA / "published" / file, dtype=str, keep_default_na=False)
 
 
-# ---------------------------------------------------------------- claims that were changed
+def first_form(claim: Mapping[str, Any]) -> dict[str, Any]:
+    """What a claim was before results were known."""
+    first = {**claim, "presumes": None, **claim["first"], "id": claim["id"] + FIRST}
+    return {name: value for name, value in first.items() if value is not None}
 
 
-def with_first(book: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The claims, each with its first form behind it."""
-    claims: list[dict[str, Any]] = []
-    for claim in book:
-        claims.append(dict(claim))
-        if "first" in claim:
-            first = {**claim, "presumes": None, **claim["first"], "id": claim["id"] + FIRST}
-            claims.append({name: value for name, value in first.items() if value is not None})
-    return claims
-
-
-def marked(frame: pd.DataFrame, book: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """The table of verdicts without the rows of first forms. Statements give these verdicts instead, and say that a
-    claim was written or changed late."""
-    is_first = frame.claim.str.endswith(FIRST)
-    notes = {claim["id"]: _note(claim, frame[frame.claim == claim["id"] + FIRST]) for claim in book}
-    rest = frame[~is_first].reset_index(drop=True)
-    return rest.assign(statement=(rest.statement + " " + rest.claim.map(notes)).str.rstrip())
-
-
-def _note(claim: Mapping[str, Any], first: pd.DataFrame) -> str:
-    kind = {
-        "exploratory": "Exploratory: written when results were known",
-        "changed": "Changed when results were known",
-        "presumes": "Its premise was added when results were known",
-    }
-    notes = [text for name, text in kind.items() if name in claim][:1]
-    if len(first):
-        texts = [f"{row.verdict} with the {LABELS.get(row.reading, '')}" for row in first.itertuples()]
-        verdicts = first.verdict.iloc[0] if len(set(first.verdict)) == 1 else ", ".join(texts)
-        notes.append(f"as first written ({first.rule.iloc[0]}): {verdicts}")
-    return f"({'; '.join(notes)}.)" if notes else ""
-
-
-# ---------------------------------------------------------------- tables
-
-
-def read(path: Path) -> pd.DataFrame:
-    """The table of verdicts from its file."""
-    frame = pd.read_csv(path)
-    return frame.fillna(dict.fromkeys(frame.columns.difference(["ours", "low", "high", "p", "n"]), ""))
+def note(claim: Mapping[str, Any], first: Sequence[Mapping[str, Any]]) -> str:
+    """That a claim was written or changed late, and what came of its first form, of which these are rows."""
+    notes = [text for name, text in LATE.items() if name in claim][:1]
+    if first:
+        verdicts = list(dict.fromkeys(row["verdict"] for row in first))
+        texts = [f"{row['verdict']} with the {LABELS.get(row['reading'], '')}" for row in first]
+        notes.append(f"as first written ({first[0]['rule']}): {', '.join(texts if verdicts[1:] else verdicts)}")
+    return f" ({'; '.join(notes)}.)" if notes else ""
 
 
 PLAIN, KEPT = "Hugging Face, sdpa, DynamicCache", "everything kept"  # methods of data/gpu/models.csv: nothing evicted

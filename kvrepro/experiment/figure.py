@@ -4,15 +4,14 @@ A figure takes a table with the columns value, low, high (`stats.means`, `stats.
 say where a point stands, how it looks and in which panel. Everything else is seaborn and matplotlib.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from matplotlib import rc_params_from_file
-from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, PercentFormatter
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
@@ -24,69 +23,57 @@ from kvrepro.paths import DATA
 
 WORDS = DATA / "words"
 NARROW = 4.8  # inches: letters of 9 points are read on a phone
-DASHED = (0, (4, 2))
-CONTROLS = {  # reference lines that belong to no policy: colour and dashes
-    "full": ("black", DASHED),
-    "first_word": ("#B22222", (0, (1, 1.5))),
-    "copy": ("#7B4FA3", (0, (4, 1.5, 1, 1.5))),
-    "no_passage": ("#8B6F47", (0, (6, 3))),
-    "no_system_prompt": ("#8B6F47", (0, (6, 3))),
-    "preamble": ("#7B4FA3", (0, (4, 1.5, 1, 1.5))),
-    "refusal": ("#8C8C8C", (0, (1, 4))),
-}
-STYLE = rc_params_from_file(WORDS / "book.mplstyle", use_default_template=False)
+FLOORS = [  # colours and dashes of reference lines, which belong to no policy; the full cache's first
+    ("black", (0, (4, 2))),
+    ("#B22222", (0, (1, 1.5))),
+    ("#7B4FA3", (0, (4, 1.5, 1, 1.5))),
+    ("#8B6F47", (0, (6, 3))),
+]
 
 
 class Look(NamedTuple):
-    """Name, colour and marker: the same in every figure of the book."""
+    """Name, colour and marker: those of a policy are the same in every figure of the book."""
 
     name: str
-    colour: str
-    marker: str
+    colour: str = ""
+    marker: str = ""
 
 
 # After Okabe and Ito's palette; a method, its simplified and its faithful form look alike.
 LOOKS = {row.policy: Look(row.name, row.colour, row.marker) for row in pd.read_csv(WORDS / "looks.csv").itertuples()}
-TITLES = {look.name for look in LOOKS.values()}
 ALIKE = {"slw": "streaming_llm", "random_sample": "random"}
 SEQUENCE = "#0072B2 #D55E00 #009E73 #E69F00 #CC79A7 #56B4E9 #5F5F5F #8C564B #7B4FA3 #A0A000".split()
 SHAPES = "osD^vPXphd"
+NUMBER = int | float | np.number
 
 
-def look(value: object, place: int = 0) -> Look:
-    """The look of a policy, by its name; of anything else, by its place in a sequence. Readings have titles."""
+def look(value: object) -> Look:
+    """The look of a policy, by its name. Readings, own policies and anything else have names alone."""
     name = f"{value:g}" if isinstance(value, float | np.floating) else str(value)
     base = ALIKE.get(name, name.removesuffix("_simple").removesuffix("_faithful"))
     if base in LOOKS:
         shared = LOOKS[base]
         return shared._replace(name=f"{shared.name} faithful") if name.endswith("_faithful") else shared
     try:
-        title = find(name).title
+        return Look(find(name).title)
     except InputError:
-        title = LABELS.get(name, name.replace("_", " "))
-    return Look(title, SEQUENCE[place % len(SEQUENCE)], SHAPES[place % len(SHAPES)])
+        return Look(LABELS.get(name, name.replace("_", " ")))
 
 
 def looks(values: Iterable[object]) -> dict[Any, Look]:
     """The looks of several values, each with its own colour: policies as everywhere, numbers from pale to dark."""
-    names = list(dict.fromkeys(values))
-    by_name = {name: look(name, place) for place, name in enumerate(names)}
-    if all(isinstance(name, int | float | np.number) for name in names):
-        shades = sns.color_palette("crest", len(names)).as_hex()
-        return {name: by_name[name]._replace(colour=shade) for name, shade in zip(names, shades, strict=True)}
-    others = [name for name in names if by_name[name].name not in TITLES]
-    used = {by_name[name].colour for name in names if name not in others}
-    for name in others:
-        colour = by_name[name].colour
-        colour = next((free for free in (colour, *SEQUENCE) if free not in used), colour)
-        by_name[name] = by_name[name]._replace(colour=colour)
-        used.add(colour)
-    return by_name
+    by_name = {name: look(name) for name in values}
+    taken, palette = {part for seen in by_name.values() for part in seen}, SEQUENCE
+    if all(isinstance(name, NUMBER) for name in by_name):
+        palette = sns.color_palette("crest", len(by_name)).as_hex()
+    colours, shapes = (cycle([one for one in ones if one not in taken] or ones) for ones in (palette, SHAPES))
+    own = {name: Look(seen.name, next(colours), next(shapes)) for name, seen in by_name.items() if not seen.colour}
+    return by_name | own
 
 
 def set_style() -> None:
     """The book's style for all figures of a notebook, which are drawn as SVG: fit for a phone at `NARROW` inches."""
-    plt.rcParams.update(STYLE | {"figure.constrained_layout.use": False, "figure.figsize": (NARROW, 3.0)})
+    plt.style.use([WORDS / "book.mplstyle", {"figure.constrained_layout.use": False, "figure.figsize": (NARROW, 3.0)}])
     set_matplotlib_formats("svg", metadata={"Date": None})
 
 
@@ -102,21 +89,18 @@ def intervals(
     log: bool = False,
     labels: Mapping[str, str] | None = None,
     lines: pd.DataFrame | None = None,
-    title: str = "",
     height: float | None = None,
 ) -> sns.FacetGrid:
     """Points with their 95% intervals (columns value, low, high); one of x and y is "value", the other names places.
 
-    colour: a column of policies or other names, side by side at each place. panel: a column that facets, one panel
-    below the other. line: join points along the places; numbers then stand where they are. log: the places' axis.
-    percent: values are shares. labels: of columns and of values. lines: of `floors`, drawn across. height: inches of a
-    panel. The grid stays open, so that a cell may add to it before `plt.show()`.
+    colour: a column of names, side by side at each place. panel: a column that facets, one panel below the other. line:
+    join points along the places; numbers then stand where they are. log: the places' axis. percent: values are shares.
+    labels: of columns and of values. lines: of `floors`. height: inches of a panel. The grid stays open to additions.
     """
     labels = {"value": "token F1", "policy": ""} | dict(labels or {})
     upright, along = y == "value", x if y == "value" else y
     places, series = (list(dict.fromkeys(table[name])) if name else [None] for name in (along, colour))
-    numeric = line and all(isinstance(place, int | float | np.number) for place in places)
-    seen = looks(series) if colour else {None: Look("", "#0072B2", "o")}
+    numeric, seen = line and all(isinstance(place, NUMBER) for place in places), looks(series)
     height = height or (2.6 if upright else 0.5 + len(places) * max(0.25, 0.13 * len(series)))
     grid = sns.FacetGrid(table, row=panel, height=height, aspect=NARROW / height)
 
@@ -134,48 +118,31 @@ def intervals(
             where = {"x": at, "y": value, "yerr": error} if upright else {"x": value, "y": at, "xerr": error}
             form = {"color": seen[who].colour, "marker": seen[who].marker, "ls": "-" if line else "none"}
             axes.errorbar(**where, **form, lw=1.2, elinewidth=1.1, label=named(who) if colour else None)
-        for floor in () if lines is None else lines.itertuples():
-            name = "full cache" if floor.control == "full" else floor.control.replace("_", " ")
-            shade, dashes = CONTROLS[floor.control]
+        for floor, (shade, dashes) in zip(() if lines is None else lines.itertuples(), cycle(FLOORS), strict=False):
             draw = axes.axhline if upright else axes.axvline
-            draw(floor.value, color=shade, lw=1, ls=dashes, zorder=1, label=name)
-        texts = [f"{place:g}" if numeric else named(place) for place in places]
-        _scales(axes, places if numeric else range(len(places)), texts, upright, log, percent)
+            draw(floor.value, color=shade, lw=1, ls=dashes, zorder=1, label=look(floor.control).name)
+        of_places, of_values = (axes.xaxis, axes.yaxis) if upright else (axes.yaxis, axes.xaxis)
+        if log:
+            (axes.set_xscale if upright else axes.set_yscale)("log")
+        if len(places) <= 8 or not upright:
+            ticks = places if numeric else range(len(places))
+            of_places.set_ticks(ticks, [f"{place:g}" if numeric else named(place) for place in places])
+            of_places.set_minor_locator(NullLocator())
+        if not upright:
+            axes.set_ylim(len(places) - 0.5, -0.5)  # from top to bottom
+        if percent:
+            of_values.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_title(named(grid.row_names[i]) if panel else "")
     grid.set_axis_labels(*(labels.get(name, name.replace("_", " ")) for name in (x, y)))
-    if colour != along or lines is not None:
-        _legend(grid)
-    grid.figure.suptitle(title, x=0.02, y=1, ha="left", va="bottom", fontsize=9, fontweight="bold")
+    handles, names = grid.axes[0, 0].get_legend_handles_labels()
+    if names and (colour != along or lines is not None):
+        columns = 2 if max(map(len, names)) > 14 else 3
+        grid.figure.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns)
     return grid
 
 
-def _legend(grid: sns.FacetGrid) -> None:
-    """The legend below the panels, if anything has a name."""
-    handles, names = grid.axes[0, 0].get_legend_handles_labels()
-    if names:
-        columns = 2 if max(map(len, names)) > 14 else 3
-        grid.figure.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns)
-
-
-def _scales(axes: Axes, at: Sequence[Any], texts: list[str], upright: bool, log: bool, percent: bool) -> None:
-    """The axis of places, from top to bottom where they stand below each other, and that of values."""
-    places, values = (axes.xaxis, axes.yaxis) if upright else (axes.yaxis, axes.xaxis)
-    if log:
-        (axes.set_xscale if upright else axes.set_yscale)("log")
-    if len(at) <= 8 or not upright:
-        places.set_ticks(at, texts)
-        places.set_minor_locator(NullLocator())
-    if not upright:
-        axes.set_ylim(len(at) - 0.5, -0.5)
-    if percent:
-        values.set_major_formatter(PercentFormatter(1, decimals=0))
-
-
 def floors(controls: pd.DataFrame, full: pd.DataFrame, column: str = "token_f1") -> pd.DataFrame:
-    """Reference lines for `estimates`: the means of the full cache and of the controls, answers that no policy gives.
-
-    controls: of `run.controls`; full: rows of the full cache.
-    """
+    """Reference lines for `intervals`: means of the full cache's rows, and of `run.controls`, which no policy gives."""
     tables = [table.assign(control=name) for name, table in (("full", full), *controls.groupby("control", sort=False))]
     means = stats.means(pd.concat(tables).dropna(subset=column), "control", column)
     return means[means.value > 0].reset_index(drop=True)  # a line on the axis says nothing

@@ -7,18 +7,15 @@ A member *holds* where its whole interval satisfies the rule and the test, if th
 where no part of the interval does; else it is *open*. Rules:
 
 - at_least, at_most b: the bound itself satisfies both. above, below b: it satisfies neither.
-- between [b, c]; size_at_least, size_at_most b: of the absolute value.
+- between [b, c]; size_at_least, size_at_most b: of the absolute value; equivalent b: TOST at 5%.
 - no_difference b: within b of 0, where neither the test nor the interval finds a difference. Where both find one, the
   member fails. Where one does, it is open: ranks can differ where means are equal, and means where ranks are.
-- equivalent b: TOST at 5%.
 
-A member may have parts, such as all pairs of policies. Then all of them must hold (each is tested at 5%: an
-intersection of claims needs no correction), or with `some` one of them (tested at 5% divided by their number). No
-maximum and no range is ever estimated: both are biased upwards.
-
-A test of ranks agrees with an interval if it is significant and its ranks lie on the same side of 0 as the mean.
-
-A claim marked `exact: true` is a theorem or arithmetic: its members list every case, and one counterexample refutes it.
+A test of ranks agrees with an interval if it is significant and its ranks lie on the same side of 0 as the mean. A
+member may have parts, such as all pairs of policies. Then all of them must hold (each is tested at 5%: an intersection
+of claims needs no correction), or with `some` one of them (tested at 5% divided by their number). No maximum and no
+range is ever estimated: both are biased upwards. A claim marked `exact: true` is a theorem or arithmetic: its members
+list every case, and one counterexample refutes it.
 
 Verdicts:
 
@@ -38,6 +35,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,8 +44,9 @@ from scipy import stats as scipy_stats
 
 from kvrepro.errors import counted
 from kvrepro.experiment import stats
-from kvrepro.experiment.claims import COLUMNS, NOT_TESTABLE, marked, one_sided, with_first
+from kvrepro.experiment.claims import COLUMNS, NOT_TESTABLE, STORED, first_form, note
 from kvrepro.experiment.stats import ANY, MIN_ITEMS, UNIT, Estimate
+from kvrepro.paths import DATA
 
 MIN_CEILING = 0.10  # lower bound of the full cache's score below which a claim about quality says nothing
 STATES = ("holds", "open", "fails")
@@ -57,17 +56,9 @@ class NotTestable(Exception):
     """A claim, or one member of it, cannot be asked of this model or these items; the message says what is needed."""
 
 
-# ---- what a chapter supplies
-
-
 @dataclass(frozen=True)
 class Sample:
-    """What one number is estimated from: a row per item, columns as `contrast` names them.
-
-    contrast: a name of `stats.CONTRASTS`, `unpaired` (columns a and b are of different items), or any statistic(values
-    [rows, columns]). clusters: one label per row. bounds: the ends where scores pile up; None where they do not. each:
-    how many scores a row is the mean of. limits: the least and the largest value that the number can take.
-    """
+    """What one number is estimated from: a row per item, columns as the contrast names them. See `stats.contrast`."""
 
     data: pd.DataFrame
     contrast: str | Callable[[np.ndarray], float] = "mean"
@@ -77,12 +68,8 @@ class Sample:
     limits: tuple[float, float] = ANY
 
     def estimate(self, level: float = 0.95) -> Estimate:
-        if not isinstance(self.contrast, str):
-            return stats.resampled(self.data, self.contrast, self.clusters, limits=self.limits, level=level)
-        given: dict[str, Any] = {"bounds": self.bounds, "each": self.each, "level": level}
-        if self.contrast == "unpaired":
-            return stats.unpaired(self.data.a, self.data.b, **given)
-        return stats.within(stats.contrast(self.data, self.contrast, self.clusters, **given), self.limits)
+        given: dict[str, Any] = {"bounds": self.bounds, "each": self.each, "limits": self.limits, "level": level}
+        return stats.contrast(self.data, self.contrast, self.clusters, **given)
 
 
 @dataclass(frozen=True)
@@ -102,8 +89,8 @@ class Drawn:
 class Member:
     """A label and what is tested: one thing, or several named parts that must all hold (`some`: of which one must).
 
-    A thing is anything with `estimate(level)`; an `Estimate`, such as a range of timings; or, of an exact statement, a
-    series with the value of every case, indexed by the case's name.
+    A thing is anything with `estimate(level)`: a sample, an estimate itself. Or, of an exact statement, a series with
+    the value of every case, indexed by the case's name.
     """
 
     label: str
@@ -111,7 +98,10 @@ class Member:
     some: bool = False
 
 
-Members: TypeAlias = Sequence["Member | NotTestable"]
+Claim: TypeAlias = Mapping[str, Any]
+Rule: TypeAlias = Mapping[str, Any]
+Members: TypeAlias = Sequence[Member | NotTestable]
+Supplier: TypeAlias = Callable[[Claim, str], Members]  # of a claim in one reading
 
 
 def unanswered(full: pd.Series, errors: pd.Series | None = None) -> str:
@@ -131,9 +121,6 @@ def answers_enough(full: pd.Series, errors: pd.Series | None = None) -> None:
         raise NotTestable(why)
 
 
-# ---- one member
-
-
 @dataclass(frozen=True)
 class Judged:
     """One member's state, with the estimate that decided it."""
@@ -147,11 +134,7 @@ class Judged:
     refuted: bool = False  # fails even at 5% divided by the number of the claim's members
 
 
-RULES = {  # in words
-    "at_least": "at least {}",
-    "at_most": "at most {}",
-    "above": "above {}",
-    "below": "below {}",
+RULES = {  # in words, where the name is no such word itself
     "between": "{} to {}",
     "size_at_least": "at least {} either way",
     "size_at_most": "at most {} either way",
@@ -160,7 +143,7 @@ RULES = {  # in words
 }
 
 
-def region(rule: Mapping[str, Any]) -> list[tuple[float, float, bool]]:
+def region(rule: Rule) -> list[tuple[float, float, bool]]:
     """The values that satisfy a rule: intervals (from, to, do the ends belong?)."""
     [(kind, bound)] = rule.items()
     low, high = bound if kind == "between" else (-bound, bound)
@@ -172,7 +155,7 @@ def region(rule: Mapping[str, Any]) -> list[tuple[float, float, bool]]:
     return [(-math.inf if kind in ("at_most", "below") else low, high, ends)]
 
 
-def state_of(rule: Mapping[str, Any], low: float, high: float) -> str:
+def state_of(rule: Rule, low: float, high: float) -> str:
     """`holds`, `fails` or `open`, by an interval [low, high]."""
     if math.isnan(low) or math.isnan(high):
         return "open"
@@ -183,36 +166,34 @@ def state_of(rule: Mapping[str, Any], low: float, high: float) -> str:
     return "open" if met else "fails"
 
 
-def _against(rule: Mapping[str, Any], e: Estimate) -> tuple[float, float]:
-    """How far an estimate speaks against a rule: how far its interval's worst point, and its value, miss the region."""
-    # The worst point is an end of the interval, or, for a rule about a size, the point nearest 0.
+def _against(rule: Rule, e: Estimate) -> tuple[float, float]:
+    """How far an estimate speaks against a rule: how far its interval's worst point, which is an end or, for a size,
+    that nearest 0, and its value miss the region."""
     points = [e.value] if math.isnan(e.low) else [e.low, e.high, min(max(e.low, 0.0), e.high)]
     return max(_outside(rule, x) for x in points), _outside(rule, e.value)
 
 
-def _outside(rule: Mapping[str, Any], value: float) -> float:
+def _outside(rule: Rule, value: float) -> float:
     """The distance from a value to a rule's region; negative inside."""
     return min(max(a - value, value - b) for a, b, _ in region(rule))
 
 
-def _single(rule: Mapping[str, Any], label: str, what: Any, members: int, level: float = 0.95) -> Judged:
+def _single(rule: Rule, label: str, what: Any, members: int, level: float = 0.95) -> Judged:
     """Judge one thing at a level. members: how many the claim has."""
-
-    def at(level: float) -> Estimate:
-        return what if isinstance(what, Estimate) else what.estimate(level)
-
-    e = at(level)
+    e = what.estimate(level)
     state = state_of(rule, e.low, e.high)
-    refuted = state == "fails"
-    if refuted and members > 1:
-        strict = at(1 - (1 - level) / members)
-        refuted = state_of(rule, strict.low, strict.high) == "fails"
+    strict = what.estimate(1 - (1 - level) / members) if state == "fails" and members > 1 else e
+    refuted = state_of(rule, strict.low, strict.high) == "fails"
     return Judged(label, state, e, decided_by=label, against=_against(rule, e), refuted=refuted)
 
 
-def _several(rule: Mapping[str, Any], member: Member, members: int) -> Judged:
-    """Judge a member with parts: all must hold; with `some`, one. A state that a single part can decide is tested at 5%
-    divided by the number of parts."""
+def _judged(rule: Rule, member: Member, members: int) -> Judged:
+    """Judge a member. Of one with parts all must hold; with `some`, one. A state that a single part can decide is
+    tested at 5% divided by the number of parts."""
+    if isinstance(member.what, pd.Series):
+        return _exact(rule, member.label, member.what)
+    if not isinstance(member.what, Mapping):
+        return _single(rule, member.label, member.what, members)
     strict_level = 1 - 0.05 / len(member.what)
     usual, strict = [], []  # the parts, judged at 5% and at 5% divided by their number
     for name, what in member.what.items():
@@ -233,7 +214,7 @@ def _several(rule: Mapping[str, Any], member: Member, members: int) -> Judged:
     return replace(best, label=member.label, decided_by=", ".join(filter(None, [member.label, best.label])))
 
 
-def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
+def _exact(rule: Rule, label: str, cases: pd.Series) -> Judged:
     """Every case must satisfy the rule; the worst counterexample is named. Shows the case nearest to refuting."""
     values = cases.dropna()
     if values.empty:
@@ -243,11 +224,11 @@ def _exact(rule: Mapping[str, Any], label: str, cases: pd.Series) -> Judged:
     at = distance.argmax()
     text = f"{label}: {wrong} of {len(values)} cases, worst at {values.index[at]}" if wrong else label
     worst, against = float(values.iloc[at]), (float(distance.max()),) * 2
-    ours = Estimate(worst, worst, worst, len(values))
-    return Judged(label, "fails" if wrong else "holds", ours, decided_by=text, against=against, refuted=wrong > 0)
+    ours, state = Estimate(worst, worst, worst, len(values)), "fails" if wrong else "holds"
+    return Judged(label, state, ours, decided_by=text, against=against, refuted=wrong > 0)
 
 
-def _tested(claim: Mapping[str, Any], members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
+def _tested(claim: Claim, members: Sequence[Member], judged: Sequence[Judged]) -> list[Judged]:
     """The members' states after the test that the claim names."""
     test, [(kind, margin)] = claim.get("test"), claim["rule"].items()
     alike = [True] * len(judged)
@@ -273,31 +254,18 @@ def _heard(kind: str, j: Judged, p: float, alike: bool = True) -> str:
     significant, apart = p < 0.05, j.ours.low > 0 or j.ours.high < 0
     if math.isnan(j.ours.low):
         return j.state
-    if kind == "no_difference" and significant and apart:
-        return "fails"
-    if kind == "equivalent" and significant:
-        return "holds"
+    if significant and (kind == "equivalent" or (kind == "no_difference" and apart)):
+        return "holds" if kind == "equivalent" else "fails"
     agrees = {"no_difference": not (significant or apart), "equivalent": False}.get(kind, significant and alike)
     return j.state if agrees or j.state != "holds" else "open"
 
 
-def judge(claim: Mapping[str, Any], members: Sequence[Member]) -> list[Judged]:
+def judge(claim: Claim, members: Sequence[Member]) -> list[Judged]:
     """State of every member of a claim. Raises NotTestable for a member without any value to judge by."""
-    rule, judged = claim["rule"], []
-    for m in members:
-        if isinstance(m.what, pd.Series):
-            judged.append(_exact(rule, m.label, m.what))
-        elif isinstance(m.what, Mapping):
-            judged.append(_several(rule, m, len(members)))
-        else:
-            judged.append(_single(rule, m.label, m.what, len(members)))
-    return _tested(claim, members, judged)
+    return _tested(claim, members, [_judged(claim["rule"], m, len(members)) for m in members])
 
 
-# ---- one claim
-
-
-def verdict(claim: Mapping[str, Any], judged: Sequence[Judged]) -> str:
+def verdict(claim: Claim, judged: Sequence[Judged]) -> str:
     """Verdict of a claim from its judged members."""
     holds, fails = (sum(j.state == state for j in judged) for state in ("holds", "fails"))
     if holds == len(judged):
@@ -314,27 +282,37 @@ NUMBERS = ("ours", "low", "high", "p", "n")
 UNTESTED = {"verdict": NOT_TESTABLE, "test": "none", "members": "", "decided_by": ""} | dict.fromkeys(NUMBERS, math.nan)
 
 
-def rule_text(claim: Mapping[str, Any]) -> str:
+def rule_text(claim: Claim) -> str:
     """The rule and its tolerance in words."""
     [(kind, bound)] = claim["rule"].items()
     bounds = [f"{100 * b:.6g}%" if claim.get("unit") == "%" else f"{b:.6g}" for b in np.atleast_1d(bound)]
-    text = bounds[0] if len(set(bounds)) < len(bounds) else RULES[kind].format(*bounds)
+    text = (
+        bounds[0]
+        if len(set(bounds)) < len(bounds)
+        else RULES.get(kind, f"{kind.replace('_', ' ')} {{}}").format(*bounds)
+    )
     text += ", in every case" if claim.get("exact") else ""
     return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test", ""), ""))
 
 
-def _never(claim: Mapping[str, Any], reading: str, n: int) -> str:
-    """What n items can never make a claim's rule do (hold, fail), by data/error_rates.csv; empty where they can do
-    both, as `enough` of them can. Up to 64 times the items were tried. Rows of another rule do not count."""
-    tried = one_sided().get((claim["id"], reading))
-    if not tried or tried["rule"] != rule_text(claim):
-        return ""
-    if n >= (64 * tried["n"] + 1 if math.isnan(tried["enough"]) else tried["enough"]):
-        return ""
-    return "fail" if tried["can_hold"] else "hold"
+@cache
+def tried() -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of data/error_rates.csv by claim and reading."""
+    rates = pd.read_csv(DATA / "error_rates.csv")
+    return {(row["claim"], row["reading"]): row for row in rates.to_dict("records")}
 
 
-def _valued(claim: Mapping[str, Any], members: Members) -> tuple[list[Judged], list[NotTestable]]:
+def _never(claim: Claim, reading: str, n: int) -> str:
+    """What n items can never make a claim's rule do (hold, fail); empty where they can do both, as `enough` of them
+    can. Up to 64 times the items were tried. Rows of another rule do not count."""
+    row = tried().get((claim["id"], reading), {})
+    never = [what for what in ("hold", "fail") if not row.get(f"can_{what}", True)]  # nan: was not tried
+    if not never or row["rule"] != rule_text(claim):
+        return ""
+    return "" if n >= (64 * row["n"] + 1 if math.isnan(row["enough"]) else row["enough"]) else never[0]
+
+
+def _valued(claim: Claim, members: Members) -> tuple[list[Judged], list[NotTestable]]:
     """The members that have a value, judged, and why the others have none. Raises NotTestable where none has."""
     missing = [m for m in members if isinstance(m, NotTestable)]
     if len(missing) == len(members):
@@ -344,16 +322,13 @@ def _valued(claim: Mapping[str, Any], members: Members) -> tuple[list[Judged], l
         most, what = max(j.ours.n for j in judged), "run" if claim.get("contrast") == "measured" else "item"
         raise NotTestable(f"{counted(most, what)}: an interval needs at least {MIN_ITEMS}")
     valued = [j for j in judged if not math.isnan(j.ours.value)]
-    none = "items give no value, as a ratio to nothing has none"
-    missing += [NotTestable(f"{j.label}: {j.ours.n} {none}") for j in judged if j not in valued]
+    missing += [NotTestable(f"{j.label} has no value: a ratio to nothing") for j in judged if j not in valued]
     if not valued:
         raise missing[-1]
     return valued, missing
 
 
-def _row(
-    claim: Mapping[str, Any], members: Callable[[Mapping[str, Any], str], Members], reading: str
-) -> dict[str, Any]:
+def _row(claim: Claim, members: Supplier, reading: str) -> dict[str, Any]:
     """One row of the table."""
     unit = claim.get("unit", "F1")
     row = {name: claim[name] for name in ("statement", "paper", "topic", "source")} | {
@@ -362,7 +337,7 @@ def _row(
         "unit": unit,
         "rule": rule_text(claim),
         "note": claim.get("why", ""),
-        "test": "every case" if claim.get("exact") else TESTS[claim.get("test")],
+        "test": claim.get("stored") or ("every case" if claim.get("exact") else TESTS[claim.get("test")]),
     }
     try:
         judged, missing = _valued(claim, members(claim, reading))
@@ -393,31 +368,32 @@ def _row(
 
 
 def verdicts(
-    claims: Sequence[Mapping[str, Any]],
-    members: Callable[[Mapping[str, Any], str], Members],
-    readings: Callable[[Mapping[str, Any]], Sequence[str]] = lambda claim: ("any",),
+    claims: Sequence[Claim],
+    members: Supplier,
+    readings: Callable[[Claim], Sequence[str]] = lambda claim: ("any",),
     *,
     model: str,
     profile: str,
 ) -> pd.DataFrame:
     """The claims table, `claims.COLUMNS`: a row per claim and reading. Verdicts on first forms stand in statements.
 
-    members(claim, reading) lists what is tested, with NotTestable in place of members that cannot be tested; it may
-    raise NotTestable for the whole claim. ours, low, high, p and n are those of the member that `decided_by` names, in
-    the claim's unit: a failing member, else an open one, else the one closest to failing. What a claim presumes stands
-    before it. A premise that is not among the rows is not asked; of one in both readings, one must be reproduced.
+    members(claim, reading) lists what is tested, with NotTestable in place of what cannot be; it may raise NotTestable
+    for the whole claim. ours, low, high, p and n are those of the member that `decided_by` names, in the claim's unit:
+    a failing one, else an open one, else the one closest to failing. What a claim presumes stands before it; of a
+    premise in both readings one must be reproduced.
     """
     table: list[dict[str, Any]] = []
-    for claim in with_first(claims):
+    for claim in claims:
+        first = first_form(claim) if "first" in claim else {}
+        before = [_row(first, members, reading) for reading in (readings(first) if first else ())]
         for reading in readings(claim):
-            row, asked = _row(claim, members, reading), (reading, "any")
+            row = _row(claim, members, reading)
             premises = [r for r in table if r["claim"] == claim.get("presumes")]
-            premises = [r for r in premises if reading == "any" or r["reading"] in asked]
-            refused = premises and all(r["verdict"] != "reproduced" for r in premises)
+            premises = [r for r in premises if reading == "any" or r["reading"] in (reading, "any")]
+            refused = bool(premises) and all(r["verdict"] != "reproduced" for r in premises)
             if refused and row["verdict"] != NOT_TESTABLE:
-                found = (
-                    f"it presumes {premises[0]['claim']}, which is {premises[0]['verdict']}: {premises[0]['statement']}"
-                )
+                found = "it presumes {claim}, which is {verdict}: {statement}".format(**premises[0])
                 row |= UNTESTED | {"note": f"{found} Without this premise it would be {row['verdict']}"}
-            table.append(row)
-    return marked(pd.DataFrame(table).reindex(columns=COLUMNS).assign(model=model, profile=profile), claims)
+            whose = {"model": STORED if claim.get("stored") else model, "profile": profile}
+            table.append(row | whose | {"statement": claim["statement"] + note(claim, before)})
+    return pd.DataFrame(table).reindex(columns=COLUMNS)

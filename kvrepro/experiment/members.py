@@ -1,7 +1,7 @@
 """What a claim is tested on, in one language: entries of `data/claims/*.yml` in, members for the judge out.
 
-A chapter's module `members` has `tidied(tables, loaded, settings)`, which gives the tables by the names that claims
-use, with a column for whatever they choose by. A claim says which rows it takes, and what is computed of them:
+A chapter's module `members` has `tidied(tables, loaded, settings)`, the tables by the names that claims use, with a
+column for whatever they choose by. A claim says which rows it takes, and what is computed of them:
 
 - `rows`: the table. The file's own `rows` hold entries that all claims on a table share.
 - `readings: both`: judged in every reading in which the rows were run; else once, whatever their reading.
@@ -21,8 +21,8 @@ use, with a column for whatever they choose by. A claim says which rows it takes
 - `contrast`: of `stats.CONTRASTS`, of `CONTRASTS` below, or of the chapter's, functions of a `Case` that give evidence,
   or several parts by their names.
 - `requires`: names of the chapter's `REQUIRES`, functions of a `Case` that raise NotTestable. `needs`: what runs lack.
-- `bounds`, `limits`, `each`: of `judge.Sample`, numbers, or columns of which the mean is taken.
-- `stored`: what the interval is of timings that are stored with the project, on which the verdict then rests.
+- `bounds`, `limits`, `each`: of `judge.Sample`, numbers, or columns of which the mean is taken. `stored`: what the
+  interval is of timings that are stored with the project, on which the verdict then rests.
 
 Claims about policies in general, those that choose policies by one of `sets`, are also put to each of a reader's own.
 """
@@ -38,14 +38,13 @@ import pandas as pd
 
 from kvrepro.engine.policy import READINGS, find, is_own
 from kvrepro.errors import InputError
-from kvrepro.experiment import claims, judge
+from kvrepro.experiment import judge
 from kvrepro.experiment.judge import Member, NotTestable, Sample
 from kvrepro.experiment.stats import MIN_ITEMS, Estimate
 
 Claim: TypeAlias = Mapping[str, Any]
 OF_CEILING = ("share_of_ceiling", "loss", "loss_ratio", "difference_of_ceiling")  # contrasts with the side `full`
 OF_TWO_PAIRS = ("lift_minus_difference", "difference_of_ceiling")  # contrasts with the sides x and y
-LATE = ("first", "changed", "exploratory")  # entries about how a claim of a book came to be
 
 
 def merged(claim: Claim, entries: Claim) -> dict[str, Any]:
@@ -132,9 +131,8 @@ class Case:
     def values(self, side: str, column: str | None = None) -> pd.Series:
         """One column on one side, by unit. Raises InputError where a unit has several rows."""
         rows, per = self.rows(**self.sides[side]), self.claim["per"]
-        if (twice := rows[per].duplicated()).any():
-            cell = {**self.claim["filter"], **self.sides[side]}
-            raise InputError(f"{twice.sum()} of {len(rows)} rows of {cell} have the {per} of another")
+        if rows[per].duplicated().any():
+            raise InputError(f"several rows of an {per}: {_described({**self.claim['filter'], **self.sides[side]})}")
         return pd.Series(rows[column or self.claim["column"]].to_numpy(), rows[per])
 
     def frame(self) -> pd.DataFrame:
@@ -182,8 +180,10 @@ class Case:
         """A number, or the mean of a column over the rows of the case."""
         return float(self.rows()[given].mean()) if isinstance(given, str) else given
 
-    def cases(self) -> pd.Series:
-        """The value of every row, as a case of an exact claim."""
+    def evidence(self) -> Sample | pd.Series:
+        """The case as a sample, or, of an exact claim, the value of every row."""
+        if not self.claim.get("exact"):
+            return self.sample()
         rows = self.rows().dropna(subset=self.claim["column"])
         names = [name for name in self.claim.get("cases", ["item"]) if name in rows]
         texts = [_described(dict(zip(names, row, strict=True))) for row in rows[names].to_numpy()]
@@ -191,13 +191,13 @@ class Case:
 
 
 def measured(case: Case) -> Estimate:
-    """The one timing of a table with value, low, high, and the number of independent runs (`runs`): the range of six or
-    more covers their median at 97%, that of fewer is no interval. Without a number of runs it is an interval already,
-    or the value was counted."""
+    """The one timing of a table with value, low and high. Of six independent `runs` or more the range covers the median
+    at 97%, of fewer it is no interval. Without a number of runs it is one already, or the value was counted."""
     [row] = case.rows().itertuples()
-    runs = 1 if pd.isna(row.runs) else int(row.runs)
-    few = pd.notna(row.runs) and runs < MIN_ITEMS
-    return Estimate(row.value, math.nan if few else row.low, math.nan if few else row.high, runs)
+    if pd.isna(row.runs):
+        return Estimate(row.value, row.low, row.high, 1)
+    low, high = (row.low, row.high) if row.runs >= MIN_ITEMS else (math.nan, math.nan)
+    return Estimate(row.value, low, high, int(row.runs))
 
 
 def unpaired(case: Case) -> Sample:
@@ -231,9 +231,6 @@ def _described(cell: Claim) -> str:
     return ", ".join(texts)
 
 
-# ---------------------------------------------------------------- members
-
-
 @dataclass(frozen=True)
 class Language:
     """A file of claims, the tidied tables of a run, and the chapter's own contrasts and requirements."""
@@ -242,16 +239,19 @@ class Language:
     tables: Mapping[str, Table]
     chapter: Any
 
-    def entries(self, claim: Claim, reading: str) -> dict[str, Any]:
-        """A claim with what its table's claims share, in one reading."""
-        rows = claim.get("rows", "main")
+    def entries(self, claim: Claim, reading: str = "any") -> dict[str, Any]:
+        """A claim with what its table's claims share, in one reading, and the file's sets in place of their names."""
+        rows, sets = claim.get("rows", "main"), self.book.get("sets", {})
         shared = {"rows": rows, "column": "score", "per": "item", **self.book.get("rows", {}).get(rows, {})}
-        return merged(merged(shared, claim), {"filter": {"reading": reading}} if reading != "any" else {})
+        entries = merged(merged(shared, claim), {"filter": {"reading": reading}} if reading != "any" else {})
+        for name in {"filter", "over", "parts", "pairs"} & set(entries):
+            entries[name] = {c: sets.get(v, v) if isinstance(v, str) else v for c, v in entries[name].items()}
+        return entries
 
     def values(self, case: Case, name: str, given: Any) -> list[Any]:
         """The values of an axis."""
         if given != "all":
-            return _listed(self.book.get("sets", {}).get(given, given) if isinstance(given, str) else given)
+            return _listed(given)
         values = case.table.fitting({**case.claim["filter"], name: None})[name].dropna().unique()
         if not len(values):
             raise NotTestable(f"not run: {_described(case.claim['filter'])}")
@@ -261,20 +261,14 @@ class Language:
         """(label, case) for each combination of the axes' values."""
         for values in itertools.product(*(self.values(case, *axis) for axis in axes.items())):
             cell = dict(zip(axes, values, strict=True))
-            yield _described(cell), self.case(chosen(case.claim, cell))
+            yield _described(cell), Case(chosen(case.claim, cell), self.tables)
 
     def cases(self, claim: Claim, reading: str) -> Iterator[tuple[str, Case]]:
         """(label, case) of each member."""
         for own in claim.get("members", [{}]):
-            case = self.case(self.entries(merged(claim, own), reading))
+            case = Case(self.entries(merged(claim, own), reading), self.tables)
             for label, cell in self.cells(case, case.claim["over"]):
                 yield ", ".join(filter(None, [label, own.get("label")])) or "all", cell
-
-    def case(self, claim: Claim) -> Case:
-        """A case, with the file's sets in place of their names in its filter."""
-        sets = self.book.get("sets", {})
-        named = {c: sets.get(v, v) if isinstance(v, str) else v for c, v in claim["filter"].items()}
-        return Case({**claim, "filter": named}, self.tables)
 
     def parts(self, case: Case) -> Iterator[tuple[str, Case]]:
         """(label, case) of each part of a member; of one without parts, ("", the case)."""
@@ -290,21 +284,15 @@ class Language:
                 pair = {side: {name: value} for side, value in zip(sides, two, strict=True)}
                 yield " against ".join(map(_text, two)), Case(merged(claim, {"sides": pair}), self.tables)
 
-    def evidence(self, case: Case) -> Any:
-        """What the contrast of a case gives: evidence, or several parts by their names."""
-        contrast, own = case.claim["contrast"], {**CONTRASTS, **self.chapter.CONTRASTS}
-        if contrast in own:
-            return own[contrast](case)
-        return case.cases() if case.claim.get("exact") else case.sample()
-
     def member(self, label: str, case: Case) -> Member:
         """A member. Raises NotTestable where it, or each of its parts, cannot be tested."""
         for name in case.claim.get("requires", ()):
             self.chapter.REQUIRES[name](case)
+        evidence = {**CONTRASTS, **self.chapter.CONTRASTS}.get(case.claim["contrast"], Case.evidence)
         parts, reason = {}, NotTestable("its parts were not run")
         for name, part in self.parts(case):
             try:
-                parts[name] = self.evidence(part)
+                parts[name] = evidence(part)
             except NotTestable as why:
                 reason = why
         if not parts:
@@ -324,7 +312,7 @@ class Language:
 
     def readings(self, claim: Claim) -> Sequence[str]:
         """The readings in which a claim is judged: those of its rows, or of the first table where they were not run."""
-        entries = self.entries(claim, "any")
+        entries = self.entries(claim)
         table = self.tables.get(entries["rows"], next(iter(self.tables.values()), Table(pd.DataFrame())))
         if entries.get("readings") != "both" or "reading" not in table.rows:
             return ["any"]
@@ -341,7 +329,8 @@ class Language:
                 title = find(policy).title
                 new = {"id": f"{claim['id']} {title}", "statement": f"Asked of {title}: {claim['statement']}"}
                 new |= {"own": policy} | {name: {**claim[name], "policy": [policy]} for name in named}
-                yield {name: value for name, value in claim.items() if name not in LATE} | new
+                late = ("first", "changed", "exploratory")  # how the claim of the book came to be
+                yield {name: value for name, value in claim.items() if name not in late} | new
 
 
 def verdicts(
@@ -349,8 +338,5 @@ def verdicts(
 ) -> pd.DataFrame:
     """Verdict of every claim of a book on tidied tables (`judge.verdicts`), then those on a reader's own policies."""
     language = Language(book, {name: Table(rows) for name, rows in tables.items()}, chapter)
-    asked = [*book["claims"], *language.general()]
-    frame = judge.verdicts(asked, language.members, language.readings, model=model, profile=profile)
-    stored = frame.claim.map({claim["id"]: language.entries(claim, "any").get("stored") for claim in book["claims"]})
-    test = stored.where(frame.test != "none").fillna(frame.test)
-    return frame.assign(test=test, model=frame.model.mask(stored.notna(), claims.STORED))
+    asked = [{"stored": language.entries(c).get("stored"), **c} for c in [*book["claims"], *language.general()]]
+    return judge.verdicts(asked, language.members, language.readings, model=model, profile=profile)

@@ -20,17 +20,13 @@
   and the interval reaches that much lower; likewise the other way round (Efron and Tibshirani 1993). The interval ends
   where the statistic does (a correlation from -1 to 1). For a statistic with a least value and no largest (a quantile
   over its median, from 1) the rule is applied to the logarithm of its distance from the least value.
-- *Clusters* (triples of a prompt, requests of a system prompt): a cluster counts once, by its mean, and resamples draw
-  it whole. This holds for clusters without a single hit too: they say nothing of how hits come together.
+- *Clusters* (triples of a prompt, requests of a system prompt): a cluster, with hits or without, counts once, by its
+  mean, and resamples draw it whole.
 - Fewer than six items or clusters have no interval, nor have unbounded values that are all alike. Levels above 95% need
   as many items as a sign test needs to reach them, except for scores between bounds, whose farthest values are known.
-  The estimate always lies inside its interval.
+  The estimate always lies inside its interval. Missing values (failed items) are dropped, pairwise where columns are.
 
-Chosen by coverage, and by how often the rules of claims err: `python -m studies.coverage` writes
-data/coverage.csv (means, differences and ratios with many zeros and ones, values with long tails),
-`studies.error_rates` the other table.
-
-Missing values (failed items) are dropped, pairwise where columns are compared.
+Chosen by coverage (`studies.coverage`), and by how often the rules of claims err (`studies.error_rates`).
 """
 
 from __future__ import annotations
@@ -38,9 +34,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -57,10 +52,10 @@ Columns: TypeAlias = Mapping[str, np.ndarray]
 Ends: TypeAlias = tuple[float, float]
 Bounds: TypeAlias = Ends | None  # None: there are none
 Labels: TypeAlias = Sequence[Any] | None  # of clusters, one per value
+Names: TypeAlias = Sequence[str] | str  # of columns
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A value with its interval over n items or clusters; prints as `0.281 [0.243, 0.320]`. low, high: nan where there
     is no interval."""
 
@@ -69,57 +64,55 @@ class Estimate:
     high: float
     n: int
 
-    @property
-    def triple(self) -> tuple[float, float, float]:
-        """Value, low, high."""
-        return self.value, self.low, self.high
+    def estimate(self, _level: float = 0.95) -> Estimate:
+        """Itself: a range that was measured is the same at every level."""
+        return self
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-# ---------------------------------------------------------------- intervals
-
-
-def _minus(name: str, other: str) -> Callable[[Columns], np.ndarray]:
-    return lambda c: c[name] - c[other]
-
-
 # A contrast of columns a, b, full, ...: the values that are averaged, and for a ratio those of the divisor.
 CONTRASTS: dict[str, tuple[Callable[[Columns], np.ndarray], Callable[[Columns], np.ndarray] | None]] = {
     "mean": (lambda c: c["a"], None),
-    "difference": (_minus("a", "b"), None),
+    "difference": (lambda c: c["a"] - c["b"], None),
     "share_of_ceiling": (lambda c: c["a"] - c.get("b", 0.0), lambda c: c["full"]),
-    "loss": (_minus("full", "a"), lambda c: c["full"]),
-    "loss_ratio": (_minus("full", "b"), _minus("full", "a")),
+    "loss": (lambda c: c["full"] - c["a"], lambda c: c["full"]),
+    "loss_ratio": (lambda c: c["full"] - c["b"], lambda c: c["full"] - c["a"]),
     "lift_minus_difference": (lambda c: c["a"] - c["b"] - (c["x"] - c["y"]), None),
-    "difference_of_ceiling": (_minus("x", "y"), lambda c: c["full"]),
+    "difference_of_ceiling": (lambda c: c["x"] - c["y"], lambda c: c["full"]),
 }
 
 
 def interval(
     values: Sequence[float], clusters: Labels = None, *, bounds: Bounds = None, each: float = 1, level: float = 0.95
 ) -> Estimate:
-    """Mean with its interval, by the module's rule. clusters: one label per value. bounds: the least and the largest
-    possible value, where there are such."""
+    """Mean with its interval, by the module's rule. bounds: the least and the largest possible value, if any."""
     frame = pd.DataFrame({"a": np.asarray(values, float)})
     return contrast(frame, "mean", clusters, bounds=bounds, each=each, level=level)
 
 
 def contrast(
     frame: pd.DataFrame,
-    name: str,
+    kind: str | Callable[[np.ndarray], float],
     clusters: Labels = None,
     *,
     bounds: Bounds = None,
     each: float = 1,
+    limits: Ends = ANY,
     level: float = 0.95,
 ) -> Estimate:
-    """A contrast of `CONTRASTS` over items (the rows of `frame`) with its interval, by the module's rule.
+    """A contrast over items (the rows of `frame`) with its interval, by the module's rule.
 
-    bounds: of every column. each: how many scores a row is the mean of. Rows that lack a value are dropped.
+    kind: one of `CONTRASTS`; `unpaired`, of columns a and b that are of different items; or any statistic(values [rows,
+    columns]). bounds: of every column. each: how many scores a row is the mean of. limits: the least and the largest
+    value that the contrast can take. Rows that lack a value are dropped.
     """
-    top, bottom = CONTRASTS[name]
+    if not isinstance(kind, str):
+        return _resampled(frame, kind, clusters, limits, level)
+    if kind == "unpaired":
+        return within(_unpaired(frame, np.array(bounds, float), each, level), limits)
+    top, bottom = CONTRASTS[kind]
     values = frame.to_numpy(float)
     present = ~np.isnan(values).any(1)
     values = values[present]
@@ -137,10 +130,16 @@ def contrast(
     def reach(x: np.ndarray, ends: np.ndarray | None) -> Ends:
         return _reach(x, ends, each, level, alike=bottom is None)
 
-    if bottom is None:
-        return _mean(top(columns), top(extremes) if extremes else None, reach, level)
-    ends = (top(extremes), bottom(extremes)) if extremes else None
-    return _ratio(top(columns), bottom(columns), ends, reach, level)
+    x, ends = top(columns), top(extremes) if extremes else None
+    if bottom is not None:
+        both = (top(extremes), bottom(extremes)) if extremes else None
+        return within(_ratio(x, bottom(columns), both, reach, level), limits)
+    n, value = len(x), float(np.mean(x))
+    if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp(x) <= 1e-12 * max(1.0, abs(value)))):
+        return Estimate(value, math.nan, math.nan, n)
+    below, above = reach(x, ends)
+    e = Estimate(value, value - below, value + above, n)
+    return within(within(e, ANY if ends is None else (float(ends.min()), float(ends.max()))), limits)
 
 
 @cache
@@ -209,23 +208,11 @@ def _unbounded_reach(x: np.ndarray, level: float) -> Ends:
     lean = float(((away / error) ** 3).sum()) / (n * (n - 1) * max(n - 2, 1))  # skewness / sqrt(n)
 
     def unbent(t: float) -> float:
-        """The inverse of Hall's transformation, which maps u to u + lean u^2 / 3 + lean^2 u^3 / 27 + lean / 6.
-
-        Source: Hall 1992, "On the removal of skewness by transformation".
-        """
+        """The inverse of Hall's (1992) transformation of u to u + lean u^2 / 3 + lean^2 u^3 / 27 + lean / 6."""
         return t if abs(lean) < 1e-9 else (math.cbrt(1 + lean * (t - lean / 6)) - 1) * 3 / lean
 
     t = _quantile(level, n - 1)
     return error * unbent(t), -error * unbent(-t)
-
-
-def _mean(x: np.ndarray, ends: np.ndarray | None, reach: Callable[..., Ends], level: float) -> Estimate:
-    n, value = len(x), float(np.mean(x))
-    if n < MIN_ITEMS or (ends is None and (n < fewest(level) or np.ptp(x) <= 1e-12 * max(1.0, abs(value)))):
-        return Estimate(value, math.nan, math.nan, n)
-    below, above = reach(x, ends)
-    e = Estimate(value, value - below, value + above, n)
-    return e if ends is None else within(e, (float(ends.min()), float(ends.max())))
 
 
 def _ratio(
@@ -244,47 +231,36 @@ def _ratio(
         return Estimate(value, -math.inf, math.inf, n)
     first_step = max(*reach(x - value * y, ends and ends[0] - value * ends[1]), 1e-9 * bottom) / bottom
 
+    def clear(d: float, side: int) -> float:
+        """By how much the mean of x - r y is clear of 0, for an r that lies d below (side -1) or above the ratio."""
+        r = value + side * d
+        rest = -side * (x - r * y)
+        return float(rest.mean()) - reach(rest, ends and -side * (ends[0] - r * ends[1]))[0]
+
     def limit(side: int) -> float:
-        """The farthest r below (side -1) or above (side 1) the ratio."""
-
-        def clear(d: float) -> float:
-            """By how much the mean of x - r y is clear of 0, for an r that lies d away from the ratio."""
-            r = value + side * d
-            rest = -side * (x - r * y)
-            return float(rest.mean()) - reach(rest, ends and -side * (ends[0] - r * ends[1]))[0]
-
-        step = next((step for step in first_step * 2.0 ** np.arange(20) if clear(step) > 0), math.inf)
+        step = next((step for step in first_step * 2.0 ** np.arange(20) if clear(step, side) > 0), math.inf)
         if math.isfinite(step):
-            step = float(optimize.brentq(clear, 0, step, rtol=1e-6))
+            step = float(optimize.brentq(clear, 0, step, (side,), rtol=1e-6))
         return value + side * step
 
     return Estimate(value, limit(-1), limit(1), n)
 
 
-def unpaired(a: Sequence[float], b: Sequence[float], *, bounds: Ends, each: float = 1, level: float = 0.95) -> Estimate:
+def _unpaired(frame: pd.DataFrame, ends: np.ndarray, each: float, level: float) -> Estimate:
     """Mean of a minus mean of b, for different items, with the limits of both joined; n is the smaller of the two."""
-    sides = [x[~np.isnan(x)] for x in (np.asarray(a, float), np.asarray(b, float))]
+    sides = [frame[side].dropna().to_numpy(float) for side in "ab"]
     n = min(map(len, sides))
     value = float(sides[0].mean() - sides[1].mean()) if n else math.nan
     if n < MIN_ITEMS:
         return Estimate(value, math.nan, math.nan, n)
-    (less_a, more_a), (less_b, more_b) = (_reach(side, np.array(bounds, float), each, level) for side in sides)
+    (less_a, more_a), (less_b, more_b) = (_reach(side, ends, each, level) for side in sides)
     return Estimate(value, value - math.hypot(less_a, more_b), value + math.hypot(more_a, less_b), n)
 
 
-def resampled(
-    frame: pd.DataFrame,
-    statistic: Callable[[np.ndarray], float],
-    clusters: Labels = None,
-    *,
-    limits: Ends = ANY,
-    level: float = 0.95,
+def _resampled(
+    frame: pd.DataFrame, statistic: Callable[[np.ndarray], float], clusters: Labels, limits: Ends, level: float
 ) -> Estimate:
-    """Any statistic(values [rows, columns]) with its interval: the standard error is the spread over resamples.
-
-    limits: the least and the largest value that the statistic can take. There is no interval where fewer than half of
-    the resamples have a value. Where all resamples agree, as they may for a median, the interval has no width.
-    """
+    """Any statistic(values [rows, columns]) with its interval: the standard error is the spread over resamples."""
     codes, names = pd.factorize(np.arange(len(frame)) if clusters is None else np.asarray(clusters))
     values = frame.to_numpy(float)
     n, value = len(names), float(statistic(values)) if len(values) else math.nan
@@ -297,7 +273,8 @@ def resampled(
 
 
 def spread_of(value: float, drawn: np.ndarray, n: int, level: float = 0.95, limits: Ends = ANY) -> Estimate:
-    """A statistic's interval from its values in resamples of n items or clusters. limits: as in `resampled`."""
+    """A statistic's interval from its values in resamples of n items or clusters; none where fewer than half of these
+    have a value, and without width where all agree, as they may for a median. limits: as in `contrast`."""
     resamples, drawn = len(drawn), drawn[np.isfinite(drawn)]
     if n < fewest(level) or 2 * len(drawn) < resamples or not math.isfinite(value):
         return Estimate(value, math.nan, math.nan, n)
@@ -314,81 +291,57 @@ def spread_of(value: float, drawn: np.ndarray, n: int, level: float = 0.95, limi
 
 def within(e: Estimate, limits: Ends) -> Estimate:
     """The estimate with its interval cut to the limits; it still holds the value."""
-    return replace(e, low=min(max(e.low, limits[0]), e.value), high=max(min(e.high, limits[1]), e.value))
-
-
-# ---------------------------------------------------------------- tables
+    return e._replace(low=min(max(e.low, limits[0]), e.value), high=max(min(e.high, limits[1]), e.value))
 
 
 def means(
     rows: pd.DataFrame,
-    by: Sequence[str] | str,
-    column: str,
+    by: Names,
+    column: Names,
     clusters: str | None = None,
     *,
+    kind: str = "mean",
     bounds: Bounds = UNIT,
     limits: Ends = ANY,
 ) -> pd.DataFrame:
-    """Mean of a column per group with its interval: columns `by`, value, low, high, n.
+    """Mean of a column per group with its interval: columns `by`, value, low, high, n. Or another contrast, of several.
 
     bounds: of the values; None if they have none, or if values do not pile up there; then `limits` are those of the
     mean. clusters: a column whose groups are drawn whole, such as the item where it has several rows.
     """
-    return _by_group(rows, by, {"a": column}, "mean", clusters, bounds, limits)
+    names, records = [by] if isinstance(by, str) else list(by), []
+    for key, group in rows.groupby(names, sort=False, dropna=False, observed=True):
+        values = group[column].to_frame("a") if isinstance(column, str) else group[list(column)]
+        records.append((*key, *contrast(values, kind, clusters and group[clusters], bounds=bounds, limits=limits)))
+    return pd.DataFrame(records, columns=[*names, "value", "low", "high", "n"])
 
 
 def contrasts(
     rows: pd.DataFrame,
     against: pd.DataFrame,
-    by: Sequence[str] | str,
+    by: Names,
     column: str,
     *,
-    on: Sequence[str] | str = "item",
+    on: Names = "item",
     kind: str = "difference",
     clusters: str | None = None,
     bounds: Bounds = UNIT,
 ) -> pd.DataFrame:
-    """The contrast `kind` (of `CONTRASTS`) per group of rows; each row is paired with the row of `against` that has the
-    same `on`.
+    """The contrast `kind` (of `CONTRASTS`) per group of rows, as a table of `means`.
 
-    Columns are those of `means`. Rows are the contrast's `a`, those of `against` its `b`, or `full` where it names a
-    ceiling. Rows without a partner are left out. Raises MergeError where `against` has several rows for the same `on`.
+    Rows are the contrast's `a`; the row of `against` with the same `on` is its `b`, or `full` where it names a ceiling.
+    Rows without such a partner are left out. Raises MergeError where one has several.
     """
     keys, second = [on] if isinstance(on, str) else list(on), "full" if kind in ("share_of_ceiling", "loss") else "b"
-    partner = f"{column} of the partner"
-    other = against[[*keys, column]].rename(columns={column: partner})
-    paired = rows.merge(other, on=keys, validate="many_to_one")
-    return _by_group(paired, by, {"a": column, second: partner}, kind, clusters, bounds, ANY)
-
-
-def _by_group(
-    rows: pd.DataFrame,
-    by: Sequence[str] | str,
-    columns: Mapping[str, str],
-    kind: str,
-    clusters: str | None,
-    bounds: Bounds,
-    limits: Ends,
-) -> pd.DataFrame:
-    """The contrast `kind` per group of rows: columns `by`, value, low, high, n. columns: those of the contrast."""
-    names, records = [by] if isinstance(by, str) else list(by), []
-    for key, group in rows.groupby(names, sort=False, dropna=False, observed=True):
-        values = pd.DataFrame({name: group[column] for name, column in columns.items()})
-        e = within(contrast(values, kind, clusters and group[clusters], bounds=bounds), limits)
-        records.append((*key, *e.triple, e.n))
-    return pd.DataFrame(records, columns=[*names, "value", "low", "high", "n"])
-
-
-# ---------------------------------------------------------------- tests
+    other = against[[*keys, column]].rename(columns={column: second})
+    paired = rows.drop(columns=[second], errors="ignore").merge(other, on=keys, validate="many_to_one")
+    return means(paired.assign(a=paired[column]), by, ["a", second], clusters, kind=kind, bounds=bounds)
 
 
 def wilcoxon(a: Sequence[float], b: Sequence[float], *, greater: bool = False) -> float:
-    """p of the two-sided Wilcoxon signed-rank test on the nonzero differences (zeros dropped, Wilcoxon's own handling).
-    greater: of the one-sided test that a is larger.
-
-    Exact p up to 50 untied differences and up to 13 tied ones, else the normal approximation with tie correction.
-    No nonzero difference gives p = 1. Differences below 1e-9 are rounding and count as zero.
-    """
+    """p of the two-sided Wilcoxon signed-rank test on the nonzero differences; 1 where there is none. greater: of the
+    one-sided test that a is larger. Exact up to 50 untied differences and up to 13 tied ones, else the normal
+    approximation with tie correction. Differences below 1e-9 are rounding and count as zero."""
     d = _differences(a, b)
     nonzero = d[d != 0]
     if not nonzero.size:
@@ -403,11 +356,10 @@ def wilcoxon(a: Sequence[float], b: Sequence[float], *, greater: bool = False) -
 
 
 def tost(a: Sequence[float], b: Sequence[float], margin: float) -> float:
-    """p of the paired equivalence test of |mean(a - b)| < margin, for scores from 0 to 1: the larger one-sided p; small
-    says equivalent. Source: Schuirmann 1987.
+    """p of the paired equivalence test of |mean(a - b)| < margin, for scores from 0 to 1; small says equivalent.
 
-    It is the p at which the interval of level 1 - 2 p, by the module's rule, reaches the margin. 1 where the mean
-    itself lies outside. Fewer than two pairs give nan.
+    It is the p at which the interval of level 1 - 2 p, by the module's rule, reaches the margin; 1 where the mean lies
+    outside. Fewer than two pairs give nan. Source: Schuirmann 1987.
     """
     d = _differences(a, b)
     if d.size < 2:

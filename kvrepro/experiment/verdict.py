@@ -5,13 +5,13 @@
     judged.box(rows, f"- LRU scores {value:.2f}.", presumes={"P6": "not reproduced"})
     judged.write({"main": rows, "attention": attention})
 
-A study's tables go by their names; a single table is the study `main`. Findings and titles name the verdicts that they
-presume. Where a run comes out differently, its own verdicts stand in their place.
+Findings name the verdicts that they presume. Where a run comes out differently, its own stand in their place.
 """
 
 import importlib
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -24,47 +24,37 @@ from kvrepro.experiment.run import Settings
 from kvrepro.paths import write_table
 
 FOUND, HERE = "**What we found**", "**On this model**"  # titles of the box of findings
-Tables: TypeAlias = pd.DataFrame | Mapping[str, Any]
+Tables: TypeAlias = pd.DataFrame | Mapping[str, Any]  # by study; a single one is `main`
 Presumed: TypeAlias = Mapping[str, str | Mapping[str, str]]  # claim -> its verdict, or those by reading
 
 
 def verdicts(
-    chapter: str, tables: Mapping[str, Any], loaded: Loaded | None, settings: Settings, only: Collection[str] = ()
+    chapter: str, tables: Tables, loaded: Loaded, settings: Settings, ids: Collection[str] = ()
 ) -> pd.DataFrame:
-    """The table of verdicts, `claims.COLUMNS`: of the claims in `only` and those that they presume, or of all; and of
-    those about a reader's own policies."""
+    """The table of verdicts, `claims.COLUMNS`: of these claims; where none is named, of all, own policies' too."""
     book = claims.load_claims(chapter)
     premise = {claim["id"]: claim.get("presumes") for claim in book["claims"]}
-    wanted = list(only or premise)
+    wanted = list(ids or premise)
     for name in wanted:  # which grows: a premise has its own
         wanted += [premise[name]] if premise[name] and premise[name] not in wanted else []
     book = {**book, "claims": [claim for claim in book["claims"] if claim["id"] in wanted]}
     module = importlib.import_module(f"kvrepro.chapters.{chapter}.members")
-    assert loaded is not None  # only tests judge without a model, by tables of their own
-    tidied = module.tidied(tables, loaded, settings)
-    return members.verdicts(book, tidied, module, model=loaded.name, profile=settings.profile)
+    tidied = module.tidied({"main": tables} if isinstance(tables, pd.DataFrame) else tables, loaded, settings)
+    frame = members.verdicts(book, tidied, module, model=loaded.name, profile=settings.profile)
+    return pd.concat([frame[frame.claim == name] for name in ids], ignore_index=True) if ids else frame
 
 
+@dataclass(frozen=True)
 class Verdicts:
-    """What a chapter's claims come to, on the tables of one run."""
+    """What a chapter's claims come to in one run."""
 
-    def __init__(self, chapter: str, loaded: Loaded | None, settings: Settings) -> None:
-        self.chapter, self.loaded, self.settings = chapter, loaded, settings
-        self.tables: Mapping[str, Any] = {}
-        self.known: dict[str, pd.DataFrame] = {}  # verdicts by claim, on these tables
+    chapter: str
+    loaded: Loaded
+    settings: Settings
 
     def of(self, tables: Tables, *ids: str) -> pd.DataFrame:
-        """The verdicts of these claims, `claims.COLUMNS`; of all claims, those about a reader's own policies too, where
-        none is named. Each is judged once as long as the same tables are given."""
-        tables = {"main": tables} if isinstance(tables, pd.DataFrame) else dict(tables)
-        if set(tables) != set(self.tables) or any(table is not self.tables[name] for name, table in tables.items()):
-            self.tables, self.known = tables, {}
-        book = [claim["id"] for claim in claims.load_claims(self.chapter)["claims"]]
-        if rest := [name for name in ids or book if name not in self.known]:
-            new = verdicts(self.chapter, tables, self.loaded, self.settings, rest)
-            self.known |= {str(name): rows for name, rows in new.groupby("claim", sort=False)}
-        names = ids or [*book, *(name for name in self.known if name not in book)]
-        return pd.concat([self.known[name] for name in names], ignore_index=True)
+        """`verdicts` on these tables."""
+        return verdicts(self.chapter, tables, self.loaded, self.settings, ids)
 
     def __call__(self, tables: Tables, *ids: str) -> Styler:
         """The verdicts as a small table: what the paper says and printed, what we measure, and the verdict."""
@@ -78,24 +68,16 @@ class Verdicts:
         metadata = {"kvrepro": {"presumes": dict(presumes), "held": held}}
         display(Markdown(f"{FOUND if held else HERE}\n\n{text}"), metadata=metadata)
 
-    def says(self, tables: Tables, title: str, **presumes: str | Mapping[str, str]) -> str:
-        """A figure's title, empty where a verdict that it presumes differs: `judged.says(rows, "...", P6="partly")`."""
-        return title if holds(self.of(tables, *presumes), presumes) else ""
-
     def write(self, tables: Tables) -> Styler:
         """All verdicts, which also go to the chapter's claims.csv beside the results."""
         frame = self.of(tables)
-        path = self.settings.folder / self.chapter / "claims.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_table(path, frame, "%.6g")
+        write_table(self.settings.folder / self.chapter / "claims.csv", frame, "%.6g")
         return shown(frame)
 
 
 def found(findings: str, unanswered: str = "") -> Markdown:
-    """Findings of a page that judges no claim: numbers of this run. Lines that lack one are left out.
-
-    unanswered: why the model's own answers say nothing (`judge.unanswered`), which then stands first.
-    """
+    """Findings of a page that judges no claim: numbers of this run. Lines that lack one are left out. unanswered: why
+    the model's own answers say nothing (`judge.unanswered`), which then stands first."""
     lines = [line for line in findings.strip().splitlines() if not re.search(r"\bnan\b", line)]
     if unanswered:
         lines.insert(0, f"- **This run cannot say what the model forgets**: {unanswered}. Read its answers first.")
@@ -104,11 +86,9 @@ def found(findings: str, unanswered: str = "") -> Markdown:
 
 def holds(frame: pd.DataFrame, presumes: Presumed) -> bool:
     """Whether a table has every verdict that is presumed, in each reading that was run."""
-    held = []
-    for row in frame.itertuples():
-        wanted = presumes[row.claim]
-        held.append(row.verdict == (wanted if isinstance(wanted, str) else wanted[row.reading]))
-    return set(presumes) == set(frame.claim) and all(held)
+    by_claim = [(presumes[row.claim], row.reading) for row in frame.itertuples()]
+    wanted = [verdict if isinstance(verdict, str) else verdict[reading] for verdict, reading in by_claim]
+    return set(presumes) == set(frame.claim) and list(frame.verdict) == wanted
 
 
 def shown(frame: pd.DataFrame) -> Styler:

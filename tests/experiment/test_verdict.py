@@ -12,7 +12,6 @@ from kvrepro.experiment.run import Settings
 from kvrepro.experiment.verdict import Verdicts, holds
 
 ROOT = Path(__file__).resolve().parents[2]
-PRESUMING = {"box", "says"}
 ROW = {"statement": "It falls.", "paper": "0.1", "ours": 0.2, "low": 0.1, "high": 0.3, "unit": "F1", "note": ""}
 ROWS = [
     ROW | {"claim": "P1", "reading": "as_run", "verdict": "partly"},
@@ -23,20 +22,19 @@ TABLE = pd.DataFrame(ROWS)
 
 
 def presumed() -> list[tuple[str, dict]]:
-    """(chapter, what a box or a title presumes) of all notebooks."""
+    """(chapter, what a box presumes) of all notebooks."""
     found = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         for cell in nbformat.read(path, as_version=4).cells:
             for node in ast.walk(ast.parse(cell.source if cell.cell_type == "code" else "")):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PRESUMING:
-                    given = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg != "presumes"}
-                    box = [ast.literal_eval(word.value) for word in node.keywords if word.arg == "presumes"]
-                    found.append((path.stem, box[0] if box else given))
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "box":
+                    [given] = [word.value for word in node.keywords if word.arg == "presumes"]
+                    found.append((path.stem, ast.literal_eval(given)))
     return found
 
 
 @pytest.mark.parametrize(("chapter", "presumes"), presumed())
-def test_findings_and_titles_presume_the_verdicts_that_ship(chapter, presumes):
+def test_findings_presume_the_verdicts_that_ship(chapter, presumes):
     shipped = pd.read_csv(ROOT / "data" / "oracle" / "claims.csv")
     assert presumes
     assert holds(shipped[(shipped.chapter == chapter) & shipped.claim.isin(presumes)], presumes)
@@ -74,25 +72,6 @@ def test_a_box_shows_findings_only_where_they_hold(monkeypatch, text, presumes, 
     assert box.startswith(title)
     assert (text in box) == facts["held"] == (title == verdict.FOUND)
     assert facts["presumes"] == presumes
-    assert judged.says(pd.DataFrame(), "A title", P2="partly") == ""
-    assert judged.says(pd.DataFrame(), "A title", P2="not testable here") == "A title"
-
-
-def test_a_claim_is_judged_once_on_the_same_tables(monkeypatch):
-    asked, own = [], TABLE.assign(claim="P1 Mine")
-
-    def judge(chapter, tables, loaded, settings, only):
-        asked.append(tuple(only))
-        return pd.concat([TABLE[TABLE.claim.isin(only)], own])
-
-    monkeypatch.setattr(verdict, "verdicts", judge)
-    monkeypatch.setattr(verdict.claims, "load_claims", lambda chapter: {"claims": [{"id": "P1"}, {"id": "P2"}]})
-    judged, rows = Verdicts("protection", None, Settings()), pd.DataFrame()
-    assert judged.of(rows, "P1").claim.tolist() == ["P1", "P1"]
-    assert judged.of(rows, "P2", "P1").claim.tolist() == ["P2", "P1", "P1"]
-    assert set(judged.of(rows).claim) == {"P1", "P2", "P1 Mine"}
-    judged.of({"main": rows, "real": pd.DataFrame()}, "P1")
-    assert asked == [("P1",), ("P2",), ("P1",)]  # other tables are judged anew
 
 
 def test_findings_without_claims_leave_out_lines_that_lack_a_number():

@@ -7,7 +7,7 @@ from kvrepro.experiment import artifact, claims
 from studies import control
 
 BOOK = {claim["id"]: claim for claim in claims.load_claims("protection")["claims"]}
-TABLE = claims.read(control.TABLE)
+TABLE = pd.read_csv(control.TABLE)
 
 
 @pytest.fixture(scope="module")

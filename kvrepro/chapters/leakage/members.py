@@ -289,7 +289,7 @@ def optimal_shares(tables: Mapping[str, pd.DataFrame | None], settings: Settings
         for source, both in (("here", False), ("here, in the paper's words", True)):
             with suppress(NotTestable):
                 shares = optimality(dial, study, both=both)
-                rows += [(study, source, x, *share.estimate().triple) for x, share in shares.items()]
+                rows += [(study, source, x, *share.estimate()[:3]) for x, share in shares.items()]
     return pd.DataFrame(rows, columns=["study", "source", "setting", "value", "low", "high"])
 
 

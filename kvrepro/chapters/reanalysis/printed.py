@@ -199,7 +199,7 @@ def compare(rows: pd.DataFrame, measure: str = "token_f1", margin: float = 0.02)
         difference = stats.contrast(pair, "difference", bounds=stats.UNIT)
         gap = (pair.a - pair.b).round(5)  # scores have six decimals: ties between differences would be lost
         tests = stats.wilcoxon(gap, 0 * gap), stats.tost(pair.a, pair.b, margin)
-        tested.append((*difference.triple, difference.n, int((gap != 0).sum()), *tests))
+        tested.append((*difference[:3], difference.n, int((gap != 0).sum()), *tests))
     table = table.join(pd.DataFrame(tested, columns="value low high n untied wilcoxon tost".split()))
     family = table.groupby(["family", "items", "model_name"]).wilcoxon
     holm = family.transform(lambda p: stats.holm(p.to_numpy()))

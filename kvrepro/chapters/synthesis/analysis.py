@@ -122,7 +122,7 @@ def shares(d: tuple[Columns, Columns], scores: pd.DataFrame, draws: int = 1000, 
     rows = []
     for i, term in enumerate([*(" x ".join(term) for term in bases), BEYOND, "item"]):
         estimate = stats.spread_of(float(values[0, i]), values[1:, i], n, limits=stats.UNIT)
-        rows.append((term, *estimate.triple, n))
+        rows.append((term, *estimate[:3], n))
     return pd.DataFrame(rows, columns=["term", "value", "low", "high", "n"])
 
 
@@ -139,7 +139,7 @@ def effects(conditions: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
         coefficients = fitted[at : at + factor_columns.shape[1]]
         at += factor_columns.shape[1]
         for level, values in zip(levels, [*coefficients, -coefficients.sum(0)], strict=True):
-            rows.append((name, level, *stats.interval(values).triple, scores.shape[1]))
+            rows.append((name, level, *stats.interval(values)[:3], scores.shape[1]))
     return pd.DataFrame(rows, columns=["factor", "level", "value", "low", "high", "n"])
 
 

@@ -1,13 +1,10 @@
-"""The rows that the claims about DefensiveKV choose from (`kvrepro.experiment.members`), and what these compute.
-
-The theorems of appendix C are about an entry of the cache that is unimportant except for rare spikes; no row of a run
-enters them, nor what DefensiveKV costs on a GPU: ratios of timings stored with the project, each with its range.
-"""
+"""The rows that the claims about DefensiveKV choose from (`kvrepro.experiment.members`), and what these compute: of a
+run, of the theorems of appendix C, and of timings on a GPU that are stored with the project."""
 
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -32,44 +29,37 @@ def has_experts(model: Any) -> bool:
 
 def tidied(tables: Mapping[str, pd.DataFrame], loaded: Any, settings: Any) -> dict[str, pd.DataFrame]:
     """The tables that claims choose from: `retained` (its summary) and `quality` as far as they were run; `gpu`, the
-    stored timings, and `theory`, every case of what appendix C proves."""
+    stored timings, and `theory`, every case of what appendix C proves. In `quality` past queries are a column `window`
+    and no change; the full cache has no condition, and policies other than the defensive ones no reading."""
     run = {"gpu": timings(), "theory": theorems()}
     if "retained" in tables:
         summary = tables["retained"]
         six = summary.task.isin([*STAND_INS, *DATASETS])
         run["retained"] = summary.assign(six=six | ~six.any(), token=summary.setting.str.startswith(TOKEN))
     if "quality" in tables:
-        run["quality"] = _of_quality(tables["quality"]).assign(experts=has_experts(loaded.model))
+        rows, full = tables["quality"], tables["quality"].policy == "full"
+        windows = rows.change.str.extract(r"^window (\d+)$")[0].astype(float)
+        change = rows.change.mask(windows.notna(), "none").mask(full)
+        reading = rows.reading.where(rows.policy.isin(DEFENSIVE))
+        choices = {"change": change, "window": windows.fillna(WINDOW).mask(full), "reading": reading}
+        run["quality"] = rows.assign(**choices, experts=has_experts(loaded.model))
     return run
-
-
-def _of_quality(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with a column `window`, no change of the window among the changes. The full cache has no condition, and
-    policies other than the defensive ones no reading."""
-    windows = rows.change.str.extract(r"^window (\d+)$")[0]
-    change = rows.change.mask(windows.notna(), "none").mask(rows.policy == "full")
-    reading = rows.reading.where(rows.policy.isin(DEFENSIVE))
-    window = windows.fillna(WINDOW).astype(float).mask(rows.policy == "full")
-    return rows.assign(change=change, window=window, reading=reading)
 
 
 # ---------------------------------------------------------------- what a claim needs
 
 
 def check_answers(case: Case) -> None:
-    """The model answers with its full cache, over all tasks."""
     full = case.table.fitting({"policy": "full", "part": case.claim["filter"].get("part")})
     judge.answers_enough(full.score, full.get("error"))
 
 
 def check_experts(case: Case) -> None:
-    """The model is a mixture of experts."""
     if not case.table.rows.experts.all():
         raise NotTestable("not a mixture of experts")
 
 
 def check_window(case: Case) -> None:
-    """A policy of the reader's own looks at a window of past queries."""
     policy = case.claim["filter"].get("policy", "")
     if is_own(policy) and not has_window(policy):
         raise NotTestable("it looks at no window of past queries")
@@ -97,11 +87,9 @@ CONTRASTS = {"wins": wins}
 
 @dataclass(frozen=True)
 class Mixture:
-    """Definition 2 with uniform parts: with probability `eps` importance lies in [spike, risk], else in [0, low].
-
-    `risk` is the true risk R, the largest importance that the future can bring (definition 1). 0 < eps < 1 and
-    0 < low <= spike < risk.
-    """
+    """Definition 2 with uniform parts: with probability `eps` importance lies in [spike, risk], else in [0, low], where
+    0 < eps < 1 and 0 < low <= spike < risk. `risk` is the true risk R, the largest importance that the future can bring
+    (definition 1)."""
 
     eps: float = 0.02
     low: float = 0.1
@@ -110,10 +98,7 @@ class Mixture:
 
 
 def bias_of_mean(x: Mixture) -> float:
-    """R - E[mean] = R - (1 - eps) mu_low - eps mu_high, whatever the window; it tends to R - mu_low as eps to 0.
-
-    The paper calls that limit a large negative value; R - mu_low is positive. Source: theorem 1.
-    """
+    """R - E[mean] = R - (1 - eps) mu_low - eps mu_high, whatever the window. Source: theorem 1."""
     return x.risk - (1 - x.eps) * x.low / 2 - x.eps * (x.spike + x.risk) / 2
 
 
@@ -128,7 +113,7 @@ def theorems() -> pd.DataFrame:
     """What appendix C proves, for each case of a grid of mixtures: columns theorem, case, value, which must be above 0.
 
     theorem_1: growth of the mean's bias when spikes are half as frequent. theorem_2: the mean's bias minus that of the
-    largest, for 2 to 128 past queries. limit: the mean's bias as spikes vanish, which the text calls negative.
+    largest, for 2 to 128 past queries. limit: R - mu_low, the mean's as spikes vanish, which the text calls negative.
     """
     axes = (0.001, 0.01, 0.1, 0.4), (0.05, 0.3), (0.3, 0.8), (0.9, 3.0)  # eps, low, spike, risk
     rows: list[tuple[str, str, float]] = []
@@ -146,66 +131,49 @@ MODEL, FIFTH = "Llama-3.1-8B", 0.2
 DEFENSIVE_PLAIN = "DefensiveKV, plain PyTorch"
 FULL = {"transformers' full cache": PLAIN, "this engine's full cache": KEPT}
 SCORING_MEAN, SCORING_MAX = "attention mean mean", "attention max max"  # timings of the fused scoring kernel
-Ratio: TypeAlias = tuple[str, str, float, float, float, float | None]  # measure, label, value, low, high, runs
 
 
 def timings() -> pd.DataFrame:
     """The ratios of timings that claims are about: columns measure, label, value, low, high, runs."""
-    ratios = [*scoring(), *first_tokens(), *decoding(), *peaks()]
-    return pd.DataFrame(ratios, columns=["measure", "label", "value", "low", "high", "runs"])
+    columns = ["measure", "label", "value", "low", "high", "runs"]
+    return pd.DataFrame([*scoring(), *first_tokens(), *costs()], columns=columns)
 
 
-def scoring() -> Iterator[Ratio]:
+def scoring() -> Iterator[tuple]:
     """Scoring time, largest over mean, of one kernel at the longest context that has both; 20th, 80th percentiles."""
-    table = pd.read_csv(GPU / "kernels.csv").query("kernel == 'window_scores'")
-    table = table.rename(columns={"p20_us": "low", "p50_us": "seconds", "p80_us": "high"})
-    table = table.groupby(["variant", "tokens"])[["low", "seconds", "high"]].mean()
+    table = pd.read_csv(GPU / "kernels.csv").query("kernel == 'window_scores'").groupby(["variant", "tokens"])
+    table = table[["p20_us", "p50_us", "p80_us"]].mean().set_axis(["low", "seconds", "high"], axis=1)
     mean, largest = table.loc[SCORING_MEAN], table.loc[SCORING_MAX]
     tokens = mean.index.intersection(largest.index).max()
     yield "scoring_ratio", f"{tokens} tokens", *claims.over(largest.loc[tokens], mean.loc[tokens])
 
 
-def first_tokens() -> Iterator[Ratio]:
+def first_tokens() -> Iterator[tuple]:
     """Time to the first token, DefensiveKV over CriticalKV in one engine and backend, at each model, context and
     reading that has both."""
-    f = pd.read_csv(GPU / "first_token.csv")
-    f = f[(f.part == "first") & np.isclose(f["share"], FIFTH)].set_index(["model", "tokens", "backend", "method"])
-    for model, tokens, backend, method in f.index[f.index.get_level_values("method").str.startswith("defensive_kv,")]:
-        ours, other = (
-            (model, tokens, backend, method),
-            (model, tokens, backend, method.replace("defensive", "critical")),
-        )
-        if other in f.index:
-            reading = claims.LABELS[method.partition(", ")[2].replace(" ", "_")]
-            yield "first_token_ratio", f"{model}, {tokens} tokens, {reading}", *claims.over(f.loc[ours], f.loc[other])
+    f = pd.read_csv(GPU / "first_token.csv").query("part == 'first'")
+    f = f[np.isclose(f["share"], FIFTH)].set_index(["model", "tokens", "backend", "method"])
+    for at in f.index:
+        other = (*at[:3], at[3].replace("defensive", "critical"))
+        if at[3].startswith("defensive_kv,") and other in f.index:
+            reading = claims.LABELS[at[3].partition(", ")[2].replace(" ", "_")]
+            yield "first_token_ratio", f"{at[0]}, {at[1]} tokens, {reading}", *claims.over(f.loc[at], f.loc[other])
 
 
-def _measured(part: str, method: str, share: float, tokens: int | None = None) -> pd.DataFrame:
-    """One method's timings of `MODEL` at `tokens`, or else at the longest context; smallest batch first."""
-    f = pd.read_csv(GPU / "models.csv")
-    f = f[(f.part == part) & (f.model == MODEL) & (f.method == method) & np.isclose(f["share"], share)]
-    return f[f.tokens == (f.tokens.max() if tokens is None else tokens)].sort_values("batch")
-
-
-def decoding() -> Iterator[Ratio]:
-    """Time of a token at the longest context, full cache over a fifth of it, at the smallest batch; throughput at the
-    largest, a fifth over the full cache.
-
-    The interval goes from the fastest to the median step of each side; "of steps" to the slowest, a single step in
-    fifty that may allocate memory.
-    """
-    for measure, batch in (("decode_ratio", 0), ("throughput_ratio", -1)):
-        ours = _measured("decode", "20% kept", FIFTH).iloc[batch]
+def costs() -> Iterator[tuple]:
+    """At the longest context, a fifth of the cache against either full cache: time of a token at the smallest batch,
+    throughput at the largest, and peak memory of one request. The interval goes from the fastest to the median step of
+    each side; "of steps" to the slowest, a single step in fifty that may allocate memory."""
+    f = pd.read_csv(GPU / "models.csv").query("model == @MODEL").sort_values("batch", kind="stable")
+    fifth, whole = f[np.isclose(f["share"], FIFTH)], f[f["share"] == 1]
+    for what, part, method in (("decoding", "decode", "20% kept"), ("prefill", "prefill", DEFENSIVE_PLAIN)):
+        ours = fifth[(fifth.part == part) & (fifth.method == method)]
+        ours = ours[ours.tokens == ours.tokens.max()]
         for label, name in FULL.items():
-            full = _measured("decode", name, 1.0, ours.tokens).iloc[batch]
-            yield measure, label, *claims.over(full, ours, "seconds")
-            yield f"{measure}_of_steps", label, *claims.over(full, ours, "high")
-
-
-def peaks() -> Iterator[Ratio]:
-    """Peak memory at the longest context, one request: a fifth over either full cache."""
-    for label, part, method in (("prefill", "prefill", DEFENSIVE_PLAIN), ("decoding", "decode", "20% kept")):
-        ours = _measured(part, method, FIFTH).iloc[0]
-        for against, name in FULL.items():
-            value = float(ours.peak_gib / _measured(part, name, 1.0, ours.tokens).iloc[0].peak_gib)
-            yield "peak_ratio", f"{label}, over {against}", value, value, value, None
+            full = whole[(whole.part == part) & (whole.method == name) & (whole.tokens == ours.tokens.max())]
+            for measure, batch in (("decode_ratio", 0), ("throughput_ratio", -1)) if part == "decode" else ():
+                pair = full.iloc[batch], ours.iloc[batch]
+                yield measure, label, *claims.over(*pair, "seconds")
+                yield f"{measure}_of_steps", label, *claims.over(*pair, "high")
+            value = float(ours.iloc[0].peak_gib / full.iloc[0].peak_gib)
+            yield "peak_ratio", f"{what}, over {label}", value, value, value, None

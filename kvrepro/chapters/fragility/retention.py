@@ -8,7 +8,7 @@ Source: DefensiveKV, sections 3.1 to 3.3, algorithms 1 and 2.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from kvrepro.engine import allocate
 from kvrepro.engine.allocate import select
 from kvrepro.engine.attention import attend, attend_prompt, read_once
-from kvrepro.engine.condition import Odd, PositiveShare, Prompt, Size
+from kvrepro.engine.condition import Prompt
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.score.window import pooled
 from kvrepro.errors import InputError
@@ -33,8 +33,8 @@ Norms: TypeAlias = Float[Tensor, "kv_heads group tokens"]
 RULES = ("single", "mean", "mean with prior", "max", "defensive")
 LARGEST, PRIOR = ("max", "defensive"), ("mean with prior", "defensive")  # "defensive": algorithm 1, both of its parts
 OUTLIER = 0.5  # a step that retains less is an outlier
-DEFAULT, OLDEST = "default", "ties go to the oldest"  # names of settings
-TOKEN = "token "  # begins the names of settings with another single past query
+KERNEL = 5  # tokens over which attention is pooled
+DEFAULT, TOKEN = "default", "token "  # a setting's name, and how those with another single past query begin
 OPEN: dict[str, dict[Any, str]] = {  # the choices that are combined, and how a setting is named for them
     "until": {"question": "history to the question", "": "history to the prompt's end"},
     "norm": {"l1": "L1 norm of the projected value", "none": "attention alone"},
@@ -50,31 +50,28 @@ OPEN: dict[str, dict[Any, str]] = {  # the choices that are combined, and how a 
 class Setting:
     """The choices that figures 1 and 3 and table 1 leave open. The defaults are ours."""
 
-    until: str = "question"  #: the history ends before this part of the prompt; "": with the prompt
-    window: Size = 32  #: past queries: the last ones of the history
-    single: Size = 16  #: which of them stands alone, counted from 1
-    share: PositiveShare = 0.5  #: of the history that stays
-    norm: Literal["l1", "none"] = "l1"  #: of v W_O; "none": attention alone
-    pool: Literal["none", "average"] = "none"  #: of each past query's attention, over `kernel` tokens
-    kernel: Odd = 5  #: tokens
-    joined: bool = True  #: the query heads of a KV head choose together; False: each keeps tokens of its own
-    forced: bool = True  #: the past queries' own tokens stay
-    prior: Literal["importance", "attention"] = "importance"  #: what the prior bounds; attention: norm last
-    ties: Literal["newest", "oldest"] = "newest"  #: who stays among equals, which the prior makes of half of the tokens
-    later: bool = False  #: question and generated tokens, which nothing evicts, count: above and below the line
+    until: str = "question"  # the history ends before this part of the prompt; "": with the prompt
+    window: int = 32  # past queries: the last ones of the history
+    single: int = 16  # which of them stands alone, counted from 1
+    share: float = 0.5  # of the history that stays
+    norm: str = "l1"  # of v W_O; "none": attention alone
+    pool: str = "none"  # of each past query's attention; or "average"
+    joined: bool = True  # the query heads of a KV head choose together; False: each keeps tokens of its own
+    forced: bool = True  # the past queries' own tokens stay
+    prior: str = "importance"  # what the prior bounds; "attention": norm last
+    later: bool = False  # question and generated tokens, which nothing evicts, count: above and below the line
 
 
-def variants(base: Setting) -> dict[str, Setting]:
-    """Settings by name: the base ("default"), every combination of the `OPEN` choices, named for what it changes, ties
-    that go to the oldest, and other single past queries (figure 13): the first, the last and two between, "token k"."""
-    settings = {DEFAULT: base, OLDEST: replace(base, ties="oldest")}
+def variants(base: Setting = Setting()) -> dict[str, Setting]:
+    """Settings by name: the base ("default"), every combination of the `OPEN` choices, named for what it changes, and
+    other single past queries (figure 13): the first, the last and two between, "token k"."""
+    settings = {DEFAULT: base}
     for values in itertools.product(*OPEN.values()):
         chosen = dict(zip(OPEN, values, strict=True))
         changed = [OPEN[field][value] for field, value in chosen.items() if value != getattr(base, field)]
         settings[", ".join(changed) or DEFAULT] = replace(base, **chosen)
     w = base.window
-    singles = sorted({1, w // 4, 3 * w // 4, w} - {0, base.single})
-    return settings | {f"{TOKEN}{k}": replace(base, single=k) for k in singles}
+    return settings | {f"{TOKEN}{k}": replace(base, single=k) for k in sorted({1, w // 4, 3 * w // 4, w})}
 
 
 def norm_of(values: Float[Tensor, "kv_heads tokens dim"], output: Float[Tensor, "heads dim hidden"]) -> Norms:
@@ -100,12 +97,9 @@ def score(p: AttentionRows, norm: Norms, rule: str, s: Setting) -> Float[Tensor,
 def keep(scores: Float[Tensor, "rules heads tokens"], s: Setting) -> Bool[Tensor, "rules heads tokens"]:
     """The int(share * tokens) best of each head."""
     protected = torch.zeros_like(scores, dtype=torch.bool)
-    if s.forced:
-        protected[..., -s.window :] = True
-    order = (lambda x: x.flip(-1)) if s.ties == "oldest" else (lambda x: x)  # `select` prefers the newest
-    given = order(scores), order(protected)
+    protected[..., scores.shape[2] - s.window * s.forced :] = True
     budget = torch.full((len(scores),), int(s.share * scores.shape[2]), device=scores.device)
-    return order(select(*given, allocate.uniform(*given, budget)))
+    return select(scores, protected, allocate.uniform(scores, protected, budget))
 
 
 def end_of(prompt: Prompt, s: Setting) -> int:
@@ -120,36 +114,32 @@ def end_of(prompt: Prompt, s: Setting) -> int:
 
 def retained(
     model: Any, prompt: Prompt, answer: Sequence[int], settings: Mapping[str, Setting], layer: int = 0
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The share of importance that each rule retains, per step of `answer`, as (curves, summary); layers count from 0
-    among those that may evict.
+) -> dict[str, pd.DataFrame]:
+    """The share of importance that each rule retains, per step of `answer`; layers count from 0 among those that may
+    evict. A step is the query that yields one token of the answer; the first is the prompt's last token.
 
-    A step is the query that yields one token of the answer; the first is the prompt's last token.
-    curves, of the default setting in `layer`: rule, step (from 1), retained.
-    summary: setting, rule, layer, worst, mean, below (share of steps under one half), steps, tied (share of the kept
-    tokens that stayed by their place alone, as a token that left has the same score).
-    settings: by name, as `variants` names them. The default is looked at in every layer and by every rule; "token k" in
-    `layer`, by the single query; others in `layer`, by the other rules. Raises InputError.
+    curves, of the default setting in `layer`: rule, step (from 1), retained. summary: setting, rule, layer, steps,
+    worst, mean, below (share of steps under one half), tied (share of the kept tokens that stayed by their place alone,
+    as a token that left has the same score). settings: by name, as in `variants`. The default is looked at in every
+    layer and by every rule; "token k" in `layer`, by the single query; others in `layer`, by the other rules.
     """
     steps = range(len(prompt.ids) - 1, len(prompt.ids) + len(answer) - 1)
     past = {name: range((end := end_of(prompt, s)) - s.window, end) for name, s in settings.items()}
     queries = sorted({*steps, *itertools.chain(*past.values())})
     row = {position: i for i, position in enumerate(queries)}
-    facts = ModelFacts.of(model)
-    curves: list[pd.DataFrame] = []
-    summary: list[pd.DataFrame] = []
+    facts, curves, summary = ModelFacts.of(model), list[pd.DataFrame](), list[pd.DataFrame]()
 
     def see(number: int, p: AttentionRows, l1: Norms) -> None:
         now = p[:, :, [row[t] for t in steps]]
         for name in settings if number == layer else [DEFAULT]:
             s = settings[name]
-            attention = pooled(p[:, :, [row[t] for t in past[name]], : past[name].stop], s.pool, s.kernel)
+            attention = pooled(p[:, :, [row[t] for t in past[name]], : past[name].stop], s.pool, KERNEL)
             norm = l1 if s.norm == "l1" else torch.ones_like(l1)
             rules = RULES[:1] if name.startswith(TOKEN) else RULES if name == DEFAULT else RULES[1:]
             shares, tied = _shares(attention, now, norm, rules, s)
-            table = pd.DataFrame({"setting": name, "rule": list(rules), "layer": number, "steps": len(steps)})
-            worst, mean, below = shares.min(1), shares.mean(1), (shares < OUTLIER).mean(1)
-            summary.append(table.assign(worst=worst, mean=mean, below=below, tied=tied))
+            seen = {"worst": shares.min(1), "mean": shares.mean(1), "below": (shares < OUTLIER).mean(1), "tied": tied}
+            looked = {"setting": name, "rule": list(rules), "layer": number, "steps": len(steps)}
+            summary.append(pd.DataFrame(looked | seen))
             if name == DEFAULT and number == layer:
                 wide = pd.DataFrame(shares, list(rules), range(1, len(steps) + 1)).rename_axis("rule")
                 curves.append(wide.reset_index().melt("rule", var_name="step", value_name="retained"))
@@ -166,7 +156,7 @@ def retained(
             return attend_prompt(query, key, value, scaling)
 
     read_once(model, [*prompt.ids, *answer[:-1]], Looking())
-    return pd.concat(curves, ignore_index=True), pd.concat(summary, ignore_index=True)
+    return {"curves": pd.concat(curves, ignore_index=True), "summary": pd.concat(summary, ignore_index=True)}
 
 
 def _shares(

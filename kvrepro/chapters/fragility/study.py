@@ -1,27 +1,23 @@
-"""The chapter on DefensiveKV: its settings, and its studies: retained importance over many answers, and the grid of
-conditions."""
+"""The chapter's settings, and its studies: retained importance over many answers, and the grid of conditions."""
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import pandas as pd
-from annotated_types import Ge, Lt
 
 from kvrepro.chapters.fragility import retention
 from kvrepro.chapters.fragility.retention import DEFAULT, Setting
-from kvrepro.engine import policy as catalogue
 from kvrepro.engine.cache import GROUP
-from kvrepro.engine.condition import Condition, Count, Generation, Prefill, Prompt, ProperShare, Size
+from kvrepro.engine.condition import Condition, Generation, Prefill, Prompt, ProperShare, Size
 from kvrepro.engine.facts import ModelFacts
-from kvrepro.engine.policy import READINGS, find, is_own
+from kvrepro.engine.policy import READINGS, Rule, find, is_own
 from kvrepro.engine.score.learned import available
-from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 from kvrepro.experiment import run as runner
-from kvrepro.experiment.answers import prompt_limit, prompt_of
+from kvrepro.experiment.answers import prompt_limit
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.run import Answers, PerItem, run
 from kvrepro.item import Item
@@ -30,10 +26,10 @@ WORLD = "tinyworld"
 LONG = ("list_all", "summary")
 STAND_INS = ("single_fact", "two_hop", "summary", "few_shot", "frequent_words", "variable_tracking")  # for table 1's
 DATASETS = ("narrativeqa", "hotpotqa", "gov_report", "trec", "passage_count", "lcc")
-LONG_STEPS, LONG_TOKENS = 200, 1000  # a long answer's tokens, at least; shortest prompts of the world that ask for one
-BASELINES = ("streaming_llm", "snapkv", "cake", "ada_kv", "critical_ada_kv", "duo_attention")
+DEPTH = 14 / 31  # of the headline's layer, among those that hold tokens to evict: figure 1 is of layer 14 of 32
+LONG_STEPS, LONG_TOKENS = 200, 1000  # a long answer's tokens, at least; those of prompts of the world that ask for one
 DEFENSIVE = ("defensive_kv", "layer_defensive_kv")
-POLICIES = (*BASELINES, *DEFENSIVE)
+POLICIES = ("streaming_llm", "snapkv", "cake", "ada_kv", "critical_ada_kv", "duo_attention", *DEFENSIVE)
 PLUG_IN = ("snapkv", "cake", "pyramid_kv", "ada_kv", "critical_kv", "critical_ada_kv", "andpro", "dropkv", "r_kv")
 R_KV_DEFENSIVE = "kvrepro/chapters/fragility/policies.py:R_KV"  # R-KV's scorer has no switch for the aggregation
 STEPS = {  # of the public code, each changed to what the paper describes: name -> parameter and value
@@ -42,7 +38,8 @@ STEPS = {  # of the public code, each changed to what the paper describes: name 
     "rows keep their pooled sums": ("rescale", False),
     "window's tokens not hidden": ("over", "all"),
 }
-WINDOWS = (16, 32, 64)
+WINDOWS = (16, 32, 64)  # the paper's own is 32
+GUARD = 0.1  # of the budget, at each end
 DUO = {"sinks": 16, "recent": 32}  # an eighth of its own 128 and 256: these prompts are short
 GUARDED_RIVALS = (*DEFENSIVE, "critical_ada_kv")  # compared behind guards on all items: twelve miss their rare gains
 NEEDLES = "needles"  # the part of the grid with further needles, which enters no pooled mean
@@ -55,30 +52,16 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Settings(runner.Settings, Setting):
-    """Settings of the chapter: its notebook's parameters, and others; those about retained importance are the fields of
-    `Setting`."""
+class Settings(runner.Settings):
+    """Settings of the chapter: its notebook's parameters, and others."""
 
     items: str = f"{WORLD}:{','.join(STAND_INS)},needle,needle_multikey"  #: see `data.load_items`
     shares: tuple[ProperShare, ...] = (0.1, 0.2, 0.4, 0.6, 0.8)  #: of the context that is kept
     policies: tuple[str, ...] = POLICIES  #: beside the full cache
     reading: Literal["both", "as_run", "as_described"] = "both"  #: of the defensive methods
-    layer: Count | None = None  #: the headline's, from 0 among those that may evict; None: at the depth of figure 1
     tokens: Size = 560  #: of a prompt of the embedded model's world, or of RULER
-    long_tokens: Annotated[int, Ge(LONG_TOKENS)] = LONG_TOKENS  #: of one whose answer is long
     answer_tokens: Size = 320  #: of an answer whose steps are looked at, at most
     max_new_tokens: Size = 32  #: of an answer in the quality grid
-    protect_frac: Annotated[float, Ge(0), Lt(0.5)] = 0.10  #: of the budget, at each end, behind guards
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.single > self.window:
-            raise InputError(f"single {self.single} of {self.window} past queries: count from 1 to the window")
-
-    @property
-    def base(self) -> Setting:
-        """The settings about retained importance."""
-        return Setting(**{f.name: getattr(self, f.name) for f in fields(Setting)})
 
     @property
     def middle(self) -> float:
@@ -88,23 +71,27 @@ class Settings(runner.Settings, Setting):
     def size(self, study: str) -> int:
         """How many items a study takes; `n_items`, of the main comparison, caps the others."""
         usual = data.AtMost(SIZES[self.profile][study])
-        if self.n_items is None:
-            return usual
-        return self.n_items if study == "quality" else min(self.n_items, usual)
+        asked = self.n_items or usual
+        return asked if study == "quality" else min(asked, usual)
 
     def readings(self, policy: str) -> tuple[str, ...]:
         """The readings in which a policy runs: the defensive methods in those asked for, others as in the fork."""
-        if policy not in DEFENSIVE:
-            return ("as_run",)
-        return READINGS if self.reading == "both" else (self.reading,)
+        asked = READINGS if self.reading == "both" else (self.reading,)
+        return asked if policy in DEFENSIVE else ("as_run",)
+
+    def load(self, loaded: Loaded, n_items: int | None) -> list[Item]:
+        """So many items whose prompts the model holds beside an answer; None: all."""
+        room = prompt_limit(loaded, self.max_new_tokens)
+        return data.load_fitting(self.items, n_items, loaded.tokenizer, room, self.seed, self.tokens)
+
+
+def first_of_each(items: Sequence[Item], count: int) -> list[Item]:
+    """The first `count` items of each task."""
+    tasks = dict.fromkeys(item.task for item in items)
+    return [item for task in tasks for item in [item for item in items if item.task == task][:count]]
 
 
 # ---------------------------------------------------------------- retained importance
-
-
-def paper_layer(model: Any) -> int:
-    """The layer at the depth of layer 14 of 32, counted among those that hold tokens to evict."""
-    return round(14 / 31 * (len(ModelFacts.of(model).evictable) - 1))
 
 
 def _is_long(item: Item) -> bool:
@@ -112,46 +99,30 @@ def _is_long(item: Item) -> bool:
     return item.task in LONG or item.new_tokens(0) >= LONG_STEPS
 
 
-def first_of_each(items: Iterable[Item], count: int) -> list[Item]:
-    """The first `count` items of each task."""
-    by_task: dict[str, list[Item]] = {}
-    for item in items:
-        by_task.setdefault(item.task, []).append(item)
-    return [item for of_task in by_task.values() for item in of_task[:count]]
-
-
 def observed(loaded: Loaded, settings: Settings) -> Answers:
-    """The study of answers whose steps are looked at, by the full cache. Computes nothing; raises InputError for items
-    that the settings do not fit.
+    """The study of the full cache's answers whose steps are looked at. Raises InputError where no history is enough.
 
-    Of the embedded world's items, its long tasks and those that stand for the datasets of table 1 are taken. Of other
-    items, those whose answers may be long (in LongBench: reports, meetings and news), and those of table 1's datasets,
-    or of all other tasks if there are none.
+    Of the embedded world's items, its long tasks and the stand-ins are taken. Of other items, those whose answers may
+    be long (in LongBench: reports, meetings and news), and those of `DATASETS`, or else of all other tasks.
     """
-    each = settings.size("retained")
+    each, seed, most = settings.size("retained"), settings.seed, settings.answer_tokens
     if settings.items.partition(":")[0] == WORLD:
-        asked, seed = {"tokens": settings.long_tokens}, settings.seed
-        long = [item for task in LONG for item in data.load_items(f"{WORLD}:{task}", 8 * each, seed, **asked)]
+        long = [item for task in LONG for item in data.load_items(f"{WORLD}:{task}", 8 * each, seed, LONG_TOKENS)]
         long = [item for item in long if len(loaded.tokenizer.encode(item.answer)) >= LONG_STEPS]
         tasks = [name for name in STAND_INS if name not in LONG]
         short = data.load_items(f"{WORLD}:{','.join(tasks)}", each * len(tasks), seed, settings.tokens)
     else:
-        every = _load(loaded, None, settings)
+        every = settings.load(loaded, None)
         long, short = ([item for item in every if _is_long(item) == is_long] for is_long in (True, False))
         short = [item for item in short if item.task in DATASETS] or short
-    layers = len(ModelFacts.of(loaded.model).evictable)
-    if (settings.layer or 0) >= layers:
-        raise InputError(f"layer {settings.layer}: {loaded.name} has {layers}, counted from 0")
-    chosen = first_of_each(long, each) + first_of_each(short, each)
-    study = Answers("fragility", "answers", chosen, [Condition()], settings.answer_tokens, note=tokens_of)
 
     def check_history(item: Item) -> None:
-        prompt, _ = prompt_of(study, loaded, item)
+        prompt = data.build_prompt(item, loaded.tokenizer, prompt_limit(loaded, max(most, item.new_tokens(0))))
         with data.named(item):
-            for s in {s.until: s for s in _settings_for(item, settings.base).values()}.values():
-                retention.end_of(prompt, s)
+            retention.end_of(prompt, Setting())
 
-    return replace(study, items=data.usable(chosen, "fragility", check_history))
+    chosen = data.usable(first_of_each(long, each) + first_of_each(short, each), "fragility", check_history)
+    return Answers("fragility", "answers", chosen, [Condition()], most, note=tokens_of)
 
 
 def tokens_of(item: Item, prompt: Prompt, answer: Generation) -> dict[str, Any]:
@@ -159,43 +130,27 @@ def tokens_of(item: Item, prompt: Prompt, answer: Generation) -> dict[str, Any]:
     return {"tokens": answer.tokens}
 
 
-def _load(loaded: Loaded, n_items: int | None, settings: Settings) -> list[Item]:
-    room = prompt_limit(loaded, settings.max_new_tokens)
-    return data.load_fitting(settings.items, n_items, loaded.tokenizer, room, settings.seed, settings.tokens)
-
-
-def _settings_for(item: Item, base: Setting) -> dict[str, Setting]:
-    """All settings for long answers and for the reader's own items; the base for others."""
-    short = not _is_long(item) and item.task in (*STAND_INS, *DATASETS)
-    return {DEFAULT: base} if short else retention.variants(base)
-
-
 def retained(answered: Answers, loaded: Loaded, settings: Settings) -> dict[str, pd.DataFrame]:
-    """Tables of retained importance for every answer of the full cache: the `curves` and the `summary` of
-    `retention.retained`, with columns item and task; in the summary also `long` (is its task one of those with long
-    answers: the world's two, LongBench's three, or else all?) and `headline` (is its layer the headline's?)."""
-    rows = run(answered, loaded, settings).set_index("item")
-    seen = {}  # by item: it, the limit of its prompt in tokens, and the tokens of the full cache's answer
-    for item in answered.items:
-        limit, note = int(rows.limit[item.id]), rows.note[item.id]
-        if isinstance(note, str):
-            seen[item.id] = item, limit, json.loads(note)["tokens"]
-    layer = paper_layer(loaded.model) if settings.layer is None else settings.layer
-    study = PerItem("fragility", "retained", seen, retained_by_item, {"base": settings.base, "layer": layer})
-    tables, tasks = run(study, loaded, settings), {item.id: item.task for item in answered.items}
-    curves, summary = (table.assign(task=table["item"].map(tasks)) for table in (tables["curves"], tables["summary"]))
+    """The `curves` and the `summary` of `retention.retained` for every answer of the full cache, with columns item and
+    task; in the summary also `long` (is its task one of those with long answers, or are there none?) and `headline` (is
+    its layer the headline's?)."""
+    rows, seen = run(answered, loaded, settings).set_index("item"), []
+    for item in answered.items:  # with their prompt's limit, and the tokens of the full cache's answer
+        if isinstance(note := rows.note[item.id], str):
+            seen.append(replace(item, meta=item.meta | {"limit": int(rows.limit[item.id])} | json.loads(note)))
+    layer = round(DEPTH * (len(ModelFacts.of(loaded.model).evictable) - 1))
+    tables = run(PerItem("fragility", "retained", seen, retained_by_item, {"layer": layer}), loaded, settings)
+    summary = tables["summary"]
     long = summary.task.isin([*LONG, *data.GROUPS["long"]])
-    return {"curves": curves, "summary": summary.assign(long=long | ~long.any(), headline=summary.layer == layer)}
+    return tables | {"summary": summary.assign(long=long | ~long.any(), headline=summary.layer == layer)}
 
 
-def retained_by_item(
-    loaded: Loaded, seen: tuple[Item, int, list[int]], base: Setting, layer: int
-) -> dict[str, pd.DataFrame]:
-    """Curves and summary of one item, as `retention.retained` has them."""
-    item, limit, tokens = seen
-    prompt = data.build_prompt(item, loaded.tokenizer, limit)
-    curves, summary = retention.retained(loaded.model, prompt, tokens, _settings_for(item, base), layer)
-    return {"curves": curves, "summary": summary}
+def retained_by_item(loaded: Loaded, item: Item, layer: int) -> dict[str, pd.DataFrame]:
+    """`retention.retained` of one item, in all settings if it has a long answer or is the reader's own."""
+    prompt = data.build_prompt(item, loaded.tokenizer, item.meta["limit"])
+    short = not _is_long(item) and item.task in (*STAND_INS, *DATASETS)
+    settings = {DEFAULT: Setting()} if short else retention.variants()
+    return retention.retained(loaded.model, prompt, item.meta["tokens"], settings, layer)
 
 
 # ---------------------------------------------------------------- quality
@@ -217,103 +172,75 @@ def condition(
     return Condition(policy, share, until, prefix=guard, suffix=guard, reading=reading, bits=bits, switches=given)
 
 
-def compared(shares: Sequence[float], settings: Settings) -> list[Condition]:
-    """The full cache, and each policy at each share. Raises InputError."""
-    conditions = [Condition(regime=Prefill(until="question"))]
-    for policy, share in itertools.product(settings.policies, shares):
-        conditions += [condition(policy, share, reading) for reading in settings.readings(policy)]
-    for c in conditions:
-        catalogue.Rule.of(c)
-    return conditions
+def grid(settings: Settings) -> dict[Condition, str]:
+    """The chapter's conditions, each with its change from the main comparison. Raises InputError.
 
-
-def grid(settings: Settings) -> list[Condition]:
-    """The chapter's conditions: the main comparison (`compared`) first; then every policy behind guards, and windows,
-    plug-ins and 4 bits as in the paper; the reader's own policies have the windows too. Raises InputError.
-
-    The defensive methods run in the given readings, the others as in the authors' fork.
+    "none": the full cache, each policy at each share, and plug-ins as they are. At the middle share: "guards" for every
+    policy; "window 16" and the like for the defensive methods and a reader's own; "defensive" plug-ins, in place of the
+    mean; a step of `STEPS` left out; and "4 bits" at two fifths, as in the paper.
     """
-    conditions, at, policies = compared(settings.shares, settings), settings.middle, settings.policies
-    windowed = [p for p in policies if p in DEFENSIVE or (is_own(p) and has_window(p))]
-    changed: list[tuple[str, float, dict[str, Any]]]
-    changed = [(p, at, {"guard": settings.protect_frac}) for p in policies if settings.protect_frac]
-    changed += [(policy, at, {"window": window}) for policy in windowed for window in WINDOWS]
+    at, policies = settings.middle, settings.policies
+    changed: list[Any] = [(policy, share, "none", {}) for policy, share in itertools.product(policies, settings.shares)]
+    changed += [(policy, at, "guards", {"guard": GUARD}) for policy in policies]
+    windowed = [policy for policy in policies if policy in DEFENSIVE or (is_own(policy) and has_window(policy))]
+    changed += [(policy, at, f"window {w}", {"window": w}) for policy in windowed for w in WINDOWS]
     if "defensive_kv" in policies and 0.4 in settings.shares:
-        changed += [("defensive_kv", 0.4, {"bits": 4})]
-    for policy, share, change in changed:
-        conditions += [condition(policy, share, reading, **change) for reading in settings.readings(policy)]
-    if set(DEFENSIVE) & set(policies):
-        for policy in PLUG_IN:
-            conditions += [condition(policy, at), condition(policy, at, aggregate="defensive")]
+        changed += [("defensive_kv", 0.4, "4 bits", {"bits": 4})]
+    for policy in PLUG_IN if set(DEFENSIVE) & set(policies) else ():
+        changed += [(policy, at, "none", {}), (policy, at, "defensive", {"aggregate": "defensive"})]
+    found = {Condition(regime=Prefill(until="question")): "none"}
+    for policy, share, change, given in changed:
+        for reading in settings.readings(policy):
+            found.setdefault(condition(policy, share, reading, **given), change)
     if "defensive_kv" in policies and settings.reading != "as_described":
         code = condition("defensive_kv", at)
-        conditions += [replace(code, switches=(*code.switches, step)) for step in STEPS.values()]
-    return list(dict.fromkeys(conditions))
+        found |= {replace(code, switches=(*code.switches, step)): name for name, step in STEPS.items()}
+    for c in found:
+        Rule.of(c)
+    return found
 
 
 def parts_of(loaded: Loaded, settings: Settings) -> list[Answers]:
     """The parts of the grid; a condition that an item cannot meet is a row with an error. Raises InputError.
 
     every: some items in all conditions. middle: the other items in the main comparison, at the share nearest to the
-    paper's, and `GUARDED_RIVALS` behind guards there. needles: among these other items, the embedded world's needles,
-    at the remaining shares.
+    paper's, and `GUARDED_RIVALS` behind guards there. needles: of these other items, needles at the remaining shares.
+    What this model cannot run is left out, which is printed: DuoAttention without gates that were learned for it, and 4
+    bits if they do not fit the heads.
     """
-    every, at = grid(settings), settings.middle
-    all_items = _load(loaded, settings.size("quality"), settings)
-    first = {item.id for item in _load(loaded, settings.size("more"), settings)}
-    of_world = settings.items.partition(":")[0] == WORLD
-    needles = [item for item in all_items if item.task.startswith("needle") and of_world]
-    guarded = [c for c in every if c.policy in GUARDED_RIVALS and c.budget == at and c.prefix]
-    parts = {
-        "every": ([item for item in all_items if item.id in first], every),
-        "middle": ([item for item in all_items if item.id not in first], compared([at], settings) + guarded),
-        NEEDLES: (
-            [item for item in first_of_each(needles, settings.size("needles")) if item.id not in first],
-            [c for c in compared(settings.shares, settings) if c.budget != at],
-        ),
-    }
-    possible = {name: (items, _possible(loaded, conditions)) for name, (items, conditions) in parts.items()}
-    return [
-        Answers("fragility", name, items, conditions, settings.max_new_tokens)
-        for name, (items, conditions) in possible.items()
-        if items and len(conditions) > 1
-    ]
-
-
-def _possible(loaded: Loaded, conditions: Sequence[Condition]) -> list[Condition]:
-    """The conditions that this model can run; what is left out is printed: DuoAttention if its gates were learned for
-    another model, and 4 bits if they do not fit the heads."""
-    facts = ModelFacts.of(loaded.model)
+    at, facts, every = settings.middle, ModelFacts.of(loaded.model), grid(settings)
     outputs = [facts.outputs[n] for n in facts.evictable]  # [heads, dim, hidden]
-    possible = []
-    for c in conditions:
-        if c.policy == "duo_attention" and not available(outputs):
-            data.say_once("duo_attention is left out: no gates were learned of this model; run python -m studies.duo")
-        elif c.bits and outputs[0].shape[1] % GROUP:
-            data.say_once(f"4 bits are left out: groups of {GROUP} numbers share a scale, which heads do not fill")
-        else:
-            possible.append(c)
-    return possible
+    if "duo_attention" in settings.policies and not available(outputs):
+        data.say_once("duo_attention is left out: no gates were learned of this model; run python -m studies.duo")
+        every = {c: change for c, change in every.items() if c.policy != "duo_attention"}
+    if "4 bits" in every.values() and outputs[0].shape[1] % GROUP:
+        data.say_once(f"4 bits are left out: groups of {GROUP} numbers share a scale, which heads do not fill")
+        every = {c: change for c, change in every.items() if not c.bits}
+    main = [c for c, change in every.items() if change == "none" and c.policy in ("full", *settings.policies)]
+    guarded = [c for c in every if c.policy in GUARDED_RIVALS and c.budget == at and c.prefix]
+    items = settings.load(loaded, settings.size("quality"))
+    first = {item.id for item in settings.load(loaded, settings.size("more"))}
+    others = [item for item in items if item.id not in first]
+    needles = first_of_each([item for item in items if item.task.startswith("needle")], settings.size("needles"))
+    parts = [
+        ("every", [item for item in items if item.id in first], list(every)),
+        ("middle", others, [c for c in main if c.budget in (None, at)] + guarded),
+        (NEEDLES, [item for item in needles if item.id not in first], [c for c in main if c.budget != at]),
+    ]
+    parts = [part for part in parts if part[1] and len(part[2]) > 1]
+    return [Answers("fragility", *part, settings.max_new_tokens) for part in parts]
 
 
 def answers(parts: Sequence[Answers], loaded: Loaded, settings: Settings) -> pd.DataFrame:
-    """Run the parts of the grid: their rows as `tidy` has them."""
-    return tidy(pd.concat([run(part, loaded, settings) for part in parts], ignore_index=True))
-
-
-def tidy(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `score` (`measure.scores`), `part`, the name of their part of the grid, and `change`, the
-    difference from the main comparison: "none", "guards", "window 16", "defensive" (in place of the mean), "4 bits", or
-    a step of `STEPS` left out. Baselines get the reading "any". Each item has one row of the full cache.
-    """
-    switches, other = rows.switches.map(json.loads), rows.policy == R_KV_DEFENSIVE
-    window = switches.map(lambda s: s.get("window", 32))
-    change = ("window " + window.astype(str)).where(window != 32, "none").mask(rows.prefix > 0, "guards")
-    change = change.mask(rows.bits == 4, "4 bits")
-    change = change.mask(other | switches.map(lambda s: s.get("aggregate") == "defensive"), "defensive")
-    for name, (step, _) in STEPS.items():
-        change = change.mask(switches.map(lambda s, step=step: step in s), name)
-    tidied = rows.rename(columns={"name": "part"}).assign(score=measure.scores(rows), change=change)
-    tidied["reading"] = rows.reading.where(rows.policy.isin(DEFENSIVE), "any")
-    tidied["policy"] = rows.policy.where(~other, "r_kv")
-    return tidied.drop_duplicates(["item", "policy", "share", "reading", "change"]).reset_index(drop=True)
+    """Run the parts of the grid: rows with `part`, the name of their part, `change`, as `grid` has it, and `score`
+    (`measure.scores`). Baselines get the reading "any", and each item has one row of the full cache."""
+    changes: dict[Any, str] = grid(settings)
+    of_parts = []
+    for part in parts:
+        change = [changes[c] for c in part.conditions] * len(part.items)
+        of_parts.append(run(part, loaded, settings).rename(columns={"name": "part"}).assign(change=change))
+    rows = pd.concat(of_parts, ignore_index=True)
+    reading = rows.reading.where(rows.policy.isin(DEFENSIVE), "any")
+    policy = rows.policy.replace(R_KV_DEFENSIVE, "r_kv")
+    rows = rows.assign(score=measure.scores(rows), reading=reading, policy=policy)
+    return rows.drop_duplicates(["item", "policy", "share", "reading", "change"]).reset_index(drop=True)

@@ -169,9 +169,8 @@ class Settings(run.Settings):
     def size(self, study: str) -> int:
         """How many of `SIZES` a study takes; `n_items`, of the main study, caps the others."""
         usual = SIZES[self.profile][study]
-        if self.n_items is None:
-            return usual
-        return self.n_items if study == "main" else min(self.n_items, usual)
+        asked = self.n_items or usual
+        return asked if study == "main" else min(asked, usual)
 
     def dropped(self, cells: str) -> tuple[float, ...]:
         """The shares of `RATIOS` at which cells are run, or those of the settings, of which the middle one is for

@@ -11,7 +11,7 @@ def test_the_chapter_runs_on_a_checkpoint_folder_and_a_jsonl_file(tmp_path):
     own = notebook.own_policy(tmp_path)
     given = checkpoint.inputs(tmp_path, checkpoint.questions(2, 1300)) | {"shares": [0.4]}
     given |= {"policies": [own, "critical_ada_kv", "defensive_kv"]}
-    given |= {"options": {"answer_tokens": 4, "max_new_tokens": 4, "window": 16, "single": 8, "workers": 1}}
+    given |= {"options": {"answer_tokens": 4, "max_new_tokens": 4, "workers": 1}}
     done = notebook.executed("fragility", tmp_path, given)
     drawn = notebook.drawn(done)
     assert drawn == notebook.described(done)

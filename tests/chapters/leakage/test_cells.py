@@ -8,18 +8,6 @@ from kvrepro.engine.condition import Prompt
 from kvrepro.item import Item
 
 
-def test_cells_say_what_the_engine_is_asked():
-    condition = cells.Cell("snapkv", 0.7, "fair").condition
-    assert condition.budget == pytest.approx(0.3)
-    assert (condition.fair, condition.spans) == (1.0, ("defense", "directive"))
-    assert cells.Cell("tova", 0.5, "debias 0.2").condition.fair == 0.2
-    assert cells.Cell("tova", 0.0).condition.policy == "full"
-    assert cells.Cell("h2o", 0.3, "opening").condition.whitelist == ("core",)
-    assert cells.Cell("h2o", 0.3).condition.reading == "as_described"
-    with pytest.raises(KeyError, match="blacklist"):
-        _ = cells.Cell("tova", 0.5, "blacklist").condition
-
-
 def switches(policy, ratio, variant="default", reading="as_described", tokens=60, **meta):
     """Window and protected newest tokens of a cell, on a system turn of so many tokens with a phrase of 16."""
     item = Item("a", "follow", (), "", meta=meta)

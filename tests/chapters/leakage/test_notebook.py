@@ -8,23 +8,12 @@ import pytest
 from kvrepro.chapters.leakage import prompts
 from kvrepro.experiment import claims, store
 
-OWN = """
-from kvrepro.engine.policy import Policy
-
-def earliest(o):
-    \"\"\"s_j = -j. Source: this test.\"\"\"
-    return -o.positions.float()
-
-MINE = Policy("Earliest", "this test", earliest)
-"""
-
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """The executed notebook, the folder of its results, and the name of the policy."""
     folder = tmp_path_factory.mktemp("leakage")
-    (folder / "own_policy.py").write_text(OWN)
-    policy = f"{folder / 'own_policy.py'}:MINE"
+    policy = notebook.own_policy(folder)
     texts = [message["content"] for item in prompts.systems(4) for message in item.messages]
     first, second = (str(checkpoint.save(folder / name, texts)) for name in ("small-qwen2", "another"))
     given = {"model": first, "results": str(folder / "results"), "n_items": 1, "policies": [policy], "ratios": [0.5]}
@@ -45,9 +34,9 @@ def test_general_claims_are_asked_of_ones_own_policy_and_a_random_model_claims_n
     assert notebook.box(page).startswith("**On this model**")
     verdicts = pd.read_csv(results / "claims.csv")
     assert verdicts.columns.tolist() == claims.COLUMNS
-    assert {"L3b Earliest", "L7 Earliest"} <= set(verdicts.claim)
-    assert not {"L9 Earliest", "L5 Earliest"} & set(verdicts.claim)  # these name their policies
-    assert set(verdicts[verdicts.claim == "L3b Earliest"].verdict) == {"not testable here"}
+    assert {"L3b Mine", "L7 Mine"} <= set(verdicts.claim)
+    assert not {"L9 Mine", "L5 Mine"} & set(verdicts.claim)  # these name their policies
+    assert set(verdicts[verdicts.claim == "L3b Mine"].verdict) == {"not testable here"}
 
 
 def test_both_checkpoints_answer_with_every_cure(done):

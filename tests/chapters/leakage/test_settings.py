@@ -48,8 +48,3 @@ def test_what_is_wrong_is_refused_in_one_line(wrong, message):
     with pytest.raises(InputError, match=message) as raised:
         Settings(**wrong)
     assert "\n" not in str(raised.value)
-
-
-def test_an_option_that_is_not_there_is_named():
-    with pytest.raises(InputError, match="unknown option 'max_new_token', did you mean 'max_new_tokens'"):
-        Settings.of({"max_new_token": 4})

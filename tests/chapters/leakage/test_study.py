@@ -53,14 +53,6 @@ def test_uncompressed_the_model_obeys_and_refuses_and_compressed_it_tells(run):
     assert half.tells_rules.dropna().min() > 0.9
 
 
-def test_a_request_stands_alone_without_its_system_turn(run, loaded):
-    items, *_ = run
-    for item in items:
-        text = loaded.tokenizer.decode(study.request_alone(loaded, item).ids)
-        assert item.messages[1]["content"] in text
-        assert item.messages[0]["content"] not in text
-
-
 def test_classes_count_every_rule_of_every_answer(run):
     items, _, _, rows = run
     counts = [len(item.meta["instructions"]) for item in items if item.meta["request"] == "follow"]

@@ -9,6 +9,7 @@ BOUNDS = {"kvrepro/engine": 5800, "kvrepro/experiment": 3300, "kvrepro/world": 1
 BOUNDS |= {"kvrepro": 16500, "kernels": 2700, "studies": 2800, "book/_ext": 200, "tests": 16000}
 BOUNDS |= {"README.md": 80, "CHANGELOG.md": 150}
 FILES, LONGEST, SKIPS = 90, 550, 40  # of kvrepro; and how many `fmt: skip` there may be in all
+TRADE = 300  # lines by which a folder of kvrepro may pass its bound, as long as the sum holds
 
 
 def lines(path: Path) -> int:
@@ -27,9 +28,13 @@ def main() -> int:
     rows = [(name, lines(ROOT / name), most) for name, most in BOUNDS.items()]
     rows += [("files of kvrepro", len(package), FILES), (f"the longest, {longest.name}", lines(longest), LONGEST)]
     rows += [("# fmt: skip", skips - 1, SKIPS)]  # but for the pattern above
+    passed = False
     for name, count, most in rows:
-        print(f"{name:<26}{count:>8,} of {most:>6,}{'   too many' if count > most else ''}")
-    return int(any(count > most for _, count, most in rows))
+        too_many = count > most + TRADE * name.startswith("kvrepro/")
+        passed |= too_many
+        note = "   too many" if too_many else "   by a trade" if count > most else ""
+        print(f"{name:<26}{count:>8,} of {most:>6,}{note}")
+    return int(passed)
 
 
 if __name__ == "__main__":

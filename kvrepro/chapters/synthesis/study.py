@@ -44,7 +44,7 @@ ITEMS = f"tinyworld:{','.join(TASKS)}"
 # 48 items: 8 to 15% for factors that explain 0 to 4% with 240 cells, and -45% for the rest); from 48 cells on they are
 # not. The main effects have 21 columns.
 SIZES = {"quick": (6, 140, 48), "full": (48, 240, 240)}
-BESIDE = {"quick": ("small-mha", "small-gqa-seed-0"), "full": tuple(models.embedded())}  # other models of the run
+BESIDE = {"quick": ("small-gqa-seed-0",), "full": tuple(models.embedded())}  # other models of the run
 FILE = "kvrepro/chapters/synthesis/policies.py"
 FACTORS: dict[str, tuple[str, ...]] = {
     "scorer": tuple(SCORERS),

@@ -216,12 +216,6 @@ def test_classes_share_the_point(prediction, answer, expected):
     assert score("classification", prediction, answer, classes=classes) == expected
 
 
-def test_only_the_first_line_counts_where_the_benchmark_says_so():
-    assert score("qa_f1", "\n\ncat\nQuestion: more", "cat", first_line=True) == 1.0
-    assert score("qa_f1", "\n\ncat\nQuestion: more", "cat") < 1.0
-    assert measure.official("cat", "cat", {}) == {}
-
-
 MIRRORED = (Path(os.environ.get("KVREPRO_DATA", "/none")) / "artifact" / "results").is_dir()
 
 

@@ -73,13 +73,14 @@ def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf)
     """Batches of rows of equal kind, up to `most` rows, in the order they come. When `room` bytes are full, on a GPU
     with those that the answers add until an eviction, all that wait are handed out."""
     waiting: dict[tuple[Any, ...], list[Rows]] = {}
+    held: dict[tuple[Any, ...], float] = {}  # bytes of those that wait
     for block in rows:
-        parts = [block, *itertools.chain.from_iterable(waiting.values())]
-        new = [min(call.new_tokens[row.tag[0]], row.job.condition.every or math.inf) for p in parts for row in p.rows]
-        grows = call.token_bytes * sum(new) if call.device.type == "cuda" else 0
-        held = sum(part.cache.bytes for part in parts) + grows
-        for kind in list(waiting) if held > room else ():
-            yield waiting.pop(kind)
+        new = [min(call.new_tokens[row.tag[0]], row.job.condition.every or math.inf) for row in block.rows]
+        size = block.cache.bytes + (call.token_bytes * sum(new) if call.device.type == "cuda" else 0)
+        if size + sum(held.values()) > room:
+            for kind in list(waiting):
+                yield waiting.pop(kind)
+            held.clear()
         kinds = batch_kinds(block, call.backend)
         for kind in dict.fromkeys(kinds):
             numbers = [number for number, its_kind in enumerate(kinds) if its_kind == kind]
@@ -88,7 +89,9 @@ def batches(call: Call, rows: Iterable[Rows], most: int, room: float = math.inf)
                 part = block if len(numbers) == len(block) <= free else block.take(numbers[:free])
                 numbers = numbers[free:]
                 waiting.setdefault(kind, []).append(part)
+                held[kind] = held.get(kind, 0.0) + size * len(part) / len(block)
                 if len(part) == free:
+                    del held[kind]
                     yield waiting.pop(kind)
         del block, part  # the next pass needs the room
     for kind in list(waiting):

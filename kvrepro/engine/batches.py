@@ -1,6 +1,5 @@
 """Which prompts and conditions share a forward pass, and which rows decode together, as memory allows."""
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

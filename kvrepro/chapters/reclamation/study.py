@@ -4,6 +4,7 @@
 `run` makes all tables, with those of `acceptance` and `attention`.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
@@ -18,14 +19,14 @@ from kvrepro.chapters.reclamation.paged import LAYOUTS, Entry, Ledger, evict_to
 from kvrepro.chapters.reclamation.survivors import POLICIES, Cells, cells, kept_sets
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
-from kvrepro.engine.condition import Chunked, Prefill, ProperShare, Regime, Size, ensure
+from kvrepro.engine.condition import Chunked, Condition, DecodeCap, Prefill, ProperShare, Regime, Size, ensure
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import find, is_own
 from kvrepro.errors import InputError, counted, error_line
-from kvrepro.experiment import data
+from kvrepro.experiment import claims, data
 from kvrepro.experiment import run as runner
 from kvrepro.experiment.models import Loaded
-from kvrepro.experiment.run import PerItem
+from kvrepro.experiment.run import Answers, PerItem
 from kvrepro.item import Item
 
 PROMPTS = (24, 48)  # in the quick and the full profile; each study takes the first of them
@@ -47,6 +48,8 @@ class Settings(runner.Settings):
     timed_cadences: tuple[Size, ...] = (1, 2, 8, 32, 128, 512)  #: with real decoding; twice as long fits the context
     budget: Annotated[int, Ge(16)] = 2048  #: tokens, for cadences without a model
     lengths: tuple[Size, ...] = (512, 1024, 2048)  #: prompts for which the extra pass over the keys is timed, in tokens
+    quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted_answers`)
+    quoted_tokens: Size = 32_768  #: of an answer to these
 
 
 def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> dict[str, list[int]]:
@@ -236,6 +239,9 @@ def run(loaded: Loaded, prompts: Mapping[str, list[int]], settings: Settings) ->
         if arguments.get("policies", ["any"]) or name == "identity":
             job = PerItem("reclamation", name, items, function, arguments, alone=name == "latency")
             tables[name] = _without_failed(name, runner.run(job, loaded, settings))
+    if settings.quoted:
+        study = quoted_answers(data.load_items(settings.quoted), settings.quoted_tokens)
+        tables["quoted"] = quoted_table(runner.run(study, loaded, settings))
     return tables
 
 
@@ -274,3 +280,45 @@ def memory() -> pd.DataFrame:
             tokens = (room - held) // (2 * 2 * LAYERS * KV_HEADS * DIM)  # bytes of a token's keys and values
             rows.append((f"tokens in {name}{variant}", "Qwen3-32B", tokens))
     return pd.DataFrame(rows, columns=["check", "model", "value"])
+
+
+# ---- what the guide quotes from elsewhere
+
+BUDGETS = (("snapkv", 2048), ("r_kv", 2048), ("tri_attention", 2048), ("tri_attention", 3072))
+QUOTED = {"full": "Full attention", "snapkv": "SnapKV", "r_kv": "R-KV", "tri_attention": "TriAttention"}
+
+
+def quoted_answers(items: Sequence[Item], tokens: int) -> Answers:
+    """Every problem with the full cache and under each of `BUDGETS`, to which it evicts every 128 generated tokens.
+
+    items: of a .jsonl of problems whose `task` is "AIME 2024" or "AIME 2025" and whose answer is a number:
+    options={"quoted": "aime.jsonl"} with Qwen/Qwen3-8B on a GPU, and room for long answers.
+    """
+    conditions = [Condition(), *(Condition(name, budget, DecodeCap(128)) for name, budget in BUDGETS)]
+    return Answers("reclamation", "quoted", items, conditions, max_new_tokens=tokens)
+
+
+def solved(prediction: str, answer: str) -> float:
+    """1 where the boxed number, or else the last one, is the answer."""
+    numbers = re.findall(r"\\boxed\{\s*(-?[\d,]+)", prediction) or re.findall(r"-?\d[\d,]*", prediction)
+    return float(bool(numbers) and numbers[-1].replace(",", "").lstrip("0") == answer.strip().lstrip("0"))
+
+
+def quoted_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows (item, task, policy, budget): solved, 0 or 1; beyond_print, solved less the printed accuracy; lost, solved
+    with the full cache less solved here; faster, tokens per second over those of the full cache; smaller, bytes of the
+    full cache at the end of the answer over those held here."""
+    right = [solved(prediction or "", answer) for prediction, answer in zip(rows.prediction, rows.answer, strict=True)]
+    problems = rows[["item", "task", "bytes_held"]].assign(policy=rows.policy.map(QUOTED), solved=right)
+    problems = problems.assign(budget=rows.capacity.fillna(0), speed=rows.n_generated / rows.decode_seconds)
+    printed = claims.published("guide003_numbers.csv").query("metric == 'accuracy %'")
+    printed = printed.assign(budget=printed.budget.str.extract(r"^(\d+)")[0].fillna("0").astype(float))
+    printed = printed.assign(share=printed.value.astype(float) / 100).set_index(["task", "method", "budget"]).share
+    cells = pd.MultiIndex.from_frame(problems[["task", "policy", "budget"]])
+    full = problems[problems.policy == QUOTED["full"]].set_index("item")
+    return problems.assign(
+        beyond_print=problems.solved - printed.reindex(cells).to_numpy(),
+        lost=problems["item"].map(full.solved) - problems.solved,
+        faster=problems.speed / problems["item"].map(full.speed),
+        smaller=problems["item"].map(full.bytes_held) / problems.bytes_held,
+    )

@@ -2,9 +2,8 @@
 
     python -m studies.family run --results /tmp/family                    # every embedded model, seed 0
     python -m studies.family run --results /tmp/family --models small-gqa --seeds 1,2 --chapters protection
-    python -m studies.family collect --results /tmp/family                # data/family*.csv
     python -m studies.family run --results /tmp/full --models small-gqa -p profile=full
-    python -m studies.family full --results /tmp/full                     # data/full_profile.csv
+    python -m studies.family collect --results /tmp/family                # data/family*.csv, or full_profile.csv
 
 A run goes into `<results>/<model>-<seed>/<chapter>`, apart from the book's own: its rows, `claims.csv`, and what the
 claims about several models need of it. Run again, it goes on where it was ended, and passes over what is done.
@@ -25,11 +24,11 @@ import typer
 from kvrepro.chapters.leakage import members as leakage
 from kvrepro.errors import InputError, ensure_known, error_line
 from kvrepro.experiment import claims, models
-from kvrepro.paths import write_table
+from kvrepro.paths import DATA, write_table
 from studies import chapters, error_rates, family_claims
-from studies.family_claims import FULL, JUDGED, TABLE
 
 COLUMNS = "model chapter claim reading verdict estimate low high n unit profile note date".split()
+RATES = ["wrongly_reproduced", "wrongly_not_reproduced", "can_hold", "can_fail"]  # of `studies.error_rates`
 DONE = "done.json"  # beside a chapter's claims.csv
 app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
@@ -111,24 +110,16 @@ def collected(results: Path, columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
 
 @app.command()
 def collect(results: Annotated[Path, typer.Option(help="the folder of the runs")]) -> None:
-    """Store the verdicts of all runs with seed 0 in data/family.csv, and those of the claims about several models,
-    judged now, with how often their rules err, in data/family_claims.csv."""
+    """Store the verdicts of runs with seed 0, all of one profile. Full: data/full_profile.csv. Quick: data/family.csv;
+    then the claims about several models are judged, too: data/family_claims.csv, with how often their rules err."""
     table = collected(results)
-    with error_rates.recorded() as tested_claims:
-        judged = family_claims.verdicts(*(family_claims.rows_of(results, name) for name in PER_ITEM))
-    rates = error_rates.table("family", tested_claims, 1).reindex(columns=["claim", "reading", *family_claims.RATES])
-    for file, frame in ((TABLE, table), (JUDGED, judged.merge(rates))):
-        write_table(file, frame)
-    typer.echo(table.pivot_table(index="model", columns="chapter", values="claim", aggfunc="count").to_string())
-
-
-@app.command()
-def full(results: Annotated[Path, typer.Option(help="the folder of the runs")]) -> None:
-    """Store the verdicts of runs of the full profile in data/full_profile.csv."""
-    table = collected(results)
-    if (table.profile.dropna() != "full").any():
-        raise InputError("give runs of the full profile alone, by -p profile=full")
-    write_table(FULL, table)
+    [profile] = table.profile.dropna().unique()
+    write_table(DATA / ("full_profile.csv" if profile == "full" else "family.csv"), table)
+    if profile != "full":
+        with error_rates.recorded() as tested_claims:
+            judged = family_claims.verdicts(*(family_claims.rows_of(results, name) for name in PER_ITEM))
+        rates = error_rates.table("family", tested_claims, 1).reindex(columns=["claim", "reading", *RATES])
+        write_table(DATA / "family_claims.csv", judged.merge(rates))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,7 @@ from kvrepro.engine.policy import READINGS
 from kvrepro.experiment import claims, judge, models
 from kvrepro.experiment.judge import Member, NotTestable, Sample
 from kvrepro.experiment.members import Language, Table
-from kvrepro.paths import DATA
 
-TABLE, JUDGED = DATA / "family.csv", DATA / "family_claims.csv"  # verdicts by model; of the claims judged here
-FULL = DATA / "full_profile.csv"  # verdicts of the default model's full profile
-RATES = ["wrongly_reproduced", "wrongly_not_reproduced", "can_hold", "can_fail"]  # of `studies.error_rates`
 ROWS = "family.parquet"  # what a run keeps of its rows for these claims, beside its verdicts
 Members = list["Member | NotTestable"]
 CONFIGURATIONS = {name: json.loads((folder / "config.json").read_text()) for name, folder in models.embedded().items()}

@@ -3,11 +3,13 @@ data/stability.csv.
 
     python -m studies.family run --results /tmp/usual --models small-gqa
     python -m studies.family run --results /tmp/sevens --models small-gqa -p batch_rows=7
-    python -m studies.repeat folders "7 rows at a time" /tmp/usual/small-gqa-0 /tmp/sevens/small-gqa-0 --equal
+    python -m studies.repeat folders /tmp/usual/small-gqa-0 /tmp/sevens/small-gqa-0 --store "7 rows at a time" --equal
+    python -m studies.repeat folders data/oracle data/results     # what changed since the oracle: nothing is stored
     python -m studies.repeat verdicts "item seed" /tmp/runs/small-gqa-0 /tmp/runs/small-gqa-1 /tmp/runs/small-gqa-2
 
 Runs differ in a parameter or in the environment: OMP_NUM_THREADS, ATEN_CPU_CAPABILITY, KVREPRO_WORKERS, KVREPRO_ENGINE.
-Rows that are stored replace those of the same title and chapter.
+Rows that are stored replace those of the same title and chapter. data/oracle holds rows and verdicts of the quick
+profile as the third design began, by one worker.
 """
 
 import itertools
@@ -15,32 +17,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pandas as pd
 import typer
 
 from kvrepro.errors import InputError
 from kvrepro.experiment import claims, provenance
 from kvrepro.paths import DATA
-from studies import chapters, oracle
+from studies import chapters
 from studies.table import replace_rows, versions
 
 DETERMINISM, STABILITY = DATA / "reliability" / "determinism.csv", DATA / "stability.csv"
 COLUMNS = "varied must_be_equal chapter rows text kept score verdicts changed turned which machine torch date".split()
+IDENTITY = """chapter name item model limit max_new_tokens policy capacity prefix suffix suffix_mode interval reading
+    switches regime share until whitelist spans fair chunk chunk_mode bits""".split()
 SAME = {"prediction": "text", "kept_hash": "kept", "token_f1": "score"}  # columns of rows -> of the table
 COUNTS = ["rows", *SAME.values(), "verdicts", "changed", "turned"]
+NUMBERS = ["ours", "low", "high"]
 app = typer.Typer(add_completion=False, help=(__doc__ or "").partition("\n")[0])
 
 
-def compared(chapter: str, folders: Sequence[Path]) -> pd.DataFrame:
-    """Verdicts of a chapter's claims and readings that every folder has, with a column for each folder; none where one
-    has no verdicts. Of a table with several models the first counts. Verdicts that rest on stored timings cannot
-    change and are left out."""
+def answers(results: Path) -> pd.DataFrame:
+    """All answers in a folder of results, the latest of each identity."""
+    frames = [pd.read_parquet(file) for file in sorted(results.rglob("*.parquet"))]
+    frames = [frame for frame in frames if {"policy", "prediction", "kept_hash"} <= set(frame)]
+    table = pd.concat([frame.reindex(columns=[*IDENTITY, *SAME, "date", "error"]) for frame in frames])
+    table = table[table.error.isna() | (table.error == "")].sort_values("date", kind="stable")
+    return table.drop_duplicates(IDENTITY, keep="last")
+
+
+def compared(chapter: str, folders: Sequence[Path], column: str = "verdict") -> pd.DataFrame:
+    """Verdicts (or another column) of a chapter's claims and readings that every folder has, with a column for each
+    folder; none where one has no verdicts. Of a table with several models the first counts. Verdicts that rest on
+    stored timings cannot change and are left out."""
     parts, files = [], [folder / chapter / "claims.csv" for folder in folders]
     for number, file in enumerate(files if all(file.is_file() for file in files) else []):
         table = pd.read_csv(file)
         first_run = table[table.model != claims.STORED]
         first_run = first_run[(first_run[["model", "profile"]] == first_run[["model", "profile"]].iloc[0]).all(axis=1)]
-        parts.append(first_run.set_index(["claim", "reading"]).verdict.rename(number))
+        parts.append(first_run.set_index(["claim", "reading"])[column].rename(number))
     return pd.concat(parts, axis=1, join="inner") if parts else pd.DataFrame()
 
 
@@ -63,8 +78,7 @@ def shares(varied: str, first: Path, other: Path, equal: bool) -> pd.DataFrame:
     """A row for each chapter of which both folders hold rows or verdicts, and their sum, with `COLUMNS`: in how many of
     the rows that both have text, kept tokens or score differ, and how many verdicts differ, of those that rest on no
     seconds."""
-    identity = oracle.IDENTITY
-    both = oracle.rows(first).merge(oracle.rows(other), on=identity, suffixes=("", "_other"))
+    both = answers(first).merge(answers(other), on=IDENTITY, suffixes=("", "_other"))
     rows: list[dict[str, Any]] = []
     for chapter in chapters.JUDGED:
         part, verdicts = both[both.chapter == chapter], compared(chapter, [first, other])
@@ -88,15 +102,21 @@ def shares(varied: str, first: Path, other: Path, equal: bool) -> pd.DataFrame:
 
 @app.command()
 def folders(
-    varied: Annotated[str, typer.Argument(help="what the two runs differ in")],
     first: Annotated[Path, typer.Argument(help="a results folder: it holds a folder per chapter")],
     other: Annotated[Path, typer.Argument(help="another one")],
+    store: Annotated[str, typer.Option(help="what the two differ in: the title of the rows to store")] = "",
     equal: Annotated[bool, typer.Option("--equal", help="the rows of both must be equal")] = False,
 ) -> None:
-    """Compare rows and verdicts of two results folders."""
-    table = shares(varied, first, other, equal)
-    typer.echo(table[["chapter", *COUNTS]].to_string(index=False))
-    replace_rows(DETERMINISM, table, ["varied", "chapter"])
+    """Compare rows and verdicts of two results folders, and say how many estimates and ends of intervals differ."""
+    table = shares(store, first, other, equal)
+    typer.echo(table[["chapter", *COUNTS, "which"]].to_string(index=False))
+    for chapter, column in itertools.product(chapters.JUDGED, NUMBERS):
+        numbers = compared(chapter, [first, other], column)
+        if len(numbers):
+            differ = ~np.isclose(numbers[0], numbers[1], rtol=1e-6, atol=1e-6, equal_nan=True)
+            typer.echo(f"{chapter}, {column}: {differ.sum()} of {len(numbers)} differ")
+    if store:
+        replace_rows(DETERMINISM, table, ["varied", "chapter"])
 
 
 @app.command()

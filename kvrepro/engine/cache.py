@@ -158,15 +158,11 @@ class RaggedLayer:
         return self._bytes((self.keys, self.values), (self.tail_keys, self.tail_values))
 
     @property
-    def overhead_bytes(self) -> int:
-        """Bytes of positions and offsets."""
-        return self._bytes([self.positions], []) + sum(int(x.nbytes) for x in (self.offsets, self.tail_positions))
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of what the next eviction needs: sums per token, the last queries."""
-        queries = () if self.queries is None else (self.queries, self.query_positions)
-        return self._bytes(self.sums.values(), self.tail_sums.values()) + sum(int(x.nbytes) for x in queries)
+    def other_bytes(self) -> int:
+        """Bytes of positions and offsets, and of what the next eviction needs: sums per token, the last queries."""
+        others = self.offsets, self.tail_positions, self.queries, self.query_positions
+        flat = self._bytes([self.positions, *self.sums.values()], self.tail_sums.values())
+        return flat + sum(int(x.nbytes) for x in others if x is not None)
 
     # ---- new tokens
 

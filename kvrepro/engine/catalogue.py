@@ -71,6 +71,10 @@ WINDOWS: dict[str, Policy] = {
 # ---- positions, keys, cumulative attention, heads
 ONCE = "it repeats a context once: generated tokens would have no score"
 REPEATS = {"decode cap": ONCE, "per step": ONCE, "chunked": "the whole context is in the cache while it is repeated"}
+KV_ZIP = cumulative.by_sum(
+    "reconstruction",
+    "s_j = largest attention to j of any query of the group while the model repeats the context. Their score.py",
+)
 WHOLE = "its retrieval heads keep every generated token: no cap can hold"
 
 TOKENS: dict[str, Policy] = {
@@ -124,7 +128,7 @@ TOKENS: dict[str, Policy] = {
         {"page": 16, "dense_layers": 2}, frees=False, budget="memory stays: pages are chosen per query",
         refuses={"chunked": "nothing leaves: a prompt in chunks is read in full, as in regime prefill"}),
     "kv_zip": Policy(
-        "KVzip", "Kim et al. 2025", learned.kv_zip, {"sinks": 4},
+        "KVzip", "Kim et al. 2025", KV_ZIP, {"sinks": 4},
         across=allocate.joint_layers, needs=("reconstruction",), budget="joint", refuses=REPEATS),
     "kv_zip_plus": Policy(
         "KVzip+", "NVIDIA/kvpress@8bb29b9 kvzip_press.py, kvzip_plus_normalization", learned.kv_zip_plus, {"sinks": 4},

@@ -273,5 +273,4 @@ class Generation:
     decode_seconds: float
     backend: str
     pages: int | None = None  # that each query head reads at a step, where pages are selected and no token leaves
-    bytes_state: int = 0  # of those held, what the policy's next eviction would ask for: sums, last queries
     kept_sets: list[Any] | None = None  # per layer, bool [kv_heads, compressed tokens], where the engine was asked to

@@ -174,8 +174,8 @@ def _finished(
     rows.slide(facts)
     layers = [rows.cache.ragged[n] for n in facts.attention]
     held = torch.stack([layer.held().sum(1).to(call.device) for layer in layers]).cpu()  # [layers, batch]
-    state = sum(layer.state_bytes for layer in layers) + (rows.signals.bytes * len(rows) if rows.signals else 0)
-    allocated = sum(layer.bytes + layer.overhead_bytes for layer in layers) + state
+    signals = () if rows.signals is None else (rows.signals.held, *rows.signals.tables.values())
+    allocated = sum(layer.bytes + layer.other_bytes for layer in layers) + sum(t.nbytes for t in signals)
     size = held.new_tensor([2 * layer.keys.shape[1] * layer.keys.dtype.itemsize for layer in layers])
     heads = held.new_tensor([layer.shape[1] for layer in layers])
     evicting = [facts.attention.index(n) for n in facts.evictable]
@@ -198,7 +198,6 @@ def _finished(
             evicted=evicted,
             policy_calls=int(rows.calls[row]),
             bytes_held=round(allocated * share),
-            bytes_state=round(state * share),
             bytes_full=int((full * heads * size).sum()),
             decode_seconds=seconds,
             backend=call.backend,

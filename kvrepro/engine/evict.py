@@ -209,7 +209,7 @@ def _ranked(job: EvictionJob, role: str, given: Any, o: Observation) -> Scores:
     """The scores that `role` returned: above -inf for living tokens, and -inf for dead slots alone."""
     scores = _ensured(job, role, given, o.positions.shape)
     scores = scores if scores.dtype == torch.float64 and job.reduction is not None else scores.float()
-    return scores.clamp(min=torch.finfo(torch.float32).min).masked_fill(o.dead.to(scores.device), -torch.inf)
+    return scores.clamp(min=torch.finfo(torch.float32).min).masked_fill((~o.alive).to(scores.device), -torch.inf)
 
 
 def protected_by(job: EvictionJob, o: Observation) -> tuple[Mask, Mask]:
@@ -243,7 +243,7 @@ def score_and_protect(job: EvictionJob, o: Observation) -> tuple[Scores, Mask]:
         else:  # shielded tokens leave as a last resort
             scores = scores.masked_fill(shield, torch.inf)
     if job.reduction is not None and job.reduction.head_map is None and job.parameters["guardrail"] == "ignores":
-        scores, protected = scores.masked_fill(protected, torch.inf), o.nothing
+        scores, protected = scores.masked_fill(protected, torch.inf), torch.zeros_like(o.alive)
     return scores, protected
 
 
@@ -279,7 +279,7 @@ def selected(
     quotas = o.span_local and not p.get("ramps")  # with ramps, the public code sets none
     if policy.refine is None and not quotas:
         return select(scores, protected, counts)
-    refined, more = scores, o.nothing
+    refined, more = scores, torch.zeros_like(o.alive)
     if policy.refine is not None:
         refined, more = call(policy.refine, o, scores, counts, parameters={**p, "protected": protected})
         refined = _ensured(job, "refine", refined, scores.shape)
@@ -299,10 +299,12 @@ def selected(
 
 
 def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, protected: Mask, counts: Counts) -> Mask:
-    """`selected` of `SharedCap`: ties in the policy's order; heads that choose for themselves have their union cut."""
+    """`selected` of `SharedCap`: ties in the policy's order, shielded tokens by age in either reading; heads that
+    choose for themselves have their union cut."""
     tie_break = job.parameters["tie_break"]
     if not job.policy.per_head:
-        ties = shared.order(o, scores, job.policy.ties or (), tie_break)
+        by_age = shared.tie_key(o, ("last_use", "entered"), "integer")
+        ties = torch.where(scores.isposinf(), by_age, shared.tie_key(o, job.policy.ties or (), tie_break))
         return select(scores, protected, counts, ties.masked_fill(protected, torch.iinfo(ties.dtype).max))
     heads = select(scores, protected, counts, shared.position_rank(o.positions, tie_break))
     if job.condition.static_suffix and job.parameters["trim_guard"] == "dynamic":

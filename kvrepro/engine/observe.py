@@ -33,7 +33,7 @@ class Observation:
     scaling: float
     output: Tensor | None = None  # output projection per query head, [heads, dim, hidden]
     sums: Mapping[str, Scores] = field(default_factory=dict)  # per token, as named in a policy's `needs`
-    span_of: Tensor | None = None  # int64 [batch, seen]: number of the prompt span that each position lies in
+    span_of: Any = None  # under quotas, int64 [batch, seen]: number of the prompt span that each position lies in
     unextended: Tensor | None = None  # `span_of` with -1 for the positions that no span marks; None: all are marked
     span_count: int | None = None  # number of these spans, if known without waiting for a GPU
     span_local: bool = False  # fair: queries see their own span only, the window holds each span's last queries
@@ -105,28 +105,19 @@ class Observation:
     def last(self, window: int) -> "Observation":
         """This observation with the last `window` queries only."""
         first = max(0, self.queries.shape[2] - window)  # not [-window:], which is everything for 0
-        last: dict[str, Any] = {"query_positions": self.query_positions[:, first:]}
-        for name in ("queries", "log_sums", "window_outputs"):
-            whole = getattr(self, name)
-            last[name] = None if whole is None else whole[:, :, first:]
-        return replace(self, **last)
+        given = {name: getattr(self, name) for name in ("queries", "log_sums", "window_outputs")}
+        last = {name: x[:, :, first:] for name, x in given.items() if x is not None}
+        return replace(self, query_positions=self.query_positions[:, first:], **last)
 
     def span(self, positions: Tensor) -> Tensor:
         """Number of the span that each of `positions` [batch, ...] lies in; after the prompt that of its last token."""
-        where = positions.flatten(1).clamp(0, self.numbered.shape[1] - 1)
-        return self.numbered.gather(1, where).view_as(positions)
-
-    @property
-    def numbered(self) -> Tensor:
-        """`span_of`. Raises InputError if the observation has no spans."""
-        if self.span_of is None:
-            raise InputError("spans of a prompt that nothing splits: give the regime a quota, fair=1 for instance")
-        return self.span_of
+        where = positions.flatten(1).clamp(0, self.span_of.shape[1] - 1)
+        return self.span_of.gather(1, where).view_as(positions)
 
     @cached_property
     def spans(self) -> int:
         """The number of spans."""
-        return int(self.numbered.max()) + 1 if self.span_count is None else self.span_count
+        return int(self.span_of.max()) + 1 if self.span_count is None else self.span_count
 
     # ---- masks, bool [batch, kv_heads, tokens]
 
@@ -135,20 +126,11 @@ class Observation:
         return self.positions >= 0
 
     @cached_property
-    def dead(self) -> Mask:
-        return ~self.alive
-
-    @cached_property
-    def nothing(self) -> Mask:
-        """No token at all."""
-        return torch.zeros_like(self.alive)
-
-    @cached_property
     def window(self) -> Mask:
         """The tokens of the window: all from its first query on; under `span_local` those at its queries' positions."""
         queries = self.query_positions.contiguous()
         if not queries.shape[1]:
-            return self.nothing
+            return torch.zeros_like(self.alive)
         if not self.span_local:  # the last tokens seen, without gaps
             return self.alive & (self.positions >= self._first_query[..., None])
         where = self.positions.flatten(1)  # both ascend
@@ -159,10 +141,6 @@ class Observation:
     def past(self) -> Mask:
         """The tokens outside the window."""
         return self.alive & ~self.window
-
-    @cached_property
-    def not_past(self) -> Mask:
-        return ~self.past
 
     @cached_property
     def causal(self) -> Tensor:
@@ -183,14 +161,9 @@ class Observation:
         return self.query_positions.masked_fill(~real, torch.iinfo(torch.long).max).amin(1, keepdim=True)
 
     @cached_property
-    def present(self) -> RowInts:
-        """The number of each row's queries, without padding."""
-        return (self.query_positions >= 0).sum(1)
-
-    @cached_property
     def starts(self) -> Tensor:
         """The first living slot of each head, int32 [batch, kv_heads]."""
-        return self.dead.sum(-1, dtype=torch.int32)
+        return (~self.alive).sum(-1, dtype=torch.int32)
 
     def _slots_before(self, positions: Tensor) -> Tensor:
         """Slots of each head, dead ones too, before each of `positions` [batch, n]: int32 [batch, kv_heads, n]."""
@@ -205,14 +178,9 @@ class Observation:
         return self._slots_before(self.query_positions + 1) - 1
 
     @cached_property
-    def last_before_window(self) -> Tensor:
-        """The last slot before the window's own tokens, int32 [batch, kv_heads, 1]."""
-        return self._slots_before(self._first_query) - 1
-
-    @cached_property
     def last_in_past(self) -> Tensor:
         """The last slot before the window's own tokens that each query may see, int32 [batch, kv_heads, window]."""
-        return torch.minimum(self.last_seen, self.last_before_window)
+        return torch.minimum(self.last_seen, self._slots_before(self._first_query) - 1)
 
     # ---- attention
 
@@ -259,13 +227,11 @@ class Observation:
     @cached_property
     def mean_projected_norm(self) -> Scores:
         """N(j): mean over the group of ||v_j W_O^(h)||_1, float32."""
-        if self.of:
-            return torch.cat([o.mean_projected_norm for o in self.of])
         if self.backend != "triton":
             return self.projected_norm.mean(2)
         from kvrepro_kernels import projected_norm
 
-        return projected_norm(self.values, self.output)
+        return torch.cat([projected_norm(o.values, o.output) for o in self.of or [self]])
 
     @property
     def projection(self) -> Tensor:

@@ -95,7 +95,7 @@ class Policy:
 
     def first_step(self, parameters: Parameters) -> int:
         """`SharedCap`: the step of the first reduction, from the parameters of a reading."""
-        return int(parameters["per_head_first_reduction" if self.per_head else "first_reduction"])
+        return int(parameters["per_head_first_reduction"]) if self.per_head else 0
 
     @property
     def regimes(self) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class Policy:
             for name, p in parameters_of(function).items():
                 hints |= type(p.default).__annotations__ if hasattr(p.default, "_fields") else {name: p.annotation}
         if self.shared and parameter in SWITCHES:
-            return Literal[SWITCHES[parameter].allowed]
+            return Literal[SWITCHES[parameter].as_run, SWITCHES[parameter].as_described]
         hint = (hints | ENGINES).get(parameter, object)
         return object if isinstance(hint, str) or hint is inspect.Parameter.empty else hint
 

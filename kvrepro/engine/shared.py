@@ -1,7 +1,7 @@
 """`SharedCap`: statistics of the attention that each token received so far, over all layers, by which its policies
 rank; and what it adds to a policy: orders among equal scores, shields, and a union over heads.
 
-The protection paper and its artifact differ in thirteen choices. Each is a parameter of every policy of this regime
+The protection paper and its artifact differ in twelve choices. Each is a parameter of every policy of this regime
 (`SWITCHES`): its value "as_run" is what the artifact's code does, "as_described" what the paper's text says. Source:
 artifact commit 496739f against the paper's sections 2, 3, 7 and 10, Table 19. Tables of signals are indexed by true
 position, so that no eviction moves them.
@@ -22,17 +22,11 @@ from kvrepro.engine.shapes import Mask, RowInts, Scores, TokenInts
 
 @dataclass(frozen=True)
 class Switch:
-    """A choice on which the paper and its artifact differ. also: further values that may be of interest."""
+    """A choice on which the paper and its artifact differ."""
 
-    as_run: object
-    as_described: object
+    as_run: Any
+    as_described: Any
     means: str
-    also: tuple[Any, ...] = ()
-
-    @property
-    def allowed(self) -> tuple[Any, ...]:
-        """The values that it can have."""
-        return tuple(dict.fromkeys((self.as_run, self.as_described, *self.also)))
 
 
 SWITCHES = {
@@ -40,7 +34,6 @@ SWITCHES = {
     "guardrail": Switch("ignores", "honours", "does the last trim to capacity respect protected tokens?"),
     "n_prot": Switch("floor", "ceil", "rounding of fraction x capacity, at least 4"),
     "empty_suffix": Switch("keeps_newest", "right", "a prefix alone: all are protected and the newest stay, or not"),
-    "first_reduction": Switch(0, 0, "step of the first reduction, policies with one set for all heads", also=(8,)),
     "per_head_first_reduction": Switch(8, 0, "step of the first reduction, per-head policies"),
     "score_reduce": Switch("max", "mean", "attention: maxima over layers, heads, queries, or means over queries"),
     "head_map": Switch("first_n_kv", "group_mean", "a KV head's attention: query head of its number, or group mean"),
@@ -76,13 +69,6 @@ def tie_key(o: Observation, names: Sequence[str], tie_break: str) -> Tensor:
     for name in names:
         key = (key | o.sums[name]) << FIELD_BITS
     return key | position_rank(o.positions, tie_break)
-
-
-def order(o: Observation, scores: Scores, ties: Sequence[str], tie_break: str = "string") -> Tensor:
-    """Order among equal scores, large = stays: by `ties`, then by position. Shielded tokens (score inf), which leave as
-    a last resort, are ordered by last use, entry and the position's number in either reading."""
-    by_age = tie_key(o, ("last_use", "entered"), "integer")
-    return torch.where(scores.isposinf(), by_age, tie_key(o, ties, tie_break))
 
 
 def sinks_and_window(
@@ -259,11 +245,6 @@ class Signals:
     lengths: Tensor  # int64 [batch], tokens of the prompt
     evicted: Tensor  # int64 [batch]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of one row's tables."""
-        return sum(t[0].numel() * t.element_size() for t in (self.held, *self.tables.values()))
-
     def take(self, rows: Tensor) -> "Signals":
         """The state of these rows, in this order."""
         tables = {name: table[rows] for name, table in self.tables.items()}
@@ -303,17 +284,10 @@ class Signals:
         alive = self.held.any(1)
         most = int(alive.sum(1).max())
         place = alive.to(torch.uint8).argsort(dim=1, stable=True)[:, alive.shape[1] - most :]
-        alive_slots = alive.gather(1, place)
-        heads = self.held.shape[1]
-
-        def shown(x: Tensor) -> Tensor:
-            at = place if x.dim() == 2 else place[:, None].expand(-1, x.shape[1], -1)
-            values = x.gather(-1, at)
-            return values[:, None] if x.dim() == 2 else values
-
-        sums = {name: shown(table) for name, table in self.tables.items()}
-        nothing = sums["latest"].new_zeros(len(place), heads, most, 0)
-        positions = torch.where(alive_slots, place, -1)[:, None].expand(-1, heads, -1)
+        tables = {name: t if t.dim() == 3 else t[:, None] for name, t in self.tables.items()}
+        sums = {name: t.gather(2, place[:, None].expand(-1, t.shape[1], -1)) for name, t in tables.items()}
+        nothing = sums["latest"].new_zeros(len(place), self.held.shape[1], most, 0)
+        positions = torch.where(alive.gather(1, place), place, -1)[:, None].expand(nothing.shape[:3])
         cache = {"layer": 0, "layers": 1, "keys": nothing, "values": nothing, "positions": positions, "scaling": 1.0}
         queries = {"queries": nothing[:, :, :0], "query_positions": place[:, :0], "seen": self.lengths + step}
         return Observation(**cache, **queries, sums=sums, step=step), place
@@ -327,10 +301,8 @@ def joined(blocks: Sequence[Signals]) -> Signals:
         return torch.nn.functional.pad(t, (0, width - t.shape[-1])) if t.dim() > 1 else t
 
     tables = {name: torch.cat([wide(s.tables[name]) for s in blocks]) for name in blocks[0].tables}
-    held, lengths, evicted = (
-        torch.cat([wide(getattr(s, name)) for s in blocks]) for name in ("held", "lengths", "evicted")
-    )
-    return Signals(blocks[0].reduction, held, tables, lengths, evicted)
+    more = {name: torch.cat([wide(getattr(s, name)) for s in blocks]) for name in ("held", "lengths", "evicted")}
+    return Signals(blocks[0].reduction, tables=tables, **more)
 
 
 class StepSignals:
@@ -359,21 +331,15 @@ class StepSignals:
     def see(self, p: Tensor, where: Tensor) -> None:
         """Add a layer's probabilities [batch, kv_heads, group, 1, tokens] over tokens at positions `where` [batch,
         kv_heads, tokens]."""
-        p, self.where, self.group = p[:, :, :, 0], where, p.shape[2]
-        over = torch.amax if self.r.over == "max" else torch.mean
-        if self.shared:
-            self._fold("all", over(p.flatten(1, 2), 1))
-            return
-        self._fold("all", over(p, 2))
-        self._fold("head", p.flatten(1, 2)[:, : p.shape[1]] if self.r.head_map == "first_n_kv" else p.mean(2))
-
-    def _fold(self, name: str, reduced: Tensor) -> None:
-        """Combine a layer's numbers with those of earlier layers: by the maximum, or as a part of the mean."""
-        reduced = reduced if self.r.over == "max" else reduced / self.layers
-        if name in self.folded:
-            before = self.folded[name]
-            reduced = torch.maximum(before, reduced) if self.r.over == "max" else before + reduced
-        self.folded[name] = reduced
+        p, self.where, self.group, largest = p[:, :, :, 0], where, p.shape[2], self.r.over == "max"
+        over = torch.amax if largest else torch.mean
+        reduced = {"all": over(p.flatten(1, 2), 1) if self.shared else over(p, 2)}
+        if not self.shared:
+            first = self.r.head_map == "first_n_kv"
+            reduced["head"] = p.flatten(1, 2)[:, : p.shape[1]] if first else p.mean(2)
+        for name, x in reduced.items():  # combined with those of earlier layers
+            before = self.folded.get(name, torch.zeros_like(x))
+            self.folded[name] = torch.maximum(before, x) if largest else before + x / self.layers
 
     def tables(self) -> tuple[Tensor, Tensor | None]:
         """(attention [batch, width], per KV head [batch, kv_heads, width] or None) by position."""

@@ -43,7 +43,7 @@ SCHEMA = pa.schema(
         "first_right": REAL, "rest_f1": REAL, "evidence_at": REAL, "evidence_coverage": REAL,
         "official": REAL, "metric": TEXT,
         "kept": pa.list_(WHOLE), "kept_mean": REAL, "kept_hash": TEXT, "evicted": WHOLE, "policy_calls": WHOLE,
-        "pages": WHOLE, "bytes_held": WHOLE, "bytes_state": WHOLE, "bytes_full": WHOLE,
+        "pages": WHOLE, "bytes_held": WHOLE, "bytes_full": WHOLE,
         "prefill_seconds": REAL, "decode_seconds": REAL,
         "backend": TEXT, "dtype": TEXT, "device": TEXT, "torch": TEXT, "transformers": TEXT,
         "profile": TEXT, "seed": WHOLE, "date": TEXT, "error": TEXT, "note": TEXT,

@@ -102,7 +102,7 @@ def caches(draw):
 @given(caches(), st.sampled_from(["floor", "round"]))
 def test_parts_are_shares_by_length_and_sum_to_the_count(given, rounding):
     o, counts = given
-    parts, sizes = allocate.split(o, counts, o.nothing, rounding=rounding), allocate.tally(o, o.alive)
+    parts, sizes = allocate.split(o, counts, torch.zeros_like(o.alive), rounding=rounding), allocate.tally(o, o.alive)
     assert torch.equal(parts.sum(-1), counts)
     assert (parts <= sizes).all()
     exact = counts[..., None] * sizes / sizes.sum(-1, keepdim=True)
@@ -114,7 +114,10 @@ def test_parts_are_shares_by_length_and_sum_to_the_count(given, rounding):
 def test_two_spans_follow_algorithm_1_or_the_rounded_rule(first, count):
     o, counts = spanned([0] * first + [1] * (TOKENS - first)), torch.full((1, 2), count)
     for rounding, early in (("floor", count * first // TOKENS), ("round", math.floor(count * first / TOKENS + 0.5))):
-        assert allocate.split(o, counts, o.nothing, rounding=rounding)[0, 0].tolist() == [early, count - early]
+        assert allocate.split(o, counts, torch.zeros_like(o.alive), rounding=rounding)[0, 0].tolist() == [
+            early,
+            count - early,
+        ]
 
 
 def test_sinks_apart_leave_the_shares():
@@ -136,13 +139,13 @@ def test_debias_lies_between_default_and_fair(given, fair, seed):
     default = torch.zeros_like(o.alive)
     for b, h in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
         default[b, h, noise[b, h].topk(int(counts[b, h])).indices] = True
-    equal, default_parts = allocate.split(o, counts, o.nothing), allocate.tally(o, default)
-    parts = allocate.split(o, counts, o.nothing, fair, default)
+    equal, default_parts = allocate.split(o, counts, torch.zeros_like(o.alive)), allocate.tally(o, default)
+    parts = allocate.split(o, counts, torch.zeros_like(o.alive), fair, default)
     assert torch.equal(parts.sum(-1), counts)
     edges = fair * equal.double().cumsum(-1) + (1 - fair) * default_parts.double().cumsum(-1)
     assert torch.equal(parts.cumsum(-1), (edges + 0.5 + 1e-9).floor().long())  # halves go to the earlier spans
     if fair == 0:
-        assert torch.equal(allocate.select_parts(noise, o.nothing, parts, o), default)
+        assert torch.equal(allocate.select_parts(noise, torch.zeros_like(o.alive), parts, o), default)
 
 
 @settings(deadline=None, max_examples=60)

@@ -39,8 +39,6 @@ MORE = [
     capped("quest_faithful", prefix=0.1, suffix=0.2, static_suffix=True, switches=(("trim_guard", "same"),)),
     capped("ada_kv_faithful", prefix=0.1, suffix=0.1, switches=(("per_head_first_reduction", 0),)),
     capped("quest_faithful", switches=AT_ONCE_BY_MEANS),
-    capped("lru", prefix=0.1, suffix=0.1, switches=(("first_reduction", 8),)),
-    capped("h2o_simple", 32, 3, prefix=0.1, suffix=0.1, switches=(("first_reduction", 8),)),
     capped("h2o_simple", 75, prefix=0.1, suffix=0.1),  # longer than one prompt: eviction starts while decoding
     capped("ada_kv_faithful", 75, prefix=0.1, suffix=0.1),
     capped("lru", 200),  # never evicts
@@ -93,7 +91,7 @@ def test_a_batch_gives_what_its_rows_give_alone(answers):
     for i, prompt in enumerate(prompts):
         for j in range(i, len(conditions), 2):
             [[alone]] = answer(model, [prompt], [conditions[j]], batch_rows=1)
-            without_costs = dict.fromkeys(("prefill_seconds", "decode_seconds", "bytes_held", "bytes_state"), 0)
+            without_costs = dict.fromkeys(("prefill_seconds", "decode_seconds", "bytes_held"), 0)
             for other in (answers[i][3 * j], small[i][j]):
                 assert replace(alone, **without_costs) == replace(other, **without_costs)
 

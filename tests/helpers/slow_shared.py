@@ -169,7 +169,7 @@ def run(model, prompt, c, max_new_tokens, stop_ids):
     if reading.random_seed == "by_prompt":
         seed = int.from_bytes(hashlib.sha256(str([42, *prompt]).encode()).digest()[:8])
     rng = random.Random(seed)
-    first = reading.per_head_first_reduction if per_head else reading.first_reduction
+    first = reading.per_head_first_reduction if per_head else 0
 
     def call(t):
         retained = set().union(*heads)

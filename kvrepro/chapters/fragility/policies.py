@@ -18,7 +18,7 @@ def r_kv(
 ) -> Scores:
     """Z_j = mix I_j - (1 - mix) S_j as `score.keys.r_kv` has it, I by defensive aggregation: each query's attention
     max-pooled over `kernel` tokens, the largest over the window, no less than the head's mean of it."""
-    importance = windowed(o, past_attention(o)[:, :, None], How("defensive", "max", kernel))
+    importance = windowed(o, past_attention, How("defensive", "max", kernel))
     return mix * importance - (1 - mix) * likeness(o, threshold, alone)
 
 

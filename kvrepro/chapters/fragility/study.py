@@ -14,7 +14,8 @@ from kvrepro.engine.cache import GROUP
 from kvrepro.engine.condition import Condition, Generation, Prefill, Prompt, ProperShare, Size
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.policy import READINGS, Rule, find, is_own
-from kvrepro.engine.score.learned import available
+from kvrepro.engine.score.learned import GATES, fitting
+from kvrepro.errors import InputError
 from kvrepro.experiment import data, measure
 from kvrepro.experiment import run as runner
 from kvrepro.experiment.answers import prompt_limit
@@ -210,9 +211,12 @@ def parts_of(loaded: Loaded, settings: Settings) -> list[Answers]:
     """
     at, facts, every = settings.middle, ModelFacts.of(loaded.model), grid(settings)
     outputs = [facts.outputs[n] for n in facts.evictable]  # [heads, dim, hidden]
-    if "duo_attention" in settings.policies and not available(outputs):
-        data.say_once("duo_attention is left out: no gates were learned of this model; run python -m studies.duo")
-        every = {c: change for c, change in every.items() if c.policy != "duo_attention"}
+    if "duo_attention" in settings.policies:
+        try:
+            fitting(GATES, outputs)
+        except InputError as error:
+            data.say_once(f"duo_attention is left out: {error}")
+            every = {c: change for c, change in every.items() if c.policy != "duo_attention"}
     if "4 bits" in every.values() and outputs[0].shape[1] % GROUP:
         data.say_once(f"4 bits are left out: groups of {GROUP} numbers share a scale, which heads do not fill")
         every = {c: change for c, change in every.items() if not c.bits}

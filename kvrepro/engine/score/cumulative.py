@@ -42,11 +42,11 @@ def h2o(o: Observation, extended: bool = True) -> Scores:
     later = (o.seen[:, None, None] - o.positions).clamp(min=1)
     if not o.span_local:
         return o.sums["mass"].float() / (later if o.sliding is None else later.clamp(max=o.sliding))
-    real = torch.arange(o.numbered.shape[1], device=o.numbered.device) < o.seen[:, None]
-    span_queries = torch.nn.functional.one_hot(o.numbered) * real[..., None]
+    real = torch.arange(o.span_of.shape[1], device=o.span_of.device) < o.seen[:, None]
+    span_queries = torch.nn.functional.one_hot(o.span_of) * real[..., None]
     later_queries = span_queries.flip(1).cumsum(1).flip(1)  # [batch, seen, spans], itself included
-    where = o.positions.flatten(1).clamp(0, o.numbered.shape[1] - 1)
-    eligible = later_queries.gather(2, o.numbered[..., None])[..., 0].gather(1, where).view_as(o.positions)
+    where = o.positions.flatten(1).clamp(0, o.span_of.shape[1] - 1)
+    eligible = later_queries.gather(2, o.span_of[..., None])[..., 0].gather(1, where).view_as(o.positions)
     if not extended and o.unextended is not None:
         marked = o.unextended.to(where.device).gather(1, where).view_as(o.positions) >= 0
         eligible = torch.where(marked, eligible, later)
@@ -54,10 +54,7 @@ def h2o(o: Observation, extended: bool = True) -> Scores:
 
 
 h2o_online = by_sum(
-    "mass",
-    """s_j = sum over all queries so far of p[t, j], mean over the group: accumulated attention, not normalised.
-
-    Generated tokens add to it. Source: Zhang et al. 2023, Algorithm 1, there per query head.""",
+    "mass", "s_j = sum over all queries so far of p[t, j], mean over the group. Algorithm 1 of its paper."
 )
 
 

@@ -8,14 +8,13 @@ from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Le
-from jaxtyping import Float
 from torch import Tensor
 
 from kvrepro.engine.allocate import select, tally
 from kvrepro.engine.condition import Count, Odd, Share, Size
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.score.learned import QUERIES, fitting, frequencies, pairs
-from kvrepro.engine.shapes import Counts, Mask, RowInts, Scores
+from kvrepro.engine.shapes import Counts, Mask, Probabilities, RowInts, Scores
 from kvrepro.errors import InputError
 
 FLOOR = 1e-8  # least length by which keys are divided
@@ -73,16 +72,16 @@ def r_kv(
     rkv/compression/r1_kv.py, whose default mix is 0.07 where paper and README say 0.1."""
     p = past_attention(o)
     queries = (o.query_positions >= 0).sum(1).clamp(min=1)[:, None, None]
-    importance = torch.nn.functional.max_pool1d(p.sum(2) / queries, kernel, 1, kernel // 2)
+    importance = torch.nn.functional.max_pool1d(p[:, :, 0].sum(2) / queries, kernel, 1, kernel // 2)
     return mix * importance - (1 - mix) * likeness(o, threshold, alone)
 
 
-def past_attention(o: Observation) -> Float[Tensor, "batch kv_heads window tokens"]:
-    """Softmax over the tokens before the window of each query's logits, the largest of the group."""
+def past_attention(o: Observation) -> Probabilities:
+    """Softmax over the tokens before the window of each query's logits, the largest of the group, which is then 1."""
     batch, kv_heads, _, dim = o.keys.shape
     q = o.queries.view(batch, kv_heads, o.group, -1, dim).float()
     logits = torch.einsum("bgrwd,bgnd->bgrwn", q, o.keys.float()).amax(2) * o.scaling
-    return logits.masked_fill(~o.visible | o.window[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+    return logits.masked_fill(~o.visible | o.window[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)[:, :, None]
 
 
 def likeness(o: Observation, threshold: Cosine = 0.5, alone: Alone = "nothing", block: int = 64) -> Scores:
@@ -117,8 +116,7 @@ def tri_attention(o: Observation, calibration: str = QUERIES, horizon: Size = 65
     triattention/methods/pruning_utils.py.
     """
     batch, kv_heads, _, dim = o.keys.shape
-    outputs, wanted = [] if o.output is None else [o.output], (o.layers, kv_heads * o.group, dim // 2)
-    numbers = fitting(calibration, "length", wanted, outputs, o.layer)
+    numbers = fitting(calibration, [] if o.output is None else [o.output], o.layer)
     if o.inverse_frequencies is None:
         raise InputError(f"layer {o.layer} has no rotation that is known: take a policy other than tri_attention")
     every_mean = torch.complex(numbers["mean_real"], numbers["mean_imaginary"])
@@ -132,21 +130,16 @@ def tri_attention(o: Observation, calibration: str = QUERIES, horizon: Size = 65
     k = pairs(o.keys, 2 * len(o.inverse_frequencies))
     s = torch.einsum("bgrf,bgnf->bgrn", towards.real, k.real) + torch.einsum("bgrf,bgnf->bgrn", towards.imag, k.imag)
     s += torch.einsum("grf,bgnf->bgrn", spread, k.abs())
-    return _standardised(s, o.alive[:, :, None]).amax(2)
-
-
-def _standardised(s: Tensor, alive: Mask) -> Tensor:
-    """z-scores along the live tokens; 0 at dead ones."""
+    alive = o.alive[:, :, None]
     n = alive.sum(-1, keepdim=True).clamp(min=1)
     s = (s - (s * alive).sum(-1, keepdim=True) / n) * alive
-    return s / (s.square().sum(-1, keepdim=True) / n).sqrt().clamp(min=1e-6)
+    return (s / (s.square().sum(-1, keepdim=True) / n).sqrt().clamp(min=1e-6)).amax(2)
 
 
 def shared_by_layers(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
     """A KV head's mean score over the layers, for all of them: head g keeps the same tokens in every layer. Source:
     triattention/methods/triattention.py, `per_head`. Raises InputError if layers hold unequal numbers of tokens."""
-    if len({s.shape for s in scores}) > 1:
-        held = sorted({s.shape[-1] for s in scores})
+    if len(held := sorted({s.shape[-1] for s in scores})) > 1:
         raise InputError(f"layers hold {held[0]} to {held[-1]} tokens: take tri_attention_layer, each layer for itself")
     mean = torch.stack(scores).mean(0)
     return [mean] * len(scores), [budget[:, None].expand(-1, mean.shape[1])] * len(scores)

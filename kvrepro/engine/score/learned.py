@@ -1,5 +1,5 @@
 """What was learned from one model, in files, and is not used with another: DuoAttention's gates, which heads keep
-everything; TriAttention's statistics of queries. And KVzip's reconstruction scores.
+everything; TriAttention's statistics of queries. And KVzip+'s scores.
 
 float32 `[batch, kv_heads, tokens]`, large = keep.
 """
@@ -27,14 +27,9 @@ QUERIES = "data/models/*-queries.json"
 @lru_cache(maxsize=32)
 def load(path: str) -> dict[str, Tensor]:
     """The lists of numbers in a JSON file, as `studies.duo` and `studies.calibrate` write it, by name. Relative paths
-    start at the project's folder. Raises InputError for a missing file and for any other content."""
-    file = ROOT / path
-    try:
-        return {name: torch.tensor(x) for name, x in json.loads(file.read_text()).items() if isinstance(x, list)}
-    except FileNotFoundError:
-        raise InputError(f"no file {file}: make it with python -m studies.duo or studies.calibrate") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} holds no lists of numbers ({error}): make it anew") from None
+    start at the project's folder."""
+    content = json.loads((ROOT / path).read_text())
+    return {name: torch.tensor(x) for name, x in content.items() if isinstance(x, list)}
 
 
 def sampled(outputs: Sequence[Tensor]) -> Float[Tensor, "layers weights"]:
@@ -42,32 +37,16 @@ def sampled(outputs: Sequence[Tensor]) -> Float[Tensor, "layers weights"]:
     return torch.stack([output[0, 0, :8].float().cpu() for output in outputs])
 
 
-def _same(sample: Tensor | None, outputs: Sequence[Tensor], first: int = 0) -> bool:
-    """Whether a file's sample is that of the layers from `first` on; True without one. A half-precision copy counts as
-    the same model, and so does a model that was tuned without changing its output projections."""
-    if sample is None or not outputs:
-        return True
-    sample, wanted = sample[first : first + len(outputs)], sampled(outputs)
-    return bool(sample.shape == wanted.shape and torch.allclose(sample, wanted, rtol=0.01, atol=1e-6))
-
-
-def fitting(
-    path: str, name: str, wanted: tuple[int, ...], outputs: Sequence[Tensor], first: int = 0
-) -> dict[str, Tensor]:
-    """The content of the file, or of one that matches a pattern with *, whose numbers `name` have the wanted shape and
-    whose sample is the model's. outputs: projections [heads, dim, hidden] of the layers from `first` on. Raises
-    InputError if there is none."""
+def fitting(path: str, outputs: Sequence[Tensor], first: int = 0) -> dict[str, Tensor]:
+    """The content of the file, or of one that matches a pattern with *, that was made from the model whose layers from
+    `first` on have these output projections [heads, dim, hidden]. A half-precision copy counts as the same model, and
+    so does one that was tuned without changing them. Raises InputError if there is none."""
+    wanted = sampled(outputs)
     for file in sorted(map(str, ROOT.glob(path))) if "*" in path else [path]:
-        content = load(file)
-        if name in content and content[name].shape == wanted and _same(content.get("sample"), outputs, first):
-            return content
-    made = "run python -m studies.duo or studies.calibrate"
-    raise InputError(f"{path} holds no {name} {list(wanted)} that were made from this model: {made}")
-
-
-def available(outputs: Sequence[Tensor]) -> bool:
-    """Whether one of the shipped files of gates was made from the model with these output projections."""
-    return any(_same(load(str(file)).get("sample"), outputs) for file in ROOT.glob(GATES))
+        sample = load(file)["sample"][first : first + len(outputs)]
+        if sample.shape == wanted.shape and torch.allclose(sample, wanted, rtol=0.01, atol=1e-6):
+            return load(file)
+    raise InputError(f"{path} was not made from this model: run python -m studies.duo or studies.calibrate")
 
 
 # ---- queries before their rotation
@@ -83,12 +62,6 @@ def pairs(x: Tensor, rotated: int) -> Complex[Tensor, "..."]:
 def frequencies(inverse_frequencies: Tensor, dim: int) -> Tensor:
     """Radians per position of each pair, float64 [dim / 2]; 0 for those left unrotated."""
     return torch.nn.functional.pad(inverse_frequencies.double(), (0, dim // 2 - len(inverse_frequencies)))
-
-
-def kv_zip(o: Observation) -> Scores:
-    """s_j = largest attention to j of any query of the group while the model repeats the context. Needs
-    `sums["reconstruction"]`. Source: Kim et al. 2025; KVzip's attention/score.py."""
-    return o.sums["reconstruction"].float()
 
 
 def kv_zip_plus(o: Observation) -> Scores:
@@ -128,22 +101,20 @@ def duo_attention(
     cache ratio in this way). Among equal gates the earlier head streams first. Raises InputError for gates of another
     model. Source: Xiao et al. 2024; kvpress DuoAttentionPress.
     """
-    outputs, shape = [o.output for o in observations if o.output is not None], (len(scores), scores[0].shape[1])
-    gate = fitting(gates_file, "gates", shape, outputs)["gates"].clamp(0, 1)
+    outputs = [o.output for o in observations if o.output is not None]
+    gate = fitting(gates_file, outputs)["gates"].clamp(0, 1)
     order = gate.flatten().to(budget.device).argsort(stable=True)  # the order in which heads start to stream
     alive = [~s.isneginf() for s in scores]
     tokens = torch.stack([a.sum(-1) for a in alive], 1).flatten(1)[:, order]  # [batch, layers * kv_heads]
     least = torch.stack([(p & a).sum(-1) for p, a in zip(protected, alive, strict=True)], 1).flatten(1)[:, order]
-    held = (_whole_heads if count == "heads" else _exact_tokens)(tokens, least, budget)
+    if count == "heads":
+        share = 1 - budget.double() / tokens.double().mean(1).clamp(min=1)
+        streaming = torch.arange(len(order), device=order.device) < (share * len(order)).round()[:, None]
+        held = torch.where(streaming, least, tokens)
+    else:
+        held = _exact_tokens(tokens, least, budget)
     counts = torch.empty_like(held).scatter_(1, order.expand_as(held), held)
     return scores, list(counts.unflatten(1, gate.shape).unbind(1))
-
-
-def _whole_heads(tokens: Tensor, least: Tensor, budget: RowInts) -> Tensor:
-    """Tokens held by each head, [batch, heads in order]: the first (1 - budget / tokens) of the heads stream."""
-    share = 1 - budget.double() / tokens.double().mean(1).clamp(min=1)
-    streaming = torch.arange(tokens.shape[1], device=tokens.device) < (share * tokens.shape[1]).round()[:, None]
-    return torch.where(streaming, least, tokens)
 
 
 def _exact_tokens(tokens: Tensor, least: Tensor, budget: RowInts) -> Tensor:

@@ -1,17 +1,9 @@
 """Window scorers: the importance of each token for the last queries.
 
 `windowed` combines an indicator, an aggregator over queries, a pooling over tokens and a reduction over the query heads
-of a KV head; the published methods are rows of the table below. `aggregate="defensive"` works with every indicator
+of a KV head; `catalogue.WINDOWS` lists the published methods. `aggregate="defensive"` works with every indicator
 (DefensiveKV, appendix J). All scores are float32 [batch, kv_heads, tokens], large = keep. Where a method leaves out
 the window's own tokens, they score 0, and the guard `recent` keeps them.
-
-| method | indicator | aggregate | pool |
-| --- | --- | --- | --- |
-| SnapKV, PyramidKV, Ada-KV, CriticalKV (stage 1) | attention | mean | each head |
-| CAKE | attention | mean + gamma variance | each head |
-| AnDPro | anchor | sum | none |
-| DropKV | perturbation | sum | each KV head |
-| DefensiveKV | attention | defensive | each query |
 """
 
 from collections.abc import Callable
@@ -77,62 +69,52 @@ def anchor(o: Observation) -> Probabilities:
 KERNELS: dict[Indicator, str] = {attention: "attention", perturbation: "perturbation", anchor: "anchor"}
 
 
-def windowed(o: Observation, importance: Probabilities | Indicator, how: How = How(), **extra: Any) -> Scores:
-    """Importance [batch, kv_heads, group, window, tokens] reduced over the window's queries and a KV head's group.
-    importance: the tensor, or an indicator with parameters `extra`; backend triton computes and reduces those of
-    `KERNELS` in a kernel. Of `how`, the aggregate "mean_var" adds gamma times the unbiased variance; "defensive" pools
-    first, takes the max over queries and group, and raises it to at least the head's mean; the group's "union" is minus
-    the best rank in any query head, so that a KV head keeps the union of their choices."""
+def windowed(o: Observation, importance: Indicator, how: How = How(), **extra: Any) -> Scores:
+    """An indicator, with its own parameters `extra`, reduced over the window's queries and a KV head's group. Backend
+    triton computes and reduces those of `KERNELS` in a kernel. Of `how`, the aggregate "mean_var" adds gamma times the
+    unbiased variance; "defensive" pools first, takes the max over queries and group, and raises it to at least the
+    head's mean; the group's "union" is minus the best rank in any query head, so that a KV head keeps the union of
+    their choices."""
     defensive = how.aggregate == "defensive"
     if defensive:
-        how = how._replace(pool_at="query", group="max")
-    outside = o.not_past if how.over == "past" else o.dead
-    x = None
-    if o.by_kernels and callable(importance) and importance in KERNELS:
-        x = _fused(o, KERNELS[importance], how, outside, extra)
+        how = how._replace(aggregate="max", pool_at="query", group="max")
+    outside = ~(o.past if how.over == "past" else o.alive)
+    x = _fused(o, KERNELS[importance], how, outside, extra) if o.by_kernels and importance in KERNELS else None
     if x is None:
-        full = importance(o, **extra) if callable(importance) else importance
-        x = full.masked_fill(outside[:, :, None, None], 0.0)
+        x = importance(o, **extra).masked_fill(outside[:, :, None, None], 0.0)
         if how.pool_at == "query":
             x = _pooled(x, outside, how)
-        x = _grouped(_aggregated(x, _voters(o), how), outside, how)
+        x = _grouped(_aggregated(o, x, how), outside, how)
     return _no_less_than_mean(x, outside) if defensive else x
 
 
 def _fused(o: Observation, indicator: str, how: How, outside: Mask, extra: dict[str, Any]) -> Scores | None:
     """`windowed` by passes of a Triton kernel over keys and values. The kernel aggregates over queries and, unless
     pooling comes in between, reduces over the group. None: the kernel does not have this pooling."""
-    one_pass: Callable[..., Tensor] = partial(_kernel, o, indicator, **extra)
-    largest = how.aggregate in ("defensive", "max")
-    if how.pool_at == "query" and how.pool != "none":
-        if not largest or how.group == "union" or how.rescale:
-            return None
-        x = one_pass("max", how.group, pool=how.kernel, pool_by=how.pool, over=how.over)
+    from kvrepro_kernels import window_scores
+
+    pools_queries = how.pool_at == "query" and how.pool != "none"
+    if pools_queries and (how.aggregate != "max" or how.group == "union" or how.rescale):
+        return None
+    log_sums, outputs = o.attended
+    if extra.get("round_p"):
+        outputs = outputs.bfloat16().to(outputs)
+    extra |= {"indicator": indicator, "scale": o.scaling, "starts": o.starts, "present": o.query_positions.ge(0).sum(1)}
+    one_pass = partial(window_scores, o.queries, o.keys, o.values, log_sums, outputs, last=o.last_seen, **extra)
+    if pools_queries:
+        seen = o.last_in_past if how.over == "past" else o.last_seen  # of the tokens that are pooled
+        x = one_pass(aggregate="max", reduction=how.group, pool=how.kernel, pool_by=how.pool, last=seen)
         return x.masked_fill_(outside, 0.0)
     varies, pooled_last = how.aggregate == "mean_var", how.pool == "none" or how.pool_at == "kv_head"
     linear = how.group in ("mean", "sum") and how.pool != "max"
     inside = linear or (how.group != "union" and pooled_last and not varies)
     reduction = how.group if inside else "none"
-    x = one_pass("mean" if varies else "max" if largest else how.aggregate, reduction)
+    x = one_pass(aggregate="mean" if varies else how.aggregate, reduction=reduction)
     if varies and o.queries.shape[2] > 1:
-        x += how.gamma * one_pass("variance", reduction)
-    if not inside:
-        x = x.unflatten(1, (-1, o.group)).masked_fill_(outside[:, :, None], 0.0)
-        return _grouped(x, outside, how)
-    return _pooled(x.masked_fill_(outside, 0.0), outside, how)
-
-
-def _kernel(o: Observation, indicator: str, aggregate: str, reduction: str, over: str = "all", **extra: Any) -> Tensor:
-    """One pass of the kernel: [batch, kv_heads, tokens], or with reduction "none" [batch, heads, tokens]. over: "past"
-    hides the window's own tokens, which matters if neighbours are pooled."""
-    from kvrepro_kernels import window_scores
-
-    log_sums, outputs = o.attended
-    if extra.get("round_p"):
-        outputs = outputs.bfloat16().to(outputs)
-    extra |= {"indicator": indicator, "aggregate": aggregate, "reduction": reduction, "scale": o.scaling}
-    extra |= {"last": o.last_in_past if over == "past" else o.last_seen, "starts": o.starts, "present": o.present}
-    return window_scores(o.queries, o.keys, o.values, log_sums, outputs, **extra)
+        x += how.gamma * one_pass(aggregate="variance", reduction=reduction)
+    if inside:
+        return _pooled(x.masked_fill_(outside, 0.0), outside, how)
+    return _grouped(x.unflatten(1, (-1, o.group)).masked_fill_(outside[:, :, None], 0.0), outside, how)
 
 
 def _voters(o: Observation) -> Tensor:
@@ -145,18 +127,19 @@ def _voters(o: Observation) -> Tensor:
     return voters
 
 
-def _aggregated(x: Tensor, voters: Tensor, how: How) -> Tensor:
-    """Aggregate over the window's queries: [batch, kv_heads, group, tokens]. For "defensive" this is only the max."""
+def _aggregated(o: Observation, x: Tensor, how: How) -> Tensor:
+    """Aggregate over the window's queries: [batch, kv_heads, group, tokens]."""
     if how.aggregate == "sum":
         return x.sum(3)
-    if how.aggregate in ("max", "defensive"):
+    if how.aggregate == "max":
         return x.amax(3)
-    mean = x.sum(3) / voters.sum(3).clamp(min=1)
-    return mean if how.aggregate == "mean" else mean + how.gamma * _variance(x, voters)
+    mean = x.sum(3) / _voters(o).sum(3).clamp(min=1)
+    return mean if how.aggregate == "mean" else mean + how.gamma * _variance(o, x)
 
 
-def _variance(x: Tensor, voters: Tensor) -> Tensor:
+def _variance(o: Observation, x: Tensor) -> Tensor:
     """The unbiased variance over the queries that count; 0 if there is only one."""
+    voters = _voters(o)
     n = voters.sum(3)
     mean = x.sum(3) / n.clamp(min=1)
     return ((x - mean[..., None, :]).square_() * voters).sum(3) / (n - 1).clamp(min=1)
@@ -223,8 +206,8 @@ def cake_preference(o: Observation, tau1: Positive = 1.0, tau2: Positive = 1.0) 
     p ln(p + 1e-10) over heads, queries and tokens; V = sum over heads and tokens of p's unbiased variance over the
     queries. Source: CAKE, equations 5 to 7; cake_global_press.py of FFY0/DefensiveKV@9251b95, which takes tau (1.6,
     0.6) for every model and budget; the original tunes them (Llama-3.1: 1.6, 0.4 at 1,024 tokens)."""
-    p = o.attention.masked_fill(o.not_past[:, :, None, None], 0.0)
-    scatter = _variance(p, _voters(o)).sum((1, 2, 3))
+    p = o.attention.masked_fill(~o.past[:, :, None, None], 0.0)
+    scatter = _variance(o, p).sum((1, 2, 3))
     entropy = -(p * (p + 1e-10).log_()).sum((1, 2, 3, 4))
     return entropy.clamp(min=0) ** (1 / tau1) * scatter ** (1 / tau2)
 
@@ -249,8 +232,8 @@ def critical(
     """
     first = torch.maximum(counts.double() * alpha, counts.double().mean(1, keepdim=True) * exempt_floor)
     first = torch.maximum((first + 1e-9).long(), (protected & o.alive).sum(-1))
-    exempt = select(scores.masked_fill(o.dead, -torch.inf), protected, first)
-    return ((scores + eps) * o.mean_projected_norm).masked_fill(o.dead, -torch.inf), exempt
+    exempt = select(scores.masked_fill(~o.alive, -torch.inf), protected, first)
+    return ((scores + eps) * o.mean_projected_norm).masked_fill(~o.alive, -torch.inf), exempt
 
 
 def andpro(o: Observation, how: How = How("sum", kernel=7), chunk: Count = 0, window: Size = 32) -> Scores:
@@ -268,15 +251,16 @@ def andpro(o: Observation, how: How = How("sum", kernel=7), chunk: Count = 0, wi
     number = (o.alive.cumsum(-1) - 1).clamp(min=0) // chunk
     droppable = o.alive & (number > 0) & (number <= number[..., -1:] + window // -chunk)
     outside = ~droppable
-    p, v = _pooled(o.attention, o.dead, how), o.values.float()
+    p, v = _pooled(o.attention, ~o.alive, how), o.values.float()
     pull = torch.einsum("bgrwn,bgnd->bgrwd", p * droppable[:, :, None, None], v)
     x = torch.einsum("bgrwd,bgnd->bgrwn", pull, v).mul_(p).masked_fill_(outside[:, :, None, None], 0.0)
-    x = _aggregated(x, _voters(o), how._replace(gamma=0.0))
+    defensive = how.aggregate == "defensive"
+    if defensive:
+        how = how._replace(aggregate="max", group="max")
+    x = _aggregated(o, x, how)
     where = number[:, :, None].expand_as(x)
     together = torch.zeros_like(x).scatter_add_(-1, where, x).gather(-1, where)
-    defensive = how.aggregate == "defensive"
-    how = how._replace(pool="none", group="max" if defensive else how.group)
-    score = _grouped(together, outside, how).masked_fill_(outside, 0.0)
+    score = _grouped(together, outside, how._replace(pool="none")).masked_fill_(outside, 0.0)
     return _no_less_than_mean(score, outside) if defensive else score
 
 
@@ -314,7 +298,7 @@ def defensive_kv(
 
 def _norm_over(o: Observation, share: str) -> Scores:
     """N_j, or its share of the sum over the layer or over the KV heads that hold its position; 0 in dead slots."""
-    norm = o.mean_projected_norm.masked_fill(o.dead, 0.0)
+    norm = o.mean_projected_norm.masked_fill(~o.alive, 0.0)
     if share == "none":
         return norm
     if share == "layer":
@@ -344,7 +328,7 @@ def _first_mass(o: Observation, scores: Scores, asked: RowFloats, mass: float) -
     held_tokens = o.alive.sum(-1)
     of_past = asked[:, None] * (held_tokens - window_size) / held_tokens.clamp(min=1)
     filled = torch.minimum(filled, ((of_past + 1e-9).long() - window_size).clamp(min=0))
-    first = select(held.masked_fill(o.not_past, -torch.inf), o.nothing, filled)
+    first = select(held.masked_fill(~o.past, -torch.inf), torch.zeros_like(o.past), filled)
     among = (o.past | ~o.past.any(2, keepdim=True).any(1, keepdim=True)) & o.alive  # the past, if there is any
     top = scores.masked_fill(~among, -torch.inf).amax((1, 2), keepdim=True)
     return torch.where(first | o.window, top, scores)

@@ -13,6 +13,7 @@ from kvrepro.errors import InputError
 from studies import calibrate
 
 DIM = 8
+OUTPUT = observation(seed=9).output
 SPEED = torch.tensor([1.0, 0.3, 0.05, 0.002])
 
 
@@ -132,8 +133,7 @@ def calibrated(tmp_path):
     g = torch.Generator().manual_seed(9)
     mean = torch.complex(*(torch.randn(3, 4, DIM // 2, generator=g) for _ in range(2)))
     length = mean.abs() + torch.rand(3, 4, DIM // 2, generator=g)
-    sample = learned.sampled([observation(seed=9).output] * 3)
-    calibrate.write(tmp_path / "queries.json", mean, length, sample)
+    calibrate.write(tmp_path / "queries.json", mean, length, learned.sampled([OUTPUT] * 3))
     return str(tmp_path / "queries.json")
 
 
@@ -173,21 +173,17 @@ def tri_direct(o, path, horizon, speed):
 @pytest.mark.parametrize("rotated_pairs", [4, 2])
 def test_tri_attention_transcription(calibrated, horizon, rotated_pairs):
     speed = SPEED[:rotated_pairs]  # 2: half of each head is not rotated
-    o = observation(dead=5, gaps=9, layer=1, seed=10, inverse_frequencies=speed, output=None)
+    o = observation(dead=5, gaps=9, layer=1, seed=10, inverse_frequencies=speed, output=OUTPUT)
     close(keys.tri_attention(o, calibrated, horizon), tri_direct(o, calibrated, horizon, speed), o.alive, 2e-4)
 
 
 def test_tri_attention_refuses_another_models_file(calibrated):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):  # another copy of the same model
-        output = observation(seed=9).output.to(dtype)
-        keys.tri_attention(observation(inverse_frequencies=SPEED, output=output), calibrated)
-    for o, words in (
-        (observation(group=3, inverse_frequencies=SPEED), r"holds no length \[3, 6, 4\] that were made"),
-        (observation(seed=8, inverse_frequencies=SPEED), "that were made from this model"),
-        (observation(seed=9), "no rotation"),
-    ):
-        with pytest.raises(InputError, match=words):
-            keys.tri_attention(o, calibrated)
+        keys.tri_attention(observation(inverse_frequencies=SPEED, output=OUTPUT.to(dtype)), calibrated)
+    with pytest.raises(InputError, match="not made from this model"):
+        keys.tri_attention(observation(seed=8, inverse_frequencies=SPEED), calibrated)
+    with pytest.raises(InputError, match="no rotation"):
+        keys.tri_attention(observation(seed=9), calibrated)
 
 
 def test_shared_by_layers_is_the_mean_for_all():

@@ -14,11 +14,6 @@ from kvrepro.engine.score.learned import sampled
 from kvrepro.errors import InputError
 
 
-def test_kv_zip_is_the_sum_that_the_repetition_gave():
-    o = observation(sums={"reconstruction": torch.rand(2, 2, 24)})
-    assert torch.equal(learned.kv_zip(o), o.sums["reconstruction"])
-
-
 def test_kv_zip_plus_transcription():
     o = observation(kv_heads=2, group=3, seed=1, sums={"reconstruction_per_norm": torch.rand(2, 6, 24)})
     scores = learned.kv_zip_plus(o)
@@ -38,10 +33,13 @@ def test_whole_layers_keep_every_token(layer, expected):
     assert learned.whole(torch.zeros(2, 2, 24), o.alive, torch.tensor([5, 7]), o).tolist() == [[5, 5], [7, 7]]
 
 
+LAYERS = [observation(seed=layer) for layer in range(3)]
+
+
 @pytest.fixture(scope="module")
 def gate_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("gates") / "gates.json"
-    sample = sampled([observation(seed=layer).output for layer in range(3)]).tolist()
+    sample = sampled([o.output for o in LAYERS]).tolist()
     file.write_text(json.dumps({"gates": [[0.9, 0.1], [0.4, 0.4], [0.0, 1.3]], "sample": sample}))
     return str(file)
 
@@ -61,7 +59,7 @@ def layers_of(tokens, sinks, recent, rows=1):
 def test_duo_streams_the_lowest_gates_and_meets_the_budget(gate_file, tokens, sinks, recent, data):
     budget = data.draw(st.integers(max(1, sinks + recent), tokens))
     scores, protected = layers_of(tokens, sinks, recent)
-    same, counts = learned.duo_attention(scores, protected, torch.tensor([budget]), gate_file)
+    same, counts = learned.duo_attention(scores, protected, torch.tensor([budget]), gate_file, observations=LAYERS)
     assert same is scores
     held = [int(counts[layer][0, head]) for layer, head in ORDER]
     assert sum(held) == 6 * budget
@@ -74,24 +72,16 @@ def test_duo_streams_the_lowest_gates_and_meets_the_budget(gate_file, tokens, si
 def test_duo_by_heads_keeps_more_than_its_budget(gate_file):
     """kvpress: x = 0.4 of six heads is 2.4, so two stream, and the realised ratio is x' (1 - 5 / 20)."""
     scores, protected = layers_of(20, 2, 3)
-    _, counts = learned.duo_attention(scores, protected, torch.tensor([12]), gate_file, count="heads")
+    _, counts = learned.duo_attention(scores, protected, torch.tensor([12]), gate_file, "heads", LAYERS)
     held = [int(counts[layer][0, head]) for layer, head in ORDER]
     assert held == [5, 5, 20, 20, 20, 20]
     assert 1 - sum(held) / 120 == pytest.approx(2 / 6 * (1 - 5 / 20))
 
 
-def test_duo_refuses(gate_file, tmp_path):
-    (tmp_path / "bad.json").write_text("[3]")
+def test_duo_refuses(gate_file):
     scores, protected = layers_of(20, 4, 4)
-    same, other = ([observation(seed=seed + layer) for layer in range(3)] for seed in (0, 1))
-    learned.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=same)
-    for layers, budget, file, observations, words in (
-        (3, 6, gate_file, (), "budget 36 < 48 protected tokens of 6 heads together"),
-        (2, 9, gate_file, (), r"holds no gates \[2, 2\] that were made from this model"),
-        (3, 9, gate_file, other, "that were made from this model"),
-        (3, 9, tmp_path / "none.json", (), "no file .*none.json"),
-        (3, 9, tmp_path / "bad.json", (), "holds no lists of numbers"),
-    ):
-        given = scores[:layers], protected[:layers], torch.tensor([budget]), str(file)
-        with pytest.raises(InputError, match=words):
-            learned.duo_attention(*given, observations=observations)
+    learned.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=LAYERS)
+    with pytest.raises(InputError, match="budget 36 < 48 protected tokens of 6 heads together"):
+        learned.duo_attention(scores, protected, torch.tensor([6]), gate_file, observations=LAYERS)
+    with pytest.raises(InputError, match=r"gates.json was not made from this model"):
+        learned.duo_attention(scores, protected, torch.tensor([9]), gate_file, observations=LAYERS[::-1])

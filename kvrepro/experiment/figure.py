@@ -4,7 +4,7 @@ A figure takes a table with the columns value, low, high (`stats.means`, `stats.
 say where a point stands, how it looks and in which panel. Everything else is seaborn and matplotlib.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, PercentFormatter
 from matplotlib_inline.backend_inline import set_matplotlib_formats
 
@@ -113,32 +114,43 @@ def intervals(
             points = part[part[colour] == who] if colour else part
             shift = 0.0 if numeric or colour == along else (n - (len(series) - 1) / 2) * 0.7 / len(series)
             at = [place if numeric else places.index(place) + shift for place in points[along]]
-            value, low, high = (points[name].astype(float) for name in ("value", "low", "high"))
-            error = np.stack([(value - low).clip(lower=0).fillna(0), (high - value).clip(lower=0).fillna(0)])
-            where = {"x": at, "y": value, "yerr": error} if upright else {"x": value, "y": at, "xerr": error}
             form = {"color": seen[who].colour, "marker": seen[who].marker, "ls": "-" if line else "none"}
-            axes.errorbar(**where, **form, lw=1.2, elinewidth=1.1, label=named(who) if colour else None)
+            _bars(axes, points, at, upright, **form, label=named(who) if colour else None)
         for floor, (shade, dashes) in zip(() if lines is None else lines.itertuples(), cycle(FLOORS), strict=False):
             draw = axes.axhline if upright else axes.axvline
             draw(floor.value, color=shade, lw=1, ls=dashes, zorder=1, label=look(floor.control).name)
-        of_places, of_values = (axes.xaxis, axes.yaxis) if upright else (axes.yaxis, axes.xaxis)
         if log:
             (axes.set_xscale if upright else axes.set_yscale)("log")
         if len(places) <= 8 or not upright:
+            of_places = axes.xaxis if upright else axes.yaxis
             ticks = places if numeric else range(len(places))
             of_places.set_ticks(ticks, [f"{place:g}" if numeric else named(place) for place in places])
             of_places.set_minor_locator(NullLocator())
         if not upright:
             axes.set_ylim(len(places) - 0.5, -0.5)  # from top to bottom
         if percent:
-            of_values.set_major_formatter(PercentFormatter(1, decimals=0))
+            (axes.yaxis if upright else axes.xaxis).set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_title(named(grid.row_names[i]) if panel else "")
     grid.set_axis_labels(*(labels.get(name, name.replace("_", " ")) for name in (x, y)))
+    if colour != along or lines is not None:
+        _legend(grid)
+    return grid
+
+
+def _bars(axes: Axes, points: pd.DataFrame, at: Sequence[Any], upright: bool, **form: Any) -> None:
+    """Points at these places, with their intervals."""
+    value, low, high = (points[name].astype(float) for name in ("value", "low", "high"))
+    error = np.stack([(value - low).clip(lower=0).fillna(0), (high - value).clip(lower=0).fillna(0)])
+    where = {"x": at, "y": value, "yerr": error} if upright else {"x": value, "y": at, "xerr": error}
+    axes.errorbar(**where, **form, lw=1.2, elinewidth=1.1)
+
+
+def _legend(grid: sns.FacetGrid) -> None:
+    """The legend below the panels, if anything has a name."""
     handles, names = grid.axes[0, 0].get_legend_handles_labels()
-    if names and (colour != along or lines is not None):
+    if names:
         columns = 2 if max(map(len, names)) > 14 else 3
         grid.figure.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns)
-    return grid
 
 
 def floors(controls: pd.DataFrame, full: pd.DataFrame, column: str = "token_f1") -> pd.DataFrame:

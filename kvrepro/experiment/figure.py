@@ -115,7 +115,7 @@ def intervals(
             shift = 0.0 if numeric or colour == along else (n - (len(series) - 1) / 2) * 0.7 / len(series)
             at = [place if numeric else places.index(place) + shift for place in points[along]]
             form = {"color": seen[who].colour, "marker": seen[who].marker, "ls": "-" if line else "none"}
-            _bars(axes, points, at, upright, **form, label=named(who) if colour else None)
+            _bars(axes, points, at, upright, **form, label=named(who) if colour not in (None, along) else None)
         for floor, (shade, dashes) in zip(() if lines is None else lines.itertuples(), cycle(FLOORS), strict=False):
             draw = axes.axhline if upright else axes.axvline
             draw(floor.value, color=shade, lw=1, ls=dashes, zorder=1, label=look(floor.control).name)
@@ -132,8 +132,7 @@ def intervals(
             (axes.yaxis if upright else axes.xaxis).set_major_formatter(PercentFormatter(1, decimals=0))
         axes.set_title(named(grid.row_names[i]) if panel else "")
     grid.set_axis_labels(*(labels.get(name, name.replace("_", " ")) for name in (x, y)))
-    if colour != along or lines is not None:
-        _legend(grid)
+    _legend(grid)
     return grid
 
 

@@ -35,7 +35,6 @@ class Observation:
     sums: Mapping[str, Scores] = field(default_factory=dict)  # per token, as named in a policy's `needs`
     span_of: Any = None  # under quotas, int64 [batch, seen]: number of the prompt span that each position lies in
     unextended: Tensor | None = None  # `span_of` with -1 for the positions that no span marks; None: all are marked
-    span_count: int | None = None  # number of these spans, if known without waiting for a GPU
     span_local: bool = False  # fair: queries see their own span only, the window holds each span's last queries
     sliding: int | None = None  # tokens a query of this layer looks back, itself included
     inverse_frequencies: Tensor | None = None  # [dim / 2] of the rotation, radians per position
@@ -59,17 +58,15 @@ class Observation:
         layers = [o._widened(width) for o in layers]
         first = layers[0]
 
-        def joined(name: str) -> Any:
-            parts = [getattr(o, name) for o in layers]
-            return None if parts[0] is None else torch.cat(parts)
-
         same_in_heads = all(o.positions.stride(1) == 0 for o in layers)  # all heads hold the same tokens
         where = torch.cat([o.positions[:, :1] if same_in_heads else o.positions for o in layers])
         names = "keys", "values", "queries", "query_positions", "log_sums", "window_outputs"
-        fields = {name: joined(name) for name in names} | {"of": tuple(layers), "seen": first.seen.repeat(n)}
+        parts = {name: [getattr(o, name) for o in layers] for name in names}
+        fields: dict[str, Any] = {name: torch.cat(x) for name, x in parts.items() if x[0] is not None}
         fields["positions"] = where.expand(-1, first.positions.shape[1], -1)
         fields["sums"] = {x: torch.cat([o.sums[x] for o in layers]) for x in first.sums}
         fields["seed"] = first.seed if isinstance(first.seed, int) else first.seed.repeat(n)
+        fields |= {"of": tuple(layers), "seen": first.seen.repeat(n)}
         return replace(first, layer=-1, output=None, inverse_frequencies=None, **fields)
 
     def _widened(self, width: int) -> "Observation":
@@ -117,7 +114,7 @@ class Observation:
     @cached_property
     def spans(self) -> int:
         """The number of spans."""
-        return int(self.span_of.max()) + 1 if self.span_count is None else self.span_count
+        return int(self.span_of.max()) + 1
 
     # ---- masks, bool [batch, kv_heads, tokens]
 

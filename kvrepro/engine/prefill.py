@@ -177,7 +177,6 @@ class PromptReader:
         for spans in [job.condition.spans for job in jobs if job.condition.fair is not None][:1]:
             self.within["span_mass"] = self.prompt.span_of(spans)
             self.within["marked_mass"] = self.prompt.span_of(spans, extended=False)
-            self.span_count = int(self.within["span_mass"].max()) + 1
         self._where: dict[tuple[Any, ...], Positions] = {}  # equal shapes imply equal positions in a pass
         self._queries: dict[int, Tensor] = {}  # positions of the last queries of each span, by window
 
@@ -277,7 +276,7 @@ class PromptReader:
             facts, at = replace(facts, backend="torch"), self._queries[window].to(device)
             place = (at + n - self.prompt.lengths[:, None].to(device)).clamp(min=0)
             queries = query.gather(2, place[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
-            more |= {"span_of": self.within["span_mass"].to(device), "span_count": self.span_count, "span_local": True}
+            more |= {"span_of": self.within["span_mass"].to(device), "span_local": True}
             more["unextended"] = self.within["marked_mass"].to(device) if "marked_mass" in self.sums else None
         return facts.observe(layer, key, self.seeds, queries=queries, query_positions=at, **more)
 

@@ -203,21 +203,15 @@ class PromptSignals:
         stacked = {name: torch.stack([layer[name] for layer in self.layers]) for name in self.layers[0]}
         kv_heads = stacked["max"].shape[2]
         heads = {name: x.flatten(2, 3) for name, x in stacked.items() if name != "group"}  # [layers, batch, heads, n]
-        if r.over == "max":
-            by_name = dict.fromkeys(("latest", "largest", "summed"), heads["max"].amax((0, 2)))
-        else:
-            names = {"summed": "sum", "largest": "max", "latest": "last"}
-            by_name = {name: heads[kind].mean((0, 2)) for name, kind in names.items()}
-        if r.head_map is not None:
-            first = r.head_map == "first_n_kv"
-            if waits:
-                latest = summed = torch.zeros_like(stacked["group"][0])
-            elif r.over == "max":
-                latest = summed = (heads["max"][:, :, :kv_heads] if first else stacked["group"]).amax(0)
-            else:
-                of_kv_heads = (heads[x][:, :, :kv_heads] if first else stacked[x].mean(3) for x in ("sum", "last"))
-                summed, latest = (x.mean(0) for x in of_kv_heads)
-            by_name |= {"head_latest": latest, "head_summed": summed}
+        over = torch.amax if r.over == "max" else torch.mean
+        kinds = {"latest": "last", "largest": "max", "summed": "sum"}
+        kinds = dict.fromkeys(kinds, "max") if r.over == "max" else kinds
+        by_name = {name: over(heads[kind], (0, 2)) for name, kind in kinds.items()}
+        for name in ("latest", "summed") if r.head_map is not None else ():
+            of_head = heads[kinds[name]][:, :, :kv_heads]
+            if r.head_map == "group_mean":
+                of_head = stacked["group"] if r.over == "max" else stacked[kinds[name]].mean(3)
+            by_name[f"head_{name}"] = torch.zeros_like(of_head[0]) if waits else over(of_head, 0)
         real = positions >= 0
         tables = {name: _by_position(x, positions, width) for name, x in by_name.items()}
         steps = torch.zeros(len(positions), width, dtype=torch.long, device=positions.device)

@@ -53,9 +53,7 @@ def h2o(o: Observation, extended: bool = True) -> Scores:
     return o.sums["span_mass" if extended else "marked_mass"].float() / eligible
 
 
-h2o_online = by_sum(
-    "mass", "s_j = sum over all queries so far of p[t, j], mean over the group. Algorithm 1 of its paper."
-)
+h2o_online = by_sum("mass", "s_j = sum over all queries so far of p[t, j], mean over the group: not normalised")
 
 
 def recent_share(o: Observation, scores: Scores, budget: RowInts, share: Share = 0.5) -> Mask:

@@ -10,7 +10,6 @@ from observations import observation
 from kvrepro.engine.attention import Softmax
 from kvrepro.engine.catalogue import CATALOGUE, WINDOWS
 from kvrepro.engine.policy import call, named
-from kvrepro.engine.score import window
 
 # (policy, reading) for every scorer and its own parameters: policies that score alike are one case
 CASES: dict[tuple, tuple[str, str]] = {}
@@ -83,13 +82,3 @@ def test_what_no_kernel_knows_is_scored_by_plain_pytorch(name, reading, what):
     )
     torch.testing.assert_close(ours, truth, atol=1e-5, rtol=1e-5)
     assert (truth - ignored).abs().max() > 1e-3
-    preferences = [window.cake_preference(o) for o in (replace(plain, backend="triton"), plain)]
-    torch.testing.assert_close(*preferences, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", OBSERVED)
-def test_what_cake_and_critical_kv_add(kind):
-    o = seen_by(kind)
-    ours = replace(o, backend="triton")
-    torch.testing.assert_close(window.cake_preference(ours), window.cake_preference(o), rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(ours.mean_projected_norm, o.projected_norm.mean(2), rtol=1e-5, atol=1e-5)

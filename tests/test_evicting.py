@@ -92,7 +92,7 @@ def test_the_cache_that_comes_back_is_small():
     assert 24 <= int(cache.kept.min()) <= int(cache.kept.max()) < 24 + 4
     assert cache.bytes == sum(layer.bytes for layer in cache.rows.cache.ragged.values())
     assert cache.bytes < 0.4 * whole
-    assert cache.rows.calls.tolist() == [1 + 2, 1 + 2]  # the prompt's eviction, and those after 4 and 8 tokens
+    assert cache.rows.evictions.tolist() == [1 + 2, 1 + 2]  # the prompt's eviction, and those after 4 and 8 tokens
 
 
 def test_sampling_draws_as_outside_where_nothing_leaves():

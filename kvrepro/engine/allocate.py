@@ -145,10 +145,9 @@ def recent(o: Observation, n: RowCount) -> Mask:
     return o.alive & (newer < n)
 
 
-def ends(o: Observation, prefix: RowCount, suffix: RowCount, static_prompt_end: RowCount | None = None) -> Mask:
-    """The `prefix` oldest and the `suffix` newest tokens of each head. static_prompt_end: tokens of the prompt, at
-    whose end the suffix then stays, whatever was generated since. Source: protection paper, sections 3 and 10."""
-    end = static_prompt_end
+def ends(o: Observation, prefix: RowCount, suffix: RowCount, end: RowCount | None = None) -> Mask:
+    """The `prefix` oldest and the `suffix` newest tokens of each head. end: tokens of the prompt, at whose
+    end a static suffix stays, whatever was generated since. Source: protection paper, sections 3 and 10."""
     last = recent(o, suffix) if end is None else o.alive & (o.positions >= end - suffix) & (o.positions < end)
     return sinks(o, prefix) | last
 
@@ -329,7 +328,7 @@ def joint_layers(
     total = (asked * sum(heads) + 1e-9).long() if exact and asked is not None else budget * sum(heads)
     ensure_room(total, firm.sum((1, 2, 3)), f" of {sum(heads)} heads together")
     counts = largest(together, total, firm).sum(-1)
-    return scores, [counts[:, layer, :most] for layer, most in enumerate(heads)]
+    return scores, [counts[:, layer, :n] for layer, n in enumerate(heads)]
 
 
 def per_layer(scores: list[Scores], protected: list[Mask], budget: RowInts) -> tuple[list[Scores], list[Counts]]:
@@ -375,7 +374,7 @@ def cake(
     return scores, list(map(uniform, scores, protected, counts.T))
 
 
-# ---- parts
+# ---- whole numbers that sum to a total, and layers as one tensor
 
 
 def _floored(wish: Tensor, limit: Tensor, total: RowInts) -> Tensor:

@@ -35,7 +35,8 @@ def choose(backend: str, model: PreTrainedModel, c: Condition, facts: ModelFacts
     condition that is given to the kernels and that they cannot compute: they never fall back."""
     ensure(BACKENDS, backend=backend)
     if backend == "auto":
-        return "torch" if model.device.type == "cpu" or ready(model.device) or obstacle(model, c, facts) else "triton"
+        cannot = model.device.type == "cpu" or launch_error(model.device) or obstacle(model, c, facts)
+        return "torch" if cannot else "triton"
     if backend == "triton" and (why := obstacle(model, c, facts)):
         raise InputError(f"backend triton: {why} ({c.label}): use backend torch, or auto")
     return backend
@@ -61,7 +62,7 @@ def obstacle(model: PreTrainedModel, c: Condition, facts: ModelFacts | None = No
 
 
 @cache
-def ready(device: torch.device) -> str | None:
+def launch_error(device: torch.device) -> str | None:
     """The error of a first, small kernel on a device, such as a compiler's; None: it runs."""
     try:
         from kvrepro_kernels import rms_norm

@@ -183,9 +183,9 @@ class RaggedLayer:
         self.tail_positions = torch.cat([self.tail_positions, positions], 1)
         self.tail_sums = {name: pad(s, (0, new)) for name, s in self.tail_sums.items()}
 
-    def remember(self, queries: Query, positions: WindowPositions, window: int) -> None:
-        """Keep the last `window` queries of each row, padding in front; a fixed layer only if it has some already."""
-        alone = queries.shape[2] == 1  # and no padding
+    def remember(self, queries: Query, positions: WindowPositions, window: int, alone: bool = False) -> None:
+        """Keep the last `window` queries of each row, padding in front; a fixed layer only if it has some. alone:
+        one query of each row, without padding."""
         if self.queries is not None:
             first = max(0, self.queries.shape[2] + 1 - window) if alone else 0
             queries = torch.cat([self.queries[:, :, first:], queries], 2)
@@ -375,9 +375,9 @@ def concatenated(layers: list[RaggedLayer]) -> RaggedLayer:
         layer._widen(max((queries.shape[2] for queries in remembered), default=0))
     flat = [layer._flat() for layer in layers]
     tokens = {name: torch.cat([each[name] for each in flat]) for name in flat[0]}
-    asked = [(layer.queries, layer.query_positions) for layer in layers if layer.queries is not None]
+    last = [(layer.queries, layer.query_positions) for layer in layers if layer.queries is not None]
     lengths = torch.cat([layer.lengths for layer in layers])
-    return RaggedLayer._from(tokens, lengths, *(torch.cat(x) for x in zip(*asked, strict=True)))
+    return RaggedLayer._from(tokens, lengths, *(torch.cat(x) for x in zip(*last, strict=True)))
 
 
 class EngineCache(DynamicCache):

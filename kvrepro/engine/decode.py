@@ -55,13 +55,13 @@ class Steps:
     """
 
     def __init__(self, call: Call, rows: Rows):
-        self.call, self.rows, first = call, rows, rows.first
-        self.every, self.packed = first.condition.every, first.condition.bits is not None
+        self.call, self.rows, job = call, rows, rows.job
+        self.every, self.packed = job.condition.every, job.condition.bits is not None
         self.window = max(row.job.window for row in rows.rows) if self.every else 0  # queries that an eviction needs
         self.limits = [call.new_tokens[i] for i, _ in rows.tags]  # tokens of each answer, at most
-        self.first = first.first_step  # no eviction before this step
+        self.first_step = job.first_step  # no eviction before it
         # tokens until an eviction is due
-        self.room = max(1, -(-self.first // self.every)) * self.every if self.every else max(self.limits)
+        self.room = max(1, -(-self.first_step // self.every)) * self.every if self.every else max(self.limits)
         self.picked: list[Tensor] = []
         self.alive = list(range(len(rows)))  # numbers of the rows that have not ended
         self.captured: CapturedStep | None = None
@@ -71,7 +71,7 @@ class Steps:
         self.seconds, self.began = 0.0, time.perf_counter()  # of decoding, per row
 
     def due(self, step: int) -> bool:
-        return self.every is not None and step % self.every == 0 and step >= self.first
+        return self.every is not None and step % self.every == 0 and step >= self.first_step
 
     def enter(self, step: int) -> None:
         """`SharedCap`: make the picked tokens candidates, and evict if it is due."""
@@ -112,17 +112,17 @@ class Steps:
             lost = evict_rows(self.call.facts, rows)
         else:
             lost = evict_rows_shared(rows, step)
-            if self.captured is not None or bool(lost.any()):  # a captured step has room until an eviction is due
+            if self.captured is not None or bool(lost.any()):  # a captured step has no more room
                 keep_held(rows)
         self.captured = self.captured and self.captured.resume()
-        rows.calls = rows.calls + lost
+        rows.evictions = rows.evictions + lost
         self.call.fail({rows.tags[row]: error for row, error in rows.failed.items() if row in self.alive})
         self.end(rows.failed, share=1)
 
     def forward(self, step: int) -> None:
         """Run the model on the token that each row picked."""
         call, rows = self.call, self.rows
-        newest_held, seen = True, None
+        newest_held, of_step = True, None
         if rows.signals is not None:
             newest = (rows.signals.lengths + step - 1)[:, None]
             newest_held = not self.due(step) or bool(rows.signals.held.any(1).gather(1, newest).all())
@@ -131,16 +131,16 @@ class Steps:
             self.captured = CapturedStep(call, rows, self.window, room)
         if self.captured is not None:
             rows.logits = self.captured.run(rows, self.picked[-1])
-            seen = self.captured.seen
+            of_step = self.captured.of_step
         else:
             at = rows.seen[:, None]
             if rows.signals is not None:
-                seen = StepSignals(rows.signals, len(call.facts.attention), newest_held)
-            attention = Extend(call, rows.cache, at, self.window, rows.first.pages, seen, decodes=True)
+                of_step = StepSignals(rows.signals, len(call.facts.attention), newest_held)
+            attention = Extend(call, rows.cache, at, self.window, rows.job.pages, of_step, decodes=True)
             rows.logits = call.forward(self.picked[-1][:, None], at, rows.cache, attention)
         rows.seen = rows.seen + 1
-        if seen is not None:
-            rows.signals = rows.signals.attended(step, *seen.tables())
+        if of_step is not None:
+            rows.signals = rows.signals.attended(step, *of_step.tables())
             if not newest_held:  # a token that was evicted before it was stored
                 keep_held(rows)
                 self.captured = self.captured and self.captured.resume()
@@ -196,7 +196,7 @@ def _finished(
             tokens=tokens[row].tolist(),
             kept=kept.round().int().tolist(),
             evicted=evicted,
-            policy_calls=int(rows.calls[row]),
+            policy_calls=int(rows.evictions[row]),
             bytes_held=round(allocated * share),
             bytes_full=int((full * heads * size).sum()),
             decode_seconds=seconds,
@@ -214,7 +214,7 @@ def can_capture(call: Call, rows: Rows) -> bool:
     """Whether these rows' steps can run without waiting for the device, all tensors staying in place."""
     if call.backend != "triton" or call.captures < 1 or call.watch is not None:
         return False
-    if rows.first.condition.bits is not None or rows.first.pages is not None or rows.cache.recurrent:
+    if rows.job.condition.bits is not None or rows.job.pages is not None or rows.cache.recurrent:
         return False
     return all(layer.offsets.device == call.device for layer in rows.cache.ragged.values())
 
@@ -226,7 +226,7 @@ class CapturedStep:
         """window: queries that an eviction needs. room: tokens until the next eviction, or of the answers."""
         self.call, self.window, self.cache = call, window, rows.cache
         self.slot = torch.arange(2, device=call.device)  # the next token's place in all tails, and their length with it
-        again = rows.first.condition.every is not None
+        again = rows.job.condition.every is not None
         budget = max(row.job.budgets[0] for row in rows.rows if row.job.evictor is not None) if again else 0
         rows.slide(call.facts)
         for n, layer in rows.cache.ragged.items():
@@ -237,7 +237,7 @@ class CapturedStep:
         self.token = torch.zeros(len(rows), 1, dtype=torch.long, device=call.device)
         self.positions = rows.seen[:, None].clone()
         self.signals = rows.signals and replace(rows.signals, held=rows.signals.held.clone())
-        self.seen: StepSignals | None = None
+        self.of_step: StepSignals | None = None
         self.logits: Tensor
         self.graph: torch.cuda.CUDAGraph | None = None
         self.warm = False
@@ -272,8 +272,8 @@ class CapturedStep:
 
     def _step(self) -> None:
         if self.signals is not None:
-            self.seen = StepSignals(self.signals, len(self.call.facts.attention), newest_held=False)
-        attention = Extend(self.call, self.cache, self.positions, self.window, step=self.seen, decodes=True)
+            self.of_step = StepSignals(self.signals, len(self.call.facts.attention), newest_held=False)
+        attention = Extend(self.call, self.cache, self.positions, self.window, of_step=self.of_step, decodes=True)
         self.logits = self.call.forward(self.token, self.positions, self.cache, attention, padded=False)
         self.positions.add_(1)
         self.slot.add_(1)

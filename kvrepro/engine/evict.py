@@ -1,17 +1,17 @@
 """Which tokens stay: the same steps for every regime.
 
-scores, protected = score_and_protect(job, o)               # [batch, kv_heads, tokens] each
-counts            = allocate(scores, protected, budget)     # [batch, kv_heads]
-kept              = select(scores, protected, counts)
+scores, protected = score_and_protect(job, o)                   # [batch, kv_heads, tokens] each
+counts            = allocated(job, o, scores, protected)        # [batch, kv_heads]
+kept              = selected(job, o, scores, protected, counts) # [batch, kv_heads, tokens]
 
-`select_tokens` takes these steps for one layer, `across` for policies that must see every layer first. In the regime
-`SharedCap` one observation, made of `signals`, stands for all layers.
+`select_tokens` takes these steps for one layer, `across` for policies that must see every layer first, and `Decisions`
+leads jobs through the layers. In the regime `SharedCap` one observation, made of `signals`, stands for all layers.
 """
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from random import Random
 from typing import Any
@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from kvrepro.engine import allocate, shared
-from kvrepro.engine.allocate import select
 from kvrepro.engine.cache import RaggedLayer
 from kvrepro.engine.condition import Condition, Prompt, SharedCap
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import Policy, call, guarded, named, ours, parameters_of
+from kvrepro.engine.policy import Parameters, Policy, guarded, named, ours, parameters_of
 from kvrepro.engine.shapes import Counts, Mask, Positions, RowFloats, RowInts, Scores, TokenInts
 from kvrepro.engine.shared import Reduction, Signals
 from kvrepro.errors import InputError
 
 TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided together to save launches, by backend
+Observed = dict[int, Observation]  # layers, as a job observes them
 
 
 @dataclass
@@ -141,7 +141,7 @@ class EvictionJob:
         """The budgets before rounding: a condition's share of the tokens to compress. float64 [batch]."""
         rows = zip(self.conditions, self.budgets, self.prompts.lengths.tolist(), strict=True)
         exact = [(c.budget * n if isinstance(c.budget, float) else size, size) for c, size, n in rows]
-        asked = [each if int(each + 1e-9) == size else size for each, size in exact]  # size: of a part of the prompt
+        asked = [each if int(each + 1e-9) == size else size for each, size in exact]  # else a part was compressed
         return torch.tensor(asked, dtype=torch.float64, device=self.prompts.positions.device)
 
     def budget_in(self, o: Observation) -> RowInts:
@@ -176,6 +176,26 @@ def generator(parameters: Mapping[str, Any], ids: Sequence[int]) -> Random:
 
 
 # ---- the steps of an eviction
+
+
+def call(function: Callable[..., Any], *arguments: object, parameters: Parameters) -> Any:
+    """Call `function` with those of `parameters` that it names. A reader's own function gets copies, so that writing in
+    place does not change other conditions."""
+    given = named(function, parameters)
+    if not ours(function):
+        arguments, given = copied(arguments), copied(given)
+    return function(*arguments, **given)
+
+
+def copied(value: Any) -> Any:
+    """A copy of the value with all its tensors copied, also inside lists, mappings and an observation."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Observation):
+        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, Mapping):
+        return {name: copied(element) for name, element in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 
 def guards(job: EvictionJob, o: Observation, *, follow: bool = False) -> Mask:
@@ -278,14 +298,14 @@ def selected(
         return _selected_for_all_layers(job, o, scores, protected, counts)
     quotas = o.span_local and not p.get("ramps")  # with ramps, the public code sets none
     if policy.refine is None and not quotas:
-        return select(scores, protected, counts)
+        return allocate.select(scores, protected, counts)
     refined, more = scores, torch.zeros_like(o.alive)
     if policy.refine is not None:
         refined, more = call(policy.refine, o, scores, counts, parameters={**p, "protected": protected})
         refined = _ensured(job, "refine", refined, scores.shape)
         more = _ensured(job, "refine", more, scores.shape, torch.bool) & o.alive
     if not quotas:
-        return select(refined, protected | more, counts)
+        return allocate.select(refined, protected | more, counts)
     sinks, lowest = allocate.sinks(o, p.get("sinks", 0)), torch.finfo(scores.dtype).min
     window = protected & o.window & ~(protected_by(job, o)[0] | sinks)
     # the window gives way to the spans' shares, after all other tokens
@@ -305,8 +325,8 @@ def _selected_for_all_layers(job: EvictionJob, o: Observation, scores: Scores, p
     if not job.policy.per_head:
         by_age = shared.tie_key(o, ("last_use", "entered"), "integer")
         ties = torch.where(scores.isposinf(), by_age, shared.tie_key(o, job.policy.ties or (), tie_break))
-        return select(scores, protected, counts, ties.masked_fill(protected, torch.iinfo(ties.dtype).max))
-    heads = select(scores, protected, counts, shared.position_rank(o.positions, tie_break))
+        return allocate.select(scores, protected, counts, ties.masked_fill(protected, torch.iinfo(ties.dtype).max))
+    heads = allocate.select(scores, protected, counts, shared.position_rank(o.positions, tie_break))
     if job.condition.static_suffix and job.parameters["trim_guard"] == "dynamic":
         protected = guards(job, o, follow=True)
     return shared.trim_union(heads, scores, protected, o, job.budget_in(o), tie_break)
@@ -321,18 +341,18 @@ def select_tokens(job: EvictionJob, o: Observation, default: Mask | None = None)
 # ---- policies that wait for every layer
 
 
-def postpone(job: EvictionJob, seen: Mapping[int, Observation], o: Observation, last: bool = False) -> None:
-    """Let the layers `seen`, together observed as `o`, wait for the others. They are scored at once, unless their
+def postpone(job: EvictionJob, observed: Observed, o: Observation, last: bool = False) -> None:
+    """Let the layers `observed`, together seen as `o`, wait for the others. They are scored at once, unless their
     scorer needs what comes later. last: nothing more will come."""
-    job.pending |= seen
+    job.pending |= observed
     if not last and (job.repeated or job.reduction is not None):
         return
     scores, protected = score_and_protect(job, o)
     summary = None if job.policy.summary is None else call(job.policy.summary, o, parameters=job.parameters)
-    summaries = [None] * len(seen) if summary is None else summary.chunk(len(seen))
-    each = zip(scores.chunk(len(seen)), protected.chunk(len(seen)), summaries, strict=True)
-    job.judged |= dict(zip(seen, each, strict=True))
-    job.pending |= {n: replace(layer) for n, layer in seen.items()}  # drops cached properties, such as the attention
+    summaries = [None] * len(observed) if summary is None else summary.chunk(len(observed))
+    results = zip(scores.chunk(len(observed)), protected.chunk(len(observed)), summaries, strict=True)
+    job.judged |= dict(zip(observed, results, strict=True))
+    job.pending |= {n: replace(each) for n, each in observed.items()}  # drops cached properties, such as the attention
 
 
 def across(job: EvictionJob) -> dict[int, Mask]:
@@ -351,7 +371,7 @@ def across(job: EvictionJob) -> dict[int, Mask]:
         if not ours(function):
             scores, counts = _ensured_across(job, scores, counts)
     if job.policy.refine is None and job.condition.fair is None and len({s.shape for s in scores}) == 1:
-        stays = select(torch.cat(scores), torch.cat(protected), torch.cat(counts)).chunk(len(scores))
+        stays = allocate.select(torch.cat(scores), torch.cat(protected), torch.cat(counts)).chunk(len(scores))
         return {n: s.to(o.positions.device) for (n, o), s in zip(seen.items(), stays, strict=True)}
     return {
         n: selected(job, o, *(x.to(o.positions.device) for x in of))
@@ -383,3 +403,68 @@ def evict_shared(job: EvictionJob, signals: Signals, step: int) -> Signals:
     held = torch.where(over[:, None, None], held, alive[:, None])
     gone = alive.sum(1) - held.any(1).sum(1)
     return replace(signals, held=held, evicted=signals.evicted + gone)
+
+
+# ---- layer after layer
+
+
+@dataclass
+class Decisions:
+    """Lets jobs decide layer after layer which tokens stay. Neighbouring layers that are alike are decided as rows of
+    one, up to `TOGETHER` bytes of them."""
+
+    jobs: Sequence[EvictionJob]
+    backend: str
+    hold: Callable[[EvictionJob, Observed, Observation, Mask], None]  # is told what stays of layers, also as one
+    waiting: dict[int, list[Observation | None]] = field(default_factory=dict)  # by layer, as each job observes it
+    alike: list[Any] = field(default_factory=list)  # what the waiting layers have in common
+
+    def see(self, layer: int, keys: Tensor, observe: Callable[[EvictionJob, bool], Observation]) -> None:
+        """A layer with its keys. observe: how a job observes it, with the quotas of its condition or without."""
+        waits: list[Observation | None] = [None] * len(self.jobs)
+        most = TOGETHER[self.backend]
+        for number, job in enumerate(self.jobs):
+            with attempt(job):
+                fair = job.condition.fair
+                o = observe(job, fair is not None) if job.error is None else None
+                if o is not None and most and job.together:
+                    waits[number] = o
+                elif o is not None:  # a mixed split also needs the policy's choice without quotas
+                    plain = None if fair in (None, 1) else select_tokens(job, observe(job, False))
+                    self.decide([(job, {layer: o}, o, plain)])
+        alike = [o and (o.keys.device, o.keys[:, :, :0].shape, o.sliding, o.scaling, id(o.softmax)) for o in waits]
+        if alike != self.alike or (len(self.waiting) + 1) * 2 * keys.nbytes > most:
+            self.decide(self.joined())
+        if any(waits):
+            self.waiting[layer], self.alike = waits, alike
+
+    def joined(self) -> Iterator[tuple[EvictionJob, Observed, Observation, None]]:
+        """The waiting layers of each job, and together as one observation; they wait no more."""
+        waiting, self.waiting = self.waiting, {}
+        known: dict[int, Observation] = {}  # jobs may share observations
+        for job, *layers in zip(self.jobs, *waiting.values(), strict=True):
+            observed = {n: o for n, o in zip(waiting, layers, strict=True) if o is not None}
+            if observed and job.error is None:
+                first = id(layers[0])
+                if first not in known:
+                    known[first] = Observation.together(list(observed.values()))
+                yield job, dict(zip(observed, known[first].of or [known[first]], strict=True)), known[first], None
+
+    def decide(self, ready: Iterable[tuple[EvictionJob, Observed, Observation, Mask | None]]) -> None:
+        """Decide layers of jobs, together observed as one; the masks are what stays without quotas."""
+        for job, observed, o, plain in ready:
+            with attempt(job):
+                if job.waits:
+                    postpone(job, observed, o)
+                else:
+                    self.hold(job, observed, o, select_tokens(job, o, plain))
+
+    def finish(self) -> None:
+        """Decide what waits, also for policies that had to see every layer."""
+        self.decide(self.joined())
+        for job in [job for job in self.jobs if job.pending and job.reduction is None]:
+            with attempt(job):
+                for layer, stays in across(job).items():
+                    self.hold(job, {layer: job.pending[layer]}, job.pending[layer], stays)
+            job.pending.clear()
+            job.judged.clear()

@@ -69,8 +69,8 @@ def generate(
 
     def read_all(call: Call, room: float) -> Iterator[Rows]:
         column = {c: j for j, c in enumerate(call.conditions)}
-        pairs = [[(i, column[c]) for c in dict.fromkeys(listed) if c in column] for i, listed in enumerate(by_prompt)]
-        wanted = [[j for i, j in pairs_of_prompt if (i, j) not in call.failed] for pairs_of_prompt in pairs]
+        asked = [[column[c] for c in dict.fromkeys(listed) if c in column] for listed in by_prompt]
+        wanted = [[j for j in columns if (i, j) not in call.failed] for i, columns in enumerate(asked)]
         for members, columns in passes(call, wanted, prompt_rows, room):
             with _short_of_memory(call, itertools.product(members, columns)):
                 yield from read(call, members, columns)
@@ -185,8 +185,7 @@ def unmet(
     if any(rule is not None and rule.policy.shared for rule in rules.values()):
         check_shared(model)
     config = model.config.get_text_config()
-    size = config.vocab_size
-    context = getattr(config, "max_position_embeddings", None)  # some families have no end
+    size, context = config.vocab_size, getattr(config, "max_position_embeddings", None)  # some families have no end
     parts, longest = [], 0
     for i, (text, most_new, listed) in enumerate(zip(texts, new, by_prompt, strict=True)):
         n = len(text.ids)
@@ -248,7 +247,8 @@ def usable(model: Any) -> PreTrainedModel:
     inner = model.get_base_model() if hasattr(type(model), "get_base_model") else model
     if not (isinstance(inner, GenerationMixin) and isinstance(inner, Module)):
         raise InputError(f"model of type {type(inner).__name__}: give a causal language model, kv.load().model for one")
-    if model not in _agreed:
+    prompting = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)  # can be off
+    if prompting or model not in _agreed:
         with alone(inner):
             _ensure_own_logits(model, inner, ModelFacts.of(inner))
         _agreed.update((model, inner))

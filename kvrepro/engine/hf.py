@@ -279,7 +279,7 @@ class EvictedCache(Cache):
             self._steps.advance(self.step)
         self.length, self.rows = self.length + ids.shape[1], self._steps.rows
         if bool(self.rows.logits.isnan().any()):
-            raise ArithmeticError(f"{self.rows.first.condition.label}: NaN at new token {self.step + 1}")
+            raise ArithmeticError(f"{self.rows.job.condition.label}: NaN at new token {self.step + 1}")
         return self.rows.logits[:, None]
 
 
@@ -297,7 +297,7 @@ def _served(model: PreTrainedModel, begin: Callable[[list[list[int]], int], Step
         if refused:
             way_out = "give input_ids and attention_mask alone, for greedy search or sampling"
             raise InputError(f"{', '.join(refused)} inside evicting(...): {way_out}")
-        given["past_key_values"] = EvictedCache(begin, most + 1)
+        given["past_key_values"] = EvictedCache(begin, most + 1)  # the last token needs no place, so `most` omits it
 
     @wraps(model_forward)
     def forward(*inputs: Any, **given: Any) -> Any:

@@ -6,23 +6,20 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from kvrepro.engine import allocate
 from kvrepro.engine.condition import REGIMES, Chunked, Condition, Count, SharedCap, Size, ensure
-from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import Scores
 from kvrepro.engine.shared import SWITCHES
 from kvrepro.errors import InputError, ensure_known, error_line
 from kvrepro.paths import ROOT
 
 READINGS = ("as_run", "as_described")
-ENGINES = {"window": Size, "recent": Count, "sinks": Count, "page": Size, "dense_layers": Count}  # read by the engine
+OF_ENGINE = {"window": Size, "recent": Count, "sinks": Count, "page": Size, "dense_layers": Count}  # read by the engine
 SUMS = {  # what the forward pass can add up for each token and KV head
     "mass": "attention summed over all queries",
     "span_mass": "attention summed over the queries of its own span",
@@ -55,7 +52,7 @@ class Policy:
     across(scores, protected, budget, ...) -> (scores, counts): budgets that need every layer's scores; lists over
     layers. It may also name `observations`, and `summaries`, the results of `summary(o, ...)` [batch] for each layer.
     Such a policy evicts after the last layer.
-    needs: `Observation.sums` that the forward pass must provide (`SUMS`), or only the one that its `signal` names.
+    needs: `Observation.sums` that the forward pass must provide (`SUMS`), or the one that parameter `signal` names.
     """
 
     title: str
@@ -70,7 +67,7 @@ class Policy:
     shield: Callable[..., Any] | None = None
     refine: Callable[..., Any] | None = None
     needs: tuple[str, ...] = ()
-    budget: str = "uniform"  # or "per layer", "per head", "joint"
+    budget: str = "uniform"  # how it is shared out, in words for the table of policies
     refuses: Mapping[str, str] = field(default_factory=dict)  # regime -> why the policy cannot exist there
     ties: tuple[str, ...] | None = None  # `SharedCap`: sums that order equal scores, before the position does
     together: bool = False  # a GPU may judge several layers as rows of one: no function uses the layer or draws
@@ -146,17 +143,8 @@ class Policy:
                 hints |= type(p.default).__annotations__ if hasattr(p.default, "_fields") else {name: p.annotation}
         if self.shared and parameter in SWITCHES:
             return Literal[SWITCHES[parameter].as_run, SWITCHES[parameter].as_described]
-        hint = (hints | ENGINES).get(parameter, object)
+        hint = (hints | OF_ENGINE).get(parameter, object)
         return object if isinstance(hint, str) or hint is inspect.Parameter.empty else hint
-
-
-def call(function: Callable[..., Any], *arguments: object, parameters: Parameters) -> Any:
-    """Call `function` with those of `parameters` that it names. A reader's own function gets copies, so that writing in
-    place does not change other conditions."""
-    given = named(function, parameters)
-    if not ours(function):
-        arguments, given = copied(arguments), copied(given)
-    return function(*arguments, **given)
 
 
 @cache
@@ -175,17 +163,6 @@ def named(function: Callable[..., Any], parameters: Parameters) -> dict[str, Any
         elif fields:
             given[name] = parameter.default._replace(**{f: parameters[f] for f in fields if f in parameters})
     return given
-
-
-def copied(value: Any) -> Any:
-    """A copy of the value with all its tensors copied, also inside lists, mappings and an observation."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Observation):
-        return replace(value, **{f.name: copied(getattr(value, f.name)) for f in fields(value)})
-    if isinstance(value, Mapping):
-        return {name: copied(element) for name, element in value.items()}
-    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
 
 
 def ours(function: Callable[..., Any]) -> bool:
@@ -281,13 +258,13 @@ class Rule:
         regimes, guards = ", ".join(policy.regimes), bool(c.prefix or c.suffix or c.whitelist) or c.fair is not None
         apart = "it chooses one set of tokens for all layers" if policy.shared else "it chooses for each layer"
         why, share = policy.refuses.get(regime, apart), isinstance(c.budget, float)
-        mixed = c.fair is not None and c.fair < 1
+        mixed, unsplit = c.fair is not None and c.fair < 1, policy.across or policy.repeated or p.get("ramps")
         early = c.static_suffix and not policy.per_head and p.get("static_suffix") == "per_head_only"
         return {
             f"without a regime: name one of {regimes}": not regime,
             f"cannot run in regime {regime!r}: {why}; take {regimes}": regime not in policy.regimes,
             "needs a budget: a number of tokens, or a share such as 0.2": c.budget is None,
-            "has no quota to mix in: fair 1, or none": mixed and bool(policy.across or p.get("ramps")),
+            "has no quota to mix in: fair 1, or none": mixed and bool(unsplit),
             "chooses pages anew for every query: no guards or quotas": guards and not policy.frees,
             f"takes a number of tokens in regime {regime!r}, not {c.budget}": policy.shared and share,
             f"has neither whitelist nor bits in regime {regime!r}": policy.shared and bool(c.whitelist or c.bits),

@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvrepro.engine import allocate
-from kvrepro.engine.allocate import by_kernels
 from kvrepro.engine.attention import attend, attend_prompt, per_token
 from kvrepro.engine.cache import EngineCache, RaggedLayer
 from kvrepro.engine.condition import Chunked, Condition, Offline, Prompt
-from kvrepro.engine.evict import EvictionJob, Prompts, attempt, evict_shared, generator
+from kvrepro.engine.evict import Decisions, EvictionJob, Observed, Prompts, attempt, evict_shared, generator
 from kvrepro.engine.facts import ModelFacts, attention_modules
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import REPEATED, budget_of
-from kvrepro.engine.rows import Call, Decisions, Extend, Row, Rows, evict_rows, kept_sets
+from kvrepro.engine.rows import Call, Extend, Row, Rows, evict_rows, kept_sets
 from kvrepro.engine.shapes import KeyValue, Mask, Positions, Query
 from kvrepro.engine.shared import PromptSignals
 from kvrepro.errors import InputError
@@ -68,8 +67,8 @@ def read(call: Call, members: list[int], columns: list[int]) -> Iterator[Rows]:
     for i in members[len(readers) :]:
         call.failed |= {(i, j): error for j, error in failed.items()}
         for rows in blocks:
-            free = {"prefill_seconds": 0.0}
-            copies = [Row((i, row.tag[1]), call.texts[i], row.job, row.notes | free) for row in rows.rows]
+            copied = {"prefill_seconds": 0.0}
+            copies = [Row((i, row.tag[1]), call.texts[i], row.job, row.notes | copied) for row in rows.rows]
             yield replace(rows.take(list(range(len(rows)))), rows=copies)
     while blocks:
         yield blocks.pop(0)
@@ -100,10 +99,10 @@ def _whole(call: Call, members: list[int], ends: list[int], columns: list[int]) 
     ids, positions = call.padded([call.texts[i].ids[:end] for i, end in zip(members, ends, strict=True)])
     jobs = _jobs(call, members, ends, columns, positions)
     reader, cache = PromptReader(call.facts, jobs), EngineCache(call.model.config)
-    held = torch.tensor([call.facts.held(end) for end in ends], device=call.device)[:, None]
-    with by_kernels(reader.kernels):
+    before = torch.tensor([call.facts.held(end) for end in ends], device=call.device)[:, None]
+    with allocate.by_kernels(reader.kernels):
         logits = call.forward(ids, positions, cache, reader)
-        reader.decisions.decide()
+        reader.decisions.decide(reader.decisions.joined())
         if repeating := [job for job in jobs if job.repeated and job.error is None]:
             repeat(call, repeating, ids, positions, cache)
         reader.decisions.finish()
@@ -115,8 +114,8 @@ def _whole(call: Call, members: list[int], ends: list[int], columns: list[int]) 
             continue
         survivors = cache.rows(torch.arange(len(members), device=call.device))
         survivors.ragged = {n: job.layers[n] for n in sorted(job.layers)}
-        seen = torch.cat([survivors.ragged[n].held().to(held.device) for n in call.facts.evictable], 1)
-        lost = (seen < held).any(1) if job.signals is None else job.signals.evicted > 0
+        kept = torch.cat([survivors.ragged[n].held().to(call.device) for n in call.facts.evictable], 1)
+        lost = (kept < before).any(1) if job.signals is None else job.signals.evicted > 0
         rows = [Row((i, j), call.texts[i], job.row(b)) for b, i in enumerate(members)]
         finished.append(Rows(rows, survivors, logits, reader.prompt.lengths.clone(), lost.long(), job.signals))
         job.layers = {}
@@ -128,26 +127,26 @@ def _chunked(call: Call, members: list[int], ends: list[int], columns: list[int]
     end, texts, facts = ends[0], [call.texts[i] for _ in columns for i in members], call.facts
     jobs = _jobs(call, members, ends, columns, call.padded([text.ids[:end] for text in texts[: len(members)]])[1])
     tags = [(i, j) for j in columns for i in members]
-    alone = [job.row(b) for job in jobs for b in range(len(members))]
-    cache, none = EngineCache(call.model.config), torch.zeros(len(tags), dtype=torch.long, device=call.device)
+    of_rows = [job.row(b) for job in jobs for b in range(len(members))]
+    cache, zeros = EngineCache(call.model.config), torch.zeros(len(tags), dtype=torch.long, device=call.device)
     for n in facts.attention:
         output, kv_heads = facts.outputs[n], facts.kv_heads[n]
         empty = torch.zeros(len(tags), kv_heads, 0, output.shape[1], dtype=call.model.dtype, device=output.device)
         nowhere = empty[..., 0].long()
         sums = {name: nowhere.float() for job in jobs for name in job.sums if n in facts.evictable}
         cache.ragged[n] = RaggedLayer.of(empty, empty, nowhere, nowhere.bool(), sums)
-    rows = Rows([*map(Row, tags, texts, alone)], cache, torch.empty(0), none, none)
+    rows = Rows([*map(Row, tags, texts, of_rows)], cache, torch.empty(0), zeros, zeros)
     window = max(job.window for job in jobs)
     regime: Any = jobs[0].condition.regime  # `last_chunk` evicts after all, `budget` what exceeds the whole budget
     for a in range(0, end, regime.chunk):
         seen = min(end, a + regime.chunk)
         ids, positions = call.padded([text.ids[a:seen] for text in texts], [a] * len(texts))
         rows.logits = call.forward(ids, positions, cache, Extend(call, cache, positions, window))
-        rows.seen = none + seen
-        for job in alone:
+        rows.seen = zeros + seen
+        for job in of_rows:
             job.budgets = [budget_of(job.condition, facts.held(end if regime.when == "budget" else seen))]
         if seen == end or regime.when != "last_chunk":
-            rows.calls = rows.calls + evict_rows(facts, rows)
+            rows.evictions = rows.evictions + evict_rows(facts, rows)
     for layer in cache.ragged.values():  # no eviction follows that would need these
         layer.sums, layer.tail_sums, layer.queries, layer.query_positions = {}, {}, None, None
     call.fail({tags[row]: error for row, error in rows.failed.items()})
@@ -189,7 +188,7 @@ class PromptReader:
         within = {name: self.within[name].to(positions).gather(1, positions.clamp(min=0)) for name in names & SPAN_SUMS}
         sums = {name: key.new_zeros(*key.shape[:3], dtype=torch.float32) for name in names}
         beyond = sliding is not None and n > sliding
-        ends = None  # log-sum-exp and outputs, if they are known
+        known = None  # log-sum-exp and outputs, if a kernel gave them
 
         def watch(p: Tensor, queries: slice) -> None:
             at, tokens = positions[:, queries], p.shape[-1]  # p may lack later tokens
@@ -210,7 +209,7 @@ class PromptReader:
         else:
             padding = (n - self.prompt.lengths).to(query.device) if self.padded else None
             out, log_sums = self._fast(query, key, value, scaling, padding)
-            ends = None if log_sums is None else (log_sums, out)
+            known = None if log_sums is None else (log_sums, out)
             for name in sums:
                 from kvrepro_kernels import column_mass
 
@@ -225,7 +224,7 @@ class PromptReader:
         if evictable:
             shown = {"values": value, "positions": where, "scaling": scaling}
             shown["sums"] = {name: s[:, :, held] for name, s in sums.items()}
-            observed = cache(lambda window, fair: self._observe(layer, query, key, window, fair, shown, ends))
+            observed = cache(lambda window, fair: self._observe(layer, query, key, window, fair, shown, known))
             self.decisions.see(layer, key, lambda job, fair: observed(job.window, fair))
         return out
 
@@ -255,19 +254,19 @@ class PromptReader:
         return out, log_sums
 
     def _observe(
-        self, layer: int, query: Query, key: KeyValue, window: int, fair: bool, shown: dict[str, Any], ends: Any
+        self, layer: int, query: Query, key: KeyValue, window: int, fair: bool, shown: dict[str, Any], known: Any
     ) -> Observation:
         """The observation of a layer with a window of `window` queries; if `fair`, of each span's last ones, which no
-        kernel scores. shown: fields of the observation. ends: log-sum-exp and outputs, if they are known."""
+        kernel scores. shown: fields of the observation. known: log-sum-exp and outputs, if a kernel gave them."""
         n, device, facts = self.prompt.positions.shape[1], query.device, self.facts
         first = max(0, n - window)
         more = shown | {"seen": self.prompt.lengths.to(device)}
         if not fair:
             queries = query[:, :, first:].clone()  # a view would keep all queries in memory
             at = self.prompt.positions.to(device)[:, first:]
-            if ends is not None and window:
-                more["log_sums"] = ends[0][:, :, first:].clone()
-                more["window_outputs"] = ends[1][:, first:].transpose(1, 2).contiguous()
+            if known is not None and window:
+                more["log_sums"] = known[0][:, :, first:].clone()
+                more["window_outputs"] = known[1][:, first:].transpose(1, 2).contiguous()
         else:
             if window not in self._queries:
                 spans = zip(self.within["span_mass"].cpu(), self.prompt.lengths.tolist(), strict=True)
@@ -295,12 +294,12 @@ class PromptReader:
             job.pending.clear()
 
 
-def _hold(job: EvictionJob, seen: dict[int, Observation], o: Observation, stays: Mask) -> None:
-    """Store what stays of the layers `seen`, together observed as `o`, and what the job's next eviction needs."""
+def _hold(job: EvictionJob, observed: Observed, o: Observation, stays: Mask) -> None:
+    """Store what stays of the layers `observed`, together seen as `o`, and what the job's next eviction needs."""
     again = job.condition.every is not None
     sums = {name: s for name, s in o.sums.items() if again and name in job.sums}
     whole = RaggedLayer.of(o.keys, o.values, o.positions, stays, sums)
-    for (layer, each), stored in zip(seen.items(), whole.layers(o.count), strict=True):
+    for (layer, each), stored in zip(observed.items(), whole.layers(o.count), strict=True):
         job.layers[layer] = stored
         if again and job.window:
             stored.remember(each.queries, each.query_positions, job.window)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvrepro.engine import evict, shared
+from kvrepro.engine import shared
 from kvrepro.engine.attention import LOW_QUERIES, attend, per_token
 from kvrepro.engine.backend import in_few_launches
 from kvrepro.engine.cache import SLIDE, EngineCache, Shown, joined_caches
 from kvrepro.engine.condition import Condition, Prompt
-from kvrepro.engine.evict import EvictionJob, across, attempt, evict_shared, postpone, select_tokens
+from kvrepro.engine.evict import Decisions, EvictionJob, Observed, attempt, evict_shared
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Rule
@@ -26,7 +26,6 @@ from kvrepro.engine.shapes import KeyValue, Mask, PreTrainedModel, Query, TokenI
 from kvrepro.engine.shared import StepSignals
 
 Tag = tuple[int, int]  # (prompt, condition)
-Seen = dict[int, Observation]  # layers, as a job observes them
 
 
 @dataclass
@@ -98,7 +97,7 @@ class Rows:
     cache: EngineCache
     logits: Tensor  # [batch, vocabulary], of the next token
     seen: Tensor  # int64 [batch], tokens so far
-    calls: Tensor  # int64 [batch], evictions so far
+    evictions: Tensor  # int64 [batch], those that have freed tokens so far
     signals: Any = None  # `Signals` of `SharedCap`
     failed: dict[int, Exception] = field(default_factory=dict)  # by row, of the last eviction
 
@@ -110,7 +109,7 @@ class Rows:
         return [row.tag for row in self.rows]
 
     @property
-    def first(self) -> EvictionJob:
+    def job(self) -> EvictionJob:
         """The job of the first row; those of a batch that decodes are of one kind."""
         return self.rows[0].job
 
@@ -124,15 +123,15 @@ class Rows:
         index = torch.tensor(rows, device=self.logits.device)
         cache, signals = self.cache.rows(index, spend), self.signals and self.signals.take(index)
         mine = [self.rows[i] for i in rows]
-        return Rows(mine, cache, self.logits[index], self.seen[index], self.calls[index], signals)
+        return Rows(mine, cache, self.logits[index], self.seen[index], self.evictions[index], signals)
 
     @classmethod
     def joined(cls, blocks: list["Rows"]) -> "Rows":
         """Join blocks that may share a batch into one, which takes over their caches."""
         signals = blocks[0].signals and shared.joined([b.signals for b in blocks])
         rows, cache = [row for b in blocks for row in b.rows], joined_caches([b.cache for b in blocks])
-        logits, seen, calls = (torch.cat([getattr(b, name) for b in blocks]) for name in ("logits", "seen", "calls"))
-        return cls(rows, cache, logits, seen, calls, signals)
+        logits, seen, done = (torch.cat([getattr(b, name) for b in blocks]) for name in ("logits", "seen", "evictions"))
+        return cls(rows, cache, logits, seen, done, signals)
 
 
 @dataclass
@@ -144,45 +143,45 @@ class Extend:
     positions: TokenInts
     window: int = 0  # queries that a later eviction needs
     pages: tuple[int, int, int] | None = None  # (page, dense layers, budget) of Quest
-    step: StepSignals | None = None  # of `SharedCap`: sums up a step's attention over layers, and hides tokens
+    of_step: StepSignals | None = None  # `SharedCap`: sums up a step's attention over layers, and hides tokens
     decodes: bool = False  # one token of every row: with backend triton a kernel reads them where no layer slides
 
     def attend(
         self, layer: int, query: Query, key: KeyValue, value: KeyValue, scaling: Any, sliding: int | None = None
     ) -> Tensor:
-        stored, step = self.cache.ragged[layer], self.step
+        stored, of_step = self.cache.ragged[layer], self.of_step
         at = self.positions.to(query.device)
         self.cache.scalings[layer] = scaling
         stored.append(key, value, at)
         if self.window:
-            stored.remember(query, at, self.window)
-        if self.decodes and self.call.backend == "triton" and step is None and sliding is None:
-            return _by_kernel(stored, query, scaling)
+            stored.remember(query, at, self.window, alone=self.decodes)
+        if self.decodes and self.call.backend == "triton" and of_step is None and sliding is None:
+            return _attend_by_kernel(stored, query, scaling)
         parts, sums = stored.parts(), list(stored.sums)
         if "low" in sums and query.shape[2] >= LOW_QUERIES:  # older queries have left the window
             stored.sums["low"].zero_(), stored.tail_sums["low"].zero_()
         where: Any = None
-        if sums or step is not None or self.pages is not None:
+        if sums or of_step is not None or self.pages is not None:
             where = torch.cat([tokens.expand(*key.shape[:2], -1) for _, _, tokens in parts], 2)
 
         def watch(p: Tensor, queries: slice) -> None:
-            if step is not None:
-                step.see(p, where)
+            if of_step is not None:
+                of_step.see(p, where)
             for name in sums:
                 stored.add(name, per_token(name, p, at[:, queries], where, at.amax(1)))
 
-        hide = None if step is None else step.hidden(where)
+        hide = None if of_step is None else of_step.hidden(where)
         if self.pages is not None and list(self.cache.ragged).index(layer) >= self.pages[1]:
             keys = torch.cat([k for k, _, _ in parts], 2)  # tokens of pages that the query does not select are hidden
             chosen = page_mask(query[:, :, -1], keys, where >= 0, self.pages[0], self.pages[2])
             hide = ~chosen.unflatten(1, (keys.shape[1], -1))[:, :, :, None]
-        out = attend(query, at, parts, scaling, sliding, watch if sums or step is not None else None, hide)
+        out = attend(query, at, parts, scaling, sliding, watch if sums or of_step is not None else None, hide)
         if layer in self.call.facts.sliding and stored.tail >= SLIDE and stored.slot is None:
             stored.slide(at.amax(1) - sliding + 2)  # the first position that the next query sees
         return out
 
 
-def _by_kernel(stored: Any, query: Query, scaling: float) -> Tensor:
+def _attend_by_kernel(stored: Any, query: Query, scaling: float) -> Tensor:
     """One token per row by the ragged decode kernel, which also returns each token's attention if it is summed."""
     from kvrepro_kernels import ragged_decode
 
@@ -226,68 +225,7 @@ def kept_sets(facts: ModelFacts, rows: Rows, ends: Sequence[int], masks: bool) -
     return more
 
 
-# ---- which tokens stay
-
-
-@dataclass
-class Decisions:
-    """Lets jobs decide layer after layer which tokens stay. Neighbouring layers that are alike are decided as rows of
-    one, up to `TOGETHER` bytes of them."""
-
-    jobs: Sequence[EvictionJob]
-    backend: str
-    hold: Callable[[EvictionJob, Seen, Observation, Mask], None]  # is told what stays of layers, also observed as one
-    waiting: dict[int, list[Observation | None]] = field(default_factory=dict)  # by layer, as each job observes it
-    kind: list[Any] = field(default_factory=list)  # of the waiting layers
-
-    def see(self, layer: int, keys: Tensor, observe: Callable[[EvictionJob, bool], Observation]) -> None:
-        """A layer with its keys. observe: how a job observes it, with the quotas of its condition or without."""
-        waits: list[Observation | None] = [None] * len(self.jobs)
-        most = evict.TOGETHER[self.backend]
-        for number, job in enumerate(self.jobs):
-            with attempt(job):
-                fair = job.condition.fair
-                o = observe(job, fair is not None) if job.error is None else None
-                if o is not None and most and job.together:
-                    waits[number] = o
-                elif o is not None:  # a mixed split also needs the policy's choice without quotas
-                    plain = None if fair in (None, 1) else select_tokens(job, observe(job, False))
-                    self._decide(job, {layer: o}, o, plain)
-        kind = [o and (o.keys.device, o.keys[:, :, :0].shape, o.sliding, o.scaling, id(o.softmax)) for o in waits]
-        if kind != self.kind or (len(self.waiting) + 1) * 2 * keys.nbytes > most:
-            self.decide()
-        if any(waits):
-            self.waiting[layer], self.kind = waits, kind
-
-    def decide(self) -> None:
-        """Decide the waiting layers."""
-        waiting, self.waiting = self.waiting, {}
-        joined: dict[int, Observation] = {}  # jobs may share observations
-        for job, *layers in zip(self.jobs, *waiting.values(), strict=True):
-            seen = {n: o for n, o in zip(waiting, layers, strict=True) if o is not None}
-            if seen and job.error is None:
-                first = id(layers[0])
-                if first not in joined:
-                    joined[first] = Observation.together(list(seen.values()))
-                o = joined[first]
-                self._decide(job, dict(zip(seen, o.of or [o], strict=True)), o)
-
-    def _decide(self, job: EvictionJob, seen: Seen, o: Observation, plain: Mask | None = None) -> None:
-        with attempt(job):
-            if job.waits:
-                postpone(job, seen, o)
-            else:
-                self.hold(job, seen, o, select_tokens(job, o, plain))
-
-    def finish(self) -> None:
-        """Decide what waits, also for policies that had to see every layer."""
-        self.decide()
-        for job in [job for job in self.jobs if job.pending and job.reduction is None]:
-            with attempt(job):
-                for layer, stays in across(job).items():
-                    self.hold(job, {layer: job.pending[layer]}, job.pending[layer], stays)
-            job.pending.clear()
-            job.judged.clear()
+# ---- which tokens leave
 
 
 def evict_rows(facts: ModelFacts, rows: Rows) -> Tensor:
@@ -301,8 +239,8 @@ def evict_rows(facts: ModelFacts, rows: Rows) -> Tensor:
     members = {id(part): index for part, index in parts}
     held: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: its tokens' places, and which of them stay
 
-    def hold(part: EvictionJob, seen: Seen, _: Observation, stays: Mask) -> None:
-        for layer, of_layer in zip(seen, stays.chunk(len(seen)), strict=True):
+    def hold(part: EvictionJob, observed: Observed, _: Observation, stays: Mask) -> None:
+        for layer, of_layer in zip(observed, stays.chunk(len(observed)), strict=True):
             stay = held[layer][1]
             stay[members[id(part)].to(stay.device)] = of_layer[..., of_layer.shape[2] - stay.shape[2] :]
 

@@ -113,9 +113,9 @@ def test_a_kernel_that_does_not_run_leaves_every_condition_to_plain_pytorch(brok
 
     if broken:
         monkeypatch.setattr("kvrepro_kernels.rms_norm", fails)
-    found = backend.ready.__wrapped__(torch.device(DEVICE))  # without what is remembered
+    found = backend.launch_error.__wrapped__(torch.device(DEVICE))  # without what is remembered
     assert found == ("RuntimeError: out of registers" if broken else None)
-    monkeypatch.setattr(backend, "ready", lambda _: found)
+    monkeypatch.setattr(backend, "launch_error", lambda _: found)
     on_gpu, facts = SimpleNamespace(device=torch.device("cuda")), backend.ModelFacts.of(model())
     for c, why in (Condition(), None), (replace(condition("snapkv", Prefill()), bits=4), PACKED):
         assert backend.choose("auto", on_gpu, c, facts) == ("torch" if broken or why else "triton")

@@ -50,7 +50,7 @@ def steps(kind: str, conditions, texts, captured: bool, monkeypatch, stop_ids=()
     monkeypatch.setattr("kvrepro_kernels.column_mass", plain_mass)
     if DEVICE == "cpu":  # interpreted kernels take minutes
         monkeypatch.setattr("kvrepro_kernels.ragged_decode", slow_ragged_decode)
-        monkeypatch.setattr("kvrepro.engine.prefill.by_kernels", lambda use: by_kernels(False))
+        monkeypatch.setattr("kvrepro.engine.allocate.by_kernels", lambda use: by_kernels(False))
     monkeypatch.setattr(decode, "can_capture", lambda call, rows: captured and call.captures)
     settings = {"max_new_tokens": NEW, "stop_ids": stop_ids, "kept_sets": True} | given
     return engine.generate(architecture(kind, 16).to(DEVICE), texts, conditions, backend="triton", **settings)

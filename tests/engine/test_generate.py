@@ -316,6 +316,20 @@ def test_prompts_may_have_conditions_of_their_own():
     assert said(generations) == said([[table[0][2], table[0][0]], [], [table[2][1]]])
 
 
+def test_a_row_that_has_read_all_keeps_its_last_queries_while_another_reads_a_token(monkeypatch):
+    """Both decode in one batch, where the first prompt's rest of one token is padding to the second row."""
+    model, [ids], asked = architecture("qwen2"), tiny_prompts(60), []
+
+    def asking(o):
+        asked.append(o.query_positions)
+        return o.positions.float()
+
+    monkeypatch.setitem(CATALOGUE, "asking", Policy("Asking", "tests", asking, {"window": 8}))
+    conditions = [Condition("asking", 40, DecodeCap(4, until=until)) for until in ("", "last")]
+    engine.generate(model, [Prompt(ids, {"last": [59]})], conditions, **FEW | {"max_new_tokens": 6})
+    assert asked[-1].tolist() == [list(range(56, 64))] * 2
+
+
 def test_prefixes_are_read_each_once(monkeypatch):
     """Three prefixes of two requests each: the same answers and the same tokens kept as one by one."""
     model, ids = architecture("qwen2"), tiny_prompts(50, 41, 46, 5, 9)

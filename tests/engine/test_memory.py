@@ -11,7 +11,8 @@ from kvrepro.chapters.reclamation.attention import Peak
 from kvrepro.engine import generate as engine
 from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Chunked, Condition
-from kvrepro.engine.policy import SUMS, call
+from kvrepro.engine.evict import call
+from kvrepro.engine.policy import SUMS
 
 # ---- scorers
 

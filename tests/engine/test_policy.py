@@ -113,6 +113,13 @@ def test_a_notebooks_own_policy_has_a_name_beside_the_catalogue():
         own("snapkv", policy)
 
 
+def test_a_repetition_has_no_quota_to_mix_in():
+    own("again", Policy("Again", "me", lambda o: o.sums["reconstruction"], needs=("reconstruction",)))
+    check(Condition("again", 40, Prefill(fair=1.0)), 100)
+    with pytest.raises(InputError, match="again has no quota to mix in"):
+        check(Condition("again", 40, Prefill(fair=0.5)), 100)
+
+
 def test_a_sum_that_no_pass_provides_is_refused():
     with pytest.raises(InputError, match="unknown sum in the needs of policy 'Mine' 'mas', did you mean 'mass'"):
         Policy("Mine", "me", lambda o: 1, needs=("mas",))

@@ -44,7 +44,7 @@ def test_sinks_and_recent_are_the_ends_of_what_is_held(o, n, m):
 
 def test_a_static_suffix_stays_at_the_prompts_end():
     o = observation(batch=1, tokens=20)  # 16 tokens of prompt, 4 generated
-    assert protected(o, allocate.ends(o, 2, 3, static_prompt_end=16)) == [[[0, 1, 13, 14, 15]] * 2]
+    assert protected(o, allocate.ends(o, 2, 3, end=16)) == [[[0, 1, 13, 14, 15]] * 2]
     assert protected(o, allocate.ends(o, 2, 3)) == [[[0, 1, 17, 18, 19]] * 2]
 
 

@@ -11,6 +11,7 @@ from tiny import model, prompts
 
 import kvrepro as kv
 from kvrepro.engine.facts import ModelFacts
+from kvrepro.engine.generate import usable
 from kvrepro.errors import InputError
 
 H2O = kv.Condition("h2o", 20, kv.Prefill())
@@ -65,7 +66,10 @@ def test_quantised_weights_are_taken_where_they_can_be_read_and_else_refused():
 def with_virtual_tokens():
     peft = pytest.importorskip("peft")
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    return peft.get_peft_model(model("llama"), config)
+    network = peft.get_peft_model(model("llama"), config)
+    with network.disable_adapter():
+        usable(network)  # without virtual tokens the engine drives it
+    return network
 
 
 def other_logits():

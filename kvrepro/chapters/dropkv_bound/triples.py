@@ -17,9 +17,10 @@ from torch import Tensor
 
 from kvrepro.chapters.dropkv_bound import bound
 from kvrepro.engine.attention import attend_prompt, installed
+from kvrepro.engine.evict import call
 from kvrepro.engine.facts import attention_modules, output_projection
 from kvrepro.engine.observe import Observation
-from kvrepro.engine.policy import Policy, call
+from kvrepro.engine.policy import Policy
 
 STRATA = ("random", "tail", "threshold", "disagreement")
 SINKS, CAKE_GAMMA, CRITICAL_EPS, DROPKV_EPS = 4, 200.0, 1e-4, 1e-6  # the methods' own defaults

@@ -9,7 +9,8 @@ from observations import observation
 
 from kvrepro.engine.attention import Softmax
 from kvrepro.engine.catalogue import CATALOGUE, WINDOWS
-from kvrepro.engine.policy import call, named
+from kvrepro.engine.evict import call
+from kvrepro.engine.policy import named
 
 # (policy, reading) for every scorer and its own parameters: policies that score alike are one case
 CASES: dict[tuple, tuple[str, str]] = {}

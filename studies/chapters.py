@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import nbformat
-import yaml
 
 from kvrepro.paths import ROOT
 
@@ -37,8 +36,3 @@ def run(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     """The variables of a notebook after all its cells; what it shows is dropped."""
     *_, (_, space) = cells(name, parameters, lambda *things, **options: None)
     return space
-
-
-def given(texts: list[str]) -> dict[str, Any]:
-    """Parameters from texts such as "n_items=8", values as YAML."""
-    return {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in texts)}

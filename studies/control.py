@@ -56,7 +56,13 @@ def panels(rows: pd.DataFrame) -> Iterator[Panel]:
             yield Panel(name, "needle", part, heads)
         if not ours.all():
             yield Panel(name, "credit", part[~ours | part.policy.isin(["full", "lru"])], heads)
-    yield from _of_lengths(once[once.policy != "online_credit"])
+    sized = once.capacity.isna() | (once.capacity == once["items"].map(EIGHTHS))
+    eighths = once[(once.policy != "online_credit") & once["items"].isin(EIGHTHS) & sized]
+    for model, part in eighths.groupby("model", sort=True):
+        if part["items"].nunique() == len(EIGHTHS):  # the model was run at 1.9K, 8K and 32K tokens
+            part = part.assign(length=part.groupby("items").prompt_tokens.transform("median").astype(int))
+            short, heads = artifact.CHECKPOINTS[model]
+            yield Panel(f"{short}, three lengths", "scaling", part, heads)
     for (model, items), part in rows[rows["name"].str.contains("-rob-")].groupby(["model", "items"]):
         short, heads = artifact.CHECKPOINTS[model]
         yield Panel(f"{short}, {ITEMS[items]}, sampled", "sampling", part, heads)
@@ -67,16 +73,6 @@ def panels(rows: pd.DataFrame) -> Iterator[Panel]:
     for model, part in both.groupby("model"):
         short, heads = artifact.CHECKPOINTS[model]
         yield Panel(f"{short}, {ITEMS[SHORT[0]]}, earlier run", "main", part, heads, ("repetition", "items"))
-
-
-def _of_lengths(rows: pd.DataFrame) -> Iterator[Panel]:
-    """Models that were run at 1.9K, 8K and 32K tokens, with an eighth of the cache at each."""
-    rows = rows[rows["items"].isin(EIGHTHS) & (rows.capacity.isna() | (rows.capacity == rows["items"].map(EIGHTHS)))]
-    for model, part in rows.groupby("model", sort=True):
-        if part["items"].nunique() == len(EIGHTHS):
-            part = part.assign(length=part.groupby("items").prompt_tokens.transform("median").astype(int))
-            short, heads = artifact.CHECKPOINTS[model]
-            yield Panel(f"{short}, three lengths", "scaling", part, heads)
 
 
 def panel_verdicts(panel: Panel, book: Mapping[str, Any]) -> pd.DataFrame:

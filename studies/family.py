@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import pandas as pd
 import typer
+import yaml
 
 from kvrepro.chapters.leakage import members as leakage
 from kvrepro.errors import InputError, ensure_known, error_line
@@ -71,15 +72,16 @@ def run(
     names: Annotated[str, typer.Option("--models", help="or folders, hub ids")] = ",".join(models.embedded()),
     seeds: Annotated[str, typer.Option(help="of the items, with commas")] = "0",
     chapter_names: Annotated[str, typer.Option("--chapters", help="with commas")] = ",".join(chapters.JUDGED),
-    parameter: Annotated[list[str], typer.Option("-p", "--parameter", help="name=value")] = [],  # noqa: B006
+    parameter: Annotated[list[str], typer.Option("-p", "--parameter", help="name=value, as YAML")] = [],  # noqa: B006
 ) -> None:
     """Run chapters for models and seeds, one after another; a line for each. What fails leaves the others; the exit
     status is 1 then."""
     failed, chosen = False, chapter_names.split(",")
     ensure_known("chapter", chosen, chapters.JUDGED)
+    given = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in parameter)}
     for seed, name_or_path in itertools.product(map(int, seeds.split(",")), names.split(",")):
         folder = results.resolve() / f"{Path(name_or_path).name}-{seed}"
-        parameters = {"model": name_or_path, "options": {"seed": seed, "progress": False}} | chapters.given(parameter)
+        parameters = {"model": name_or_path, "options": {"seed": seed, "progress": False}} | given
         for chapter in chosen:
             start = time.perf_counter()
             try:

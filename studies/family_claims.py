@@ -21,8 +21,8 @@ from kvrepro.experiment.members import Language, Table
 
 ROWS = "family.parquet"  # what a run keeps of its rows for these claims, beside its verdicts
 Members = list["Member | NotTestable"]
-CONFIGURATIONS = {name: json.loads((folder / "config.json").read_text()) for name, folder in models.embedded().items()}
-KV_HEADS = {name: configuration["num_key_value_heads"] for name, configuration in CONFIGURATIONS.items()}
+CONFIGURATIONS = {name: folder / "config.json" for name, folder in models.embedded().items()}
+KV_HEADS = {name: json.loads(file.read_text())["num_key_value_heads"] for name, file in CONFIGURATIONS.items()}
 HEADS = 4  # query heads of the small models
 ALIKE = {"small-mqa", "small-gqa", "small-mha"}  # kinds that differ in their KV heads alone
 
@@ -44,9 +44,6 @@ def pairs(names: Iterable[str], what: str) -> list[tuple[str, str]]:
         return [(a, b) for a, b in every if kind(a) == kind(b)]
     fewer = [(a, b) for a, b in every if {kind(a), kind(b)} <= ALIKE and KV_HEADS[a] < KV_HEADS[b]]
     return [(a, b) for a, b in fewer if KV_HEADS[b] == min(KV_HEADS[y] for x, y in fewer if x == a)]
-
-
-# ---------------------------------------------------------------- the protection paper's
 
 
 def _language(rows: pd.DataFrame) -> Language:
@@ -100,9 +97,6 @@ def _named(model: str, member: Member | NotTestable) -> Member | NotTestable:
     return Member(model if member.label == "all" else f"{model}, {member.label}", member.what)
 
 
-# ---------------------------------------------------------------- the leakage paper's
-
-
 def _of_leakage(claim: Mapping, rows: Mapping[str, pd.DataFrame]) -> Members:
     """By pair of models and policy: the share of following that the first model loses, minus the other's."""
     column = claim.get("column", "following")
@@ -116,9 +110,6 @@ def _of_leakage(claim: Mapping, rows: Mapping[str, pd.DataFrame]) -> Members:
     if not members:
         raise NotTestable(f"{len(able)} models follow half of their instructions: no two of them to compare")
     return members
-
-
-# ---------------------------------------------------------------- verdicts
 
 
 def rows_of(results: Path, chapter: str) -> dict[str, pd.DataFrame]:

@@ -22,7 +22,7 @@ from kvrepro.paths import DATA, write_table
 from studies.table import replace_rows, versions
 
 FOLDER = DATA / "reliability"
-KILLED, SURVIVED, TIMEOUT, NOT_TRIED = "killed", "survived", "timeout", "not checked"
+KILLED, SURVIVED, NOT_TRIED = "killed", "survived", "not checked"
 CHANGE = ["module", "function", "before", "after"]
 COUNTS = ["mutants", "tried", KILLED, "timeouts", SURVIVED, "explained"]
 
@@ -56,15 +56,6 @@ def changes(table: pd.DataFrame) -> Iterator[tuple[str, ...]]:
         yield row.module, function.removeprefix("x_").replace("xǁ", "").replace("ǁ", "."), before, after
 
 
-def counted(table: pd.DataFrame, explained: pd.DataFrame) -> pd.DataFrame:
-    """A row per module: `COUNTS`."""
-    counts = pd.crosstab(table.module, table.outcome).rename(columns={TIMEOUT: "timeouts"})
-    counts["mutants"] = table.module.value_counts()
-    counts["tried"] = table.module[table.outcome != NOT_TRIED].value_counts()
-    counts["explained"] = explained.module[explained.reason != ""].value_counts()
-    return counts.reindex(columns=COUNTS).fillna(0).astype(int).reset_index()
-
-
 def main() -> None:
     """Write both tables, keeping the reasons that were given."""
     table = outcomes(Path("mutants"))
@@ -75,7 +66,11 @@ def main() -> None:
     survivors = survivors.merge(old, how="left", on=CHANGE).fillna("")
     survivors = pd.concat([old[~old.module.isin(table.module)], survivors]).sort_values("module", kind="stable")
     write_table(file, survivors)
-    counts = counted(table, survivors)
+    counts = pd.crosstab(table.module, table.outcome).rename(columns={"timeout": "timeouts"})
+    counts["mutants"] = table.module.value_counts()
+    counts["tried"] = table.module[table.outcome != NOT_TRIED].value_counts()
+    counts["explained"] = survivors.module[survivors.reason != ""].value_counts()
+    counts = counts.reindex(columns=COUNTS).fillna(0).astype(int).reset_index()
     total = pd.DataFrame([{"module": "all", **counts[COUNTS].sum()}])
     counts = pd.concat([counts, total]).assign(**versions(), machine=provenance.machine())
     counts.insert(7, "share", (counts[KILLED] + counts.timeouts) / counts.tried)

@@ -30,7 +30,6 @@ from kvrepro.paths import DATA, write_table
 from studies.table import versions
 
 SHARES = (0.25, 0.5)
-Kept = dict[str, list[tuple[Tensor, Tensor | None]]]  # by press, of each layer
 SHORTEST, LONGEST = 520, 800  # tokens; 25% of the shortest holds two windows of 64
 
 
@@ -44,11 +43,9 @@ class PressPair:
     eager: bool = False  # needs the whole attention matrix
     note: str = ""
 
-    @property
-    def label(self) -> str:
-        return " ".join([self.policy, *(f"{k}={v}" for k, v in self.switches)])
 
-
+Cell = tuple[PressPair, float]  # with the share that is kept
+Kept = dict[Cell, list[tuple[Tensor, Tensor | None]]]  # of each layer
 REPEATED = """layer 0: keys of a repeated word have one norm, up to the rounding of their rotation; of such ties ours \
 keeps the later token, kvpress what topk happens to return"""
 WINDOW_ALONE = """kvpress 0.5.2 scores the window like the best token before it: where a layer keeps the window alone, \
@@ -101,10 +98,8 @@ def random_model(group: int = 4) -> PreTrainedModel:
 
 
 def prompts(loaded: models.Loaded, n: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
-    """`n` prompts of random tokens and `n` of the world, 520 to 800 tokens, lengths in steps of 4.
-
-    In steps of 4, so that half and a quarter are whole numbers: a pyramid in kvpress shares out n (1 - r) unrounded.
-    """
+    """`n` prompts of random tokens and `n` of the world, of 520 to 800 tokens. Half and a quarter of each length are
+    whole numbers: a pyramid in kvpress shares out n (1 - r) unrounded."""
     g = torch.Generator().manual_seed(seed)
     lengths = (torch.randint(SHORTEST // 4, LONGEST // 4 + 1, (n,), generator=g) * 4).tolist()
     randoms = [torch.randint(3, 1000, (length,), generator=g).tolist() for length in lengths]
@@ -114,16 +109,16 @@ def prompts(loaded: models.Loaded, n: int, seed: int = 0) -> tuple[list[list[int
 
 
 @torch.inference_mode()
-def theirs(model: PreTrainedModel, ids: list[int], presses: dict[str, Any], eager: bool) -> Kept:
+def theirs(model: PreTrainedModel, ids: list[int], presses: dict[Cell, Any], eager: bool) -> Kept:
     """By press and layer: the tokens that it keeps, bool [kv_heads, tokens], and its scores. Every layer is compressed
     as the press does it, but the model goes on with the whole cache, so that one pass serves all presses."""
-    kept: Kept = {name: [] for name in presses}
+    kept: Kept = {cell: [] for cell in presses}
     cache = DynamicCache(config=model.config)
 
     def compress(module, _, kwargs, output):
         layer = cache.layers[module.layer_idx]
         stored = layer.keys, layer.values  # noqa: PD011
-        for name, press in presses.items():
+        for cell, press in presses.items():
             module.masked_key_indices = None
             shown = (module, kwargs["hidden_states"], *stored, output[1] if eager else None, kwargs)
             out, _ = press.compress(*shown)
@@ -132,7 +127,7 @@ def theirs(model: PreTrainedModel, ids: list[int], presses: dict[str, Any], eage
             if module.masked_key_indices is not None:
                 mask[module.masked_key_indices[1], module.masked_key_indices[2]] = False
             module.masked_key_indices = None
-            kept[name].append((mask, _scores(press, shown)))
+            kept[cell].append((mask, _scores(press, shown)))
 
     before = model.config._attn_implementation
     model.set_attn_implementation("eager" if eager else "sdpa")
@@ -192,16 +187,15 @@ def compare(model: PreTrainedModel, library: Any, texts: list[list[int]], pairs:
         ours = generate(model, [text], conditions, max_new_tokens=1, stop_ids=frozenset(), kept_sets=True)[0]
         kept_by_press: Kept = {}
         for eager in {pair.eager for pair in pairs}:
-            cells_of_attention = [(pair, share) for pair, share in cells if pair.eager == eager]
-            presses = {f"{pair.label} {share}": pair.press(library, 1 - share) for pair, share in cells_of_attention}
+            presses = {(pair, share): pair.press(library, 1 - share) for pair, share in cells if pair.eager == eager}
             kept_by_press |= theirs(model, text, presses, eager)
-        for (pair, share), answer, heads in zip(cells, ours, agreements, strict=True):
-            joint = CATALOGUE[pair.policy].budget == "per head"
-            for a, (b, scores) in zip(answer.kept_sets, kept_by_press[f"{pair.label} {share}"], strict=True):
+        for cell, answer, heads in zip(cells, ours, agreements, strict=True):
+            joint = CATALOGUE[cell[0].policy].budget == "per head"
+            for a, (b, scores) in zip(answer.kept_sets, kept_by_press[cell], strict=True):
                 common, tied = agreement(torch.as_tensor(a), b, scores, joint)
                 heads += zip(common.tolist(), tied.tolist(), strict=True)
-    presses = [type(pair.press(library, 0.5)).__name__ for pair, _ in cells]
-    return pd.DataFrame(row(*cell, *rest) for cell, *rest in zip(cells, presses, agreements, strict=True))
+    names = [type(pair.press(library, 0.5)).__name__ for pair, _ in cells]
+    return pd.DataFrame(row(*cell, *rest) for cell, *rest in zip(cells, names, agreements, strict=True))
 
 
 def row(pair: Any, share: float, press: str, heads: Sequence[tuple[float, bool]]) -> dict[str, Any]:

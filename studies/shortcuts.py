@@ -34,11 +34,7 @@ from kvrepro.world.world import FILLER
 
 WINDOW = 32  # queries before the question: what SnapKV sees of a prompt
 SHARES = (0.1, 0.2, 0.3, 0.5)
-CONTRASTS = {  # which tokens against which
-    "answer words, filler": ("answer words", "filler"),
-    "evidence, filler": ("evidence", "filler"),
-    "evidence, other facts": ("evidence", "other facts"),
-}
+CONTRASTS = ("answer words, filler", "evidence, filler", "evidence, other facts")  # which tokens against which
 
 
 def value_norm(o: Observation) -> Scores:
@@ -111,43 +107,31 @@ def of_item(loaded: Loaded, item: Item) -> pd.DataFrame:
     rows = [
         (layer, head, name, contrast, auc(x, where[a], where[b]))
         for layer, head, name, x in scores
-        for contrast, (a, b) in CONTRASTS.items()
+        for contrast in CONTRASTS
+        for a, b in [contrast.split(", ")]
         if where[a].any() and where[b].any()
     ]
     return pd.DataFrame(rows, columns=["layer", "head", "signal", "contrast", "auc"])
 
 
-def conditions() -> list[Condition]:
-    """Policies that keep a share of the passage before the question is read, the longest values among them."""
-    plain = own("value_norm", Policy("Value norm", "this page", value_norm, parameters={"sinks": 4}))
-    policies = (plain, "k_norm", "snapkv", "critical_kv", "random")
-    before = Prefill(until="question")
-    return [Condition(name, share, before, reading="as_described") for share in SHARES for name in policies]
-
-
-def kept(loaded: Loaded, item: Item) -> pd.DataFrame:
-    """A row for each of `conditions`, on one prompt: policy, share, and for each kind of token of `groups` the share
-    that a head keeps, mean over layers and heads."""
-    prompt, _, where = groups(loaded, item)
-    cells = conditions()
-    [answers] = generate(loaded.model, [prompt], cells, max_new_tokens=1, stop_ids=(), kept_sets=True)
-    return pd.DataFrame(
-        {"policy": c.policy, "share": c.budget}
-        | {name: float(np.stack(answer.kept_sets)[..., at].mean()) for name, at in where.items() if at.any()}
-        for c, answer in zip(cells, answers, strict=True)
-        if answer.kept_sets
-    )
-
-
 def lost(loaded: Loaded, items: list[Item]) -> pd.DataFrame:
-    """The share of the full cache's token F1 that is lost, in columns policy, share, value, low, high, n, beside the
-    columns of `kept`."""
-    study = Answers("shortcuts", "main", items, [Condition(), *conditions()], 32)
-    rows = run(study, loaded, Settings(DATA / "results", progress=False))
+    """The share of the full cache's token F1 that policies lose which keep a share of the passage before the question
+    is read, the longest values among them: columns policy, share, value, low, high, n. Beside it for each kind of token
+    of `groups` the share that a head keeps, mean over prompts, layers and heads."""
+    plain = own("value_norm", Policy("Value norm", "this page", value_norm, parameters={"sinks": 4}))
+    policies, before = (plain, "k_norm", "snapkv", "critical_kv", "random"), Prefill(until="question")
+    cells = [Condition(name, share, before, reading="as_described") for share in SHARES for name in policies]
+    rows = run(Answers("shortcuts", "main", items, [Condition(), *cells], 32), loaded, Settings(progress=False))
     full = rows.policy == "full"
     losses = stats.contrasts(rows[~full], rows[full], ["policy", "share"], "token_f1", kind="loss")
-    held = pd.concat([kept(loaded, item) for item in items]).groupby(["policy", "share"]).mean().reset_index()
-    return losses.merge(held, on=["policy", "share"])
+    held = []
+    for item in items:
+        prompt, _, where = groups(loaded, item)
+        [answers] = generate(loaded.model, [prompt], cells, max_new_tokens=1, stop_ids=(), kept_sets=True)
+        for cell, answer in zip(cells, answers, strict=True):
+            kept = {name: float(np.stack(answer.kept_sets)[..., at].mean()) for name, at in where.items() if at.any()}
+            held.append({"policy": cell.policy, "share": cell.budget, **kept})
+    return losses.merge(pd.DataFrame(held).groupby(["policy", "share"]).mean().reset_index(), on=["policy", "share"])
 
 
 def main(model: Annotated[str, typer.Option(help="or the folder of a checkpoint")] = models.DEFAULT) -> None:

@@ -24,14 +24,13 @@ def answers_of(folder: Path) -> pd.DataFrame:
     return pd.concat(answers, ignore_index=True).drop_duplicates("key") if answers else pd.DataFrame({"error": []})
 
 
-def replace_rows(table: Path, rows: pd.DataFrame, key: Sequence[str], digits: int = 6) -> pd.DataFrame:
-    """Write rows into a table of the project (CSV) in the place of those with the same values in the columns `key`, and
-    return the whole table. digits: significant digits of its numbers."""
+def replace_rows(table: Path, rows: pd.DataFrame, key: Sequence[str], digits: int = 6) -> None:
+    """Write rows into a table of the project (CSV) in the place of those with the same values in the columns `key`.
+    digits: significant digits of its numbers."""
     old = pd.read_csv(table) if table.is_file() else rows[:0]
     same = pd.MultiIndex.from_frame(old[list(key)]).isin(pd.MultiIndex.from_frame(rows[list(key)]))
     whole = pd.concat([part for part in (old[~same], rows) if len(part)] or [rows], ignore_index=True)
     write_table(table, whole, f"%.{digits}g")
-    return whole
 
 
 def versions(*packages: str) -> dict[str, str]:

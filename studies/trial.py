@@ -99,19 +99,15 @@ def main(
     models.device_of(device)
     read = data.load_items(items, data.AtMost(8))
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    run_facts = (
-        {"shape": shape, "dtype": dtype, "device": where} | versions("torch", "transformers") | {"note": "alone"}
-    )
+    facts = {"shape": shape, "dtype": dtype, "device": where, **versions("torch", "transformers"), "note": "alone"}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
         texts = [message["content"] for item in read for message in item.messages]
         path = checkpoint(Path(folder) / shape, shape, texts, dtype=dtype)
-        print(f"{shape}: written in {time.perf_counter() - began:.0f} s", flush=True)
         parameters = {"model": str(path), "device": device, "options": {"dtype": dtype, "progress": False}}
         parameters |= {"items": items, "n_items": n_items, "results": f"{folder}/results"}
         for name in chapter or CHAPTERS:
-            rows.append(attempt(name, parameters) | run_facts)
+            rows.append(attempt(name, parameters) | facts)
             print(pd.Series(rows[-1]).to_frame().T.to_string(index=False), flush=True)
             replace_rows(out, pd.DataFrame(rows), KEY)
     if any(row["error"] or row["failed"] for row in rows):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvrepro.engine.condition import ensure
 from kvrepro.experiment.models import embedded
@@ -51,14 +52,6 @@ def worker(seed: str, shared, queue) -> None:
 
 
 SEEDS = {"small-gqa": 1, "small-gqa-seed-2": 2}  # 0 where none is named
-
-
-def model_config(name: str = "tiny-gqa") -> Any:
-    """A model of the family, as its folder in data/models has it: Llama with biases on the projections and heads of 64,
-    or where layers slide Qwen2, which computes the same."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(embedded()[name])
 
 
 def optimizers_of(model) -> list[torch.optim.Optimizer]:
@@ -107,18 +100,6 @@ def started(seed: str, workers: int) -> tuple[Any, Any, dict, dict]:
     return shared, queue, watched, final
 
 
-def fresh_model(name: str, device: torch.device):
-    """A model of the family in float32, compiled. One layer is compiled and shared by all: a tenth of the time that the
-    whole model would take at each new length."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(model_config(name), dtype=torch.float32).to(device)
-    torch._dynamo.config.recompile_limit = 64
-    for layer in model.model.layers:
-        layer.compile(dynamic=False)
-    return model
-
-
 def step(model, optimizers: list, losses, x, y, lr: float) -> tuple:
     """One step of all optimizers. Returns the loss, and of each token whether it is right, and its loss. Answers have
     weight 1."""
@@ -145,7 +126,12 @@ def main(name: str = "tiny-gqa", minutes: float = 8.2, workers: int = 14, seed: 
     torch.manual_seed(seed)
     steps, tokens_seen, log, error = 0, 0, list[dict](), np.ones((len(LENGTHS), len(R.TASK_NAMES)))
     shared, queue, watched, final = started(f"{seed}-0", workers)  # forks, so before the device is touched
-    model = fresh_model(name, device)
+    # Llama with biases on the projections and heads of 64, or where layers slide Qwen2, which computes the same.
+    config = AutoConfig.from_pretrained(embedded()[name])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
+    torch._dynamo.config.recompile_limit = 64
+    for layer in model.model.layers:  # one is compiled and shared by all, in a tenth of the whole model's time
+        layer.compile(dynamic=False)
     optimizers, losses = optimizers_of(model), torch.compile(token_losses, dynamic=False)
     last = time.time()
     shared[2:] = list(0.1 + error.ravel())

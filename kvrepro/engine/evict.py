@@ -39,17 +39,19 @@ class Prompts:
     positions: TokenInts
     spans: Sequence[dict[str, list[int]]]
     seeds: Sequence[int] = ()  # of each row's draws; (): 0
+    ends: Sequence[int] = ()  # tokens that a condition compresses of each row; (): all
 
     def __post_init__(self) -> None:
         self.seeds = self.seeds or [0] * len(self.positions)
         self.lengths = (self.positions >= 0).sum(1)
+        self.ends = self.ends or self.lengths.tolist()
 
     @classmethod
-    def of(cls, texts: Sequence[Prompt], device: torch.device, seeds: Sequence[int] = ()) -> "Prompts":
-        """The prompts of whole texts, including what is not compressed."""
+    def of(cls, texts: Sequence[Prompt], device: torch.device, *of_rows: Sequence[int]) -> "Prompts":
+        """The prompts of whole texts, including what is not compressed. of_rows: `seeds` and `ends`."""
         lengths = torch.tensor([len(t.ids) for t in texts], device=device)[:, None]
         at = torch.arange(int(lengths.max()), device=device)
-        return cls(torch.where(at < lengths, at, -1), [t.spans for t in texts], seeds)
+        return cls(torch.where(at < lengths, at, -1), [t.spans for t in texts], *of_rows)
 
     def span_of(self, names: tuple[str, ...], extended: bool = True) -> Tensor:
         """The number of the span that each position lies in, int64 [batch, tokens]; see `allocate.number_spans`."""
@@ -122,13 +124,14 @@ class EvictionJob:
         conditions, budgets, draws = (
             [each for job in jobs for each in getattr(job, name)] for name in ("conditions", "budgets", "draws")
         )
-        prompts = Prompts.of(texts, device, [seed for job in jobs for seed in job.prompts.seeds])
+        seeds, ends = ([each for job in jobs for each in getattr(job.prompts, name)] for name in ("seeds", "ends"))
+        prompts = Prompts.of(texts, device, seeds, ends)
         return cls(conditions, jobs[0].evictor, jobs[0].parameters, budgets, prompts, draws)
 
     def row(self, b: int) -> "EvictionJob":
         """One row alone, with nothing kept yet."""
         p, at, draws = self.prompts, slice(b, b + 1), self.draws[b : b + 1]
-        alone = Prompts(p.positions[at], p.spans[at], p.seeds[at])
+        alone = Prompts(p.positions[at], p.spans[at], p.seeds[at], p.ends[at])
         return EvictionJob(self.conditions[at], self.evictor, self.parameters, self.budgets[at], alone, draws)
 
     @cached_property
@@ -139,9 +142,9 @@ class EvictionJob:
     @cached_property
     def asked(self) -> RowFloats:
         """The budgets before rounding: a condition's share of the tokens to compress. float64 [batch]."""
-        rows = zip(self.conditions, self.budgets, self.prompts.lengths.tolist(), strict=True)
+        rows = zip(self.conditions, self.budgets, self.prompts.ends, strict=True)
         exact = [(c.budget * n if isinstance(c.budget, float) else size, size) for c, size, n in rows]
-        asked = [each if int(each + 1e-9) == size else size for each, size in exact]  # else a part was compressed
+        asked = [each if int(each + 1e-9) == size else size for each, size in exact]  # else a chunk's, or a window's
         return torch.tensor(asked, dtype=torch.float64, device=self.prompts.positions.device)
 
     def budget_in(self, o: Observation) -> RowInts:
@@ -149,7 +152,7 @@ class EvictionJob:
         return self.budget.to(o.positions.device).repeat(o.count)
 
     def asked_by(self, function: Callable[..., Any], o: Observation) -> dict[str, RowFloats]:
-        """`asked`, for `o` as `budget_in`, if the function names it: its first use waits for the GPU."""
+        """`asked`, for `o` as `budget_in`, if the function names it."""
         named = "asked" in parameters_of(function)
         return {"asked": self.asked.to(o.positions.device).repeat(o.count)} if named else {}
 

@@ -83,7 +83,7 @@ def _jobs(call: Call, members: list[int], ends: list[int], columns: list[int], p
     texts = [call.texts[i] for i in members]
     of_call = call.seed % 2**31 << 32  # a tensor holds numbers below 2^63
     seeds = [zlib.crc32(str(text.ids[:end]).encode()) + of_call for text, end in zip(texts, ends, strict=True)]
-    prompts, jobs = Prompts(positions, [text.spans for text in texts], seeds), []
+    prompts, jobs = Prompts(positions, [text.spans for text in texts], seeds, ends), []
     for j in columns:
         c, rule = call.conditions[j], call.rules[j]
         evictor = rule.policy if rule is not None and rule.policy.frees else None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from observations import observation
 
-from kvrepro.engine.condition import Condition, Prefill
+from kvrepro.engine.condition import Condition, DecodeCap, Prefill, Prompt
 from kvrepro.engine.evict import EvictionJob, Prompts, across, select_tokens
 from kvrepro.engine.policy import Policy
 from kvrepro.errors import InputError
@@ -97,3 +97,11 @@ def test_a_policys_functions_get_what_they_name():
     assert stays[:, :, -2:].all()
     first = o.alive.int().argmax(-1)
     assert stays.gather(2, first[..., None]).all()  # refined scores reverse the order
+
+
+def test_a_share_is_asked_of_the_compressed_tokens_at_later_evictions_too():
+    """0.13 of 100 tokens are 13; of the whole prompt of 104 they would be 13.52, a token more in two heads."""
+    c, prompts = Condition("own", 0.13, DecodeCap()), Prompts(torch.arange(100)[None], [{}], ends=[100])
+    first = EvictionJob([c], Policy("Mine", "me", lambda o: o.positions), {}, [13], prompts)
+    later = EvictionJob.joined([first.row(0)], [Prompt(list(range(104)), {})], prompts.positions.device)
+    assert first.asked.tolist() == later.asked.tolist() == [13.0]

@@ -13,6 +13,7 @@ from kvrepro.engine.catalogue import CATALOGUE
 from kvrepro.engine.condition import Chunked, Condition
 from kvrepro.engine.evict import call
 from kvrepro.engine.policy import SUMS
+from kvrepro.engine.score import learned
 
 # ---- scorers
 
@@ -27,7 +28,9 @@ def test_no_scorer_s_memory_grows_with_the_square_of_the_tokens(name):
     for tokens in (512, 1024):
         sums = {name: torch.rand(1, 6 if "per_norm" in name else 2, tokens) for name in SUMS}
         more = {"sums": sums, "inverse_frequencies": 10_000 ** -(torch.arange(0, 64, 2) / 64)}
-        more["output"] = None if files else torch.randn(6, 64, 384)  # by which their files' model is known
+        more["output"] = torch.randn(6, 64, 384)
+        for file in files:  # which is known by the weights of its model
+            more["output"][0, 0, :8] = learned.load(parameters[file])["sample"][1]
         o = observation(1, 2, 3, parameters.get("window", 0), tokens, 64, layer=1, layers=8, **more)
         with Peak() as peak:
             call(policy.score, o, parameters=parameters)

@@ -53,7 +53,7 @@ def _of_protection(space: dict[str, Any]) -> pd.DataFrame:
     columns = ["item", "task", "policy", "capacity", "prefix", "suffix", "suffix_mode", "regime", "reading"]
     rows = space["rows"]
     rows = rows.assign(output=rows.prediction.map(lambda text: sha256(text.encode()).hexdigest(), na_action="ignore"))
-    return rows[[*columns, "token_f1", "output", "policy_calls", "evicted"]]
+    return rows[[*columns, "token_f1", "output", "policy_calls", "evicted", "n_generated"]]
 
 
 def _of_leakage(space: dict[str, Any]) -> pd.DataFrame:

@@ -216,6 +216,7 @@ REFUSED = {
     "without a regime": {"condition": kv.Condition("tova", 9)},
     "the prompt has no span 'question'": {"condition": kv.Condition("tova", 0.3, kv.Prefill(until="question"))},
     "512 positions": {"max_new_tokens": 500},
+    "attention_mask of 69 tokens for 70 token ids": {"attention_mask": torch.tensor([[0] * 5 + [1] * 64])},
     "pad on the left": {"attention_mask": torch.tensor([[1] * 69 + [0]])},
     "inputs_embeds inside": {"inputs_embeds": torch.zeros(1, 70, 48), "input_ids": None},
 }

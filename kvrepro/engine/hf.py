@@ -268,6 +268,8 @@ class EvictedCache(Cache):
         for each row. Raises InputError for padding on the right, and ArithmeticError for NaN logits."""
         if self._steps is None:
             real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+            if real.shape != ids.shape:
+                raise InputError(f"attention_mask of {real.shape[-1]} tokens for {ids.shape[-1]} token ids")
             if bool((real[:, :-1] & ~real[:, 1:]).any()):
                 raise InputError("attention_mask hides tokens after a prompt's first: pad on the left (padding_side)")
             prompts = [row[own].tolist() for row, own in zip(ids, real, strict=True)]

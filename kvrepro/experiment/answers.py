@@ -21,7 +21,7 @@ from kvrepro.engine.generate import Conditions, let_go
 from kvrepro.engine.policy import find
 from kvrepro.errors import InputError, counted, error_line
 from kvrepro.experiment import data, measure, models, pool, store
-from kvrepro.experiment.jsonl import answers_of
+from kvrepro.experiment.jsonl import Turn, answers_of
 from kvrepro.experiment.models import Loaded
 from kvrepro.experiment.pool import Job, Plan
 from kvrepro.experiment.settings import Settings
@@ -81,6 +81,7 @@ def prompt_of(study: Answers, loaded: Loaded, item: Item) -> tuple[Prompt, int]:
         return study.prompt(loaded, item), limit
     if not item.papers:
         with data.named(item):
+            ensure(tuple[Turn, ...], messages=tuple(item.messages))
             answers_of({"answers": item.meta.get("answers", item.answer)})
     return data.build_prompt(item, loaded.tokenizer, limit), limit
 

@@ -1,6 +1,8 @@
 """Items from a .jsonl file: what a row may hold, and one line that says what is wrong where it holds something else."""
 
+import ast
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -127,12 +129,24 @@ def answers_of(row: dict[str, Any], papers: bool = False) -> list[str]:
     """The answers that a row counts as right. Raises InputError for an empty one, which an empty output would equal; a
     paper's set may have one beside others."""
     answers: Any = row.get("answers") or row.get("answer")
-    answers = [answers] if isinstance(answers, str) else answers
+    if isinstance(answers, str):
+        if _shows_list(answers):  # as spreadsheets write it
+            raise InputError(f"answer {answers!r} is the text of a list: give the list itself, or [this text]")
+        answers = [answers]
     ensure(Texts, answer=answers)
     filled = [bool(answer.strip()) if papers else not measure.exact_match("", answer) for answer in answers]
     if not (any if papers else all)(filled):
         raise InputError(f"answer is {answers[filled.index(False)]!r}: give texts that are more than punctuation")
     return list(answers)
+
+
+def _shows_list(text: str) -> bool:
+    """Does a text look like a list of Python, or of JSON?"""
+    for read_text in (ast.literal_eval, json.loads):
+        with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            if isinstance(read_text(text.strip(" \t\r\n,\ufeff")), list):
+                return True
+    return False
 
 
 def _ensure_scored(answers: list[str], meta: dict[str, Any]) -> None:

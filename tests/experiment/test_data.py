@@ -122,6 +122,10 @@ def spans(*changes):
             ({"answer": nothing}, f"answer is {nothing!r}: give texts")
             for nothing in ("-", "- -", "。", "<think>x</think>", "\u200b")
         ),
+        *(
+            ({"answer": listed}, f"answer {listed!r} is the text of a list")
+            for listed in ('["a", 1]', "['a']", "[]", '["tea", null]')
+        ),
         ({"metric": "retrieval"}, "answer 'A' scores 0 by metric 'retrieval' even where"),
         ({"metric": "count", "answer": "three"}, "answer 'three' scores 0 by metric 'count'"),
         ({"metric": "qa_f1", "answer": "The."}, "answer 'The.' scores 0 by metric 'qa_f1' even where"),

@@ -248,6 +248,7 @@ LONG = Item("long", "doors", ({"role": "user", "content": "door " * 300},), "x")
         ({"items": [*ITEMS, LONG]}, "item long has .* > limit 248"),
         ({"items": [replace(LONG, answer=" ")]}, "item long: answer is ' ': give texts that are more"),
         ({"items": [replace(LONG, answer=None)]}, "item long: answer None: should be a valid list"),
+        ({"items": [replace(LONG, messages=({"role": "user", "content": None},))]}, "item long: messages.*None"),
         ({"limit": 250}, "250 prompt . 8 new tokens > context 256"),
         ({"conditions": [Condition("snapkv", 80, Prefill())], "items": ITEMS[:1]}, "^item item-0: budget 80 >= "),
     ],

@@ -160,7 +160,9 @@ def plan(study: Answers, loaded: Loaded, settings: Settings) -> Plan:
         errors = frame.error.dropna()
         texts = [f"{rows[i].condition.label} on {rows[i].item.id}: {error}" for i, error in errors.items()]
         failed = [text for text in texts if f": {CANNOT_BE}: " not in text]
-        if cannot := [text for text in texts if text not in failed]:
+        if len(texts) == len(rows):  # no answer at all: these conditions suit no item, or not this machine
+            failed = texts
+        elif cannot := [text for text in texts if text not in failed]:
             print(f"{study.chapter}/{study.name}: {len(cannot)} of {len(rows)} rows cannot be: {cannot[0]}")
         return frame, failed
 

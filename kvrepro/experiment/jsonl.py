@@ -128,7 +128,7 @@ def read(path: Path, papers: bool = False) -> list[Item]:
 def answers_of(row: dict[str, Any], papers: bool = False) -> list[str]:
     """The answers that a row counts as right. Raises InputError for an empty one, which an empty output would equal; a
     paper's set may have one beside others."""
-    answers: Any = row.get("answers") or row.get("answer")
+    answers: Any = row.get("answers", row.get("answer"))
     if isinstance(answers, str):
         if _shows_list(answers):  # as spreadsheets write it
             raise InputError(f"answer {answers!r} is the text of a list: give the list itself, or [this text]")

@@ -153,8 +153,9 @@ class EvictionJob:
 
     def asked_by(self, function: Callable[..., Any], o: Observation) -> dict[str, RowFloats]:
         """`asked`, for `o` as `budget_in`, if the function names it."""
-        named = "asked" in parameters_of(function)
-        return {"asked": self.asked.to(o.positions.device).repeat(o.count)} if named else {}
+        if "asked" not in parameters_of(function):
+            return {}
+        return {"asked": self.asked.to(o.positions.device).repeat(o.count)}
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def prompt_of(study: Answers, loaded: Loaded, item: Item) -> tuple[Prompt, int]:
     if not item.papers:
         with data.named(item):
             ensure(tuple[Turn, ...], messages=tuple(item.messages))
-            answers_of({"answers": item.meta.get("answers", item.answer)})
+            answers_of(item.meta.get("answers", item.answer))
     return data.build_prompt(item, loaded.tokenizer, limit), limit
 
 
@@ -159,10 +159,11 @@ def plan(study: Answers, loaded: Loaded, settings: Settings) -> Plan:
         frame = frame.reset_index(drop=True).assign(profile=settings.profile, seed=settings.seed)
         errors = frame.error.dropna()
         texts = [f"{rows[i].condition.label} on {rows[i].item.id}: {error}" for i, error in errors.items()]
+        cannot = [text for text in texts if f": {CANNOT_BE}: " in text]
         failed = [text for text in texts if f": {CANNOT_BE}: " not in text]
         if len(texts) == len(rows):  # no answer at all: these conditions suit no item, or not this machine
             failed = texts
-        elif cannot := [text for text in texts if text not in failed]:
+        elif cannot:
             print(f"{study.chapter}/{study.name}: {len(cannot)} of {len(rows)} rows cannot be: {cannot[0]}")
         return frame, failed
 

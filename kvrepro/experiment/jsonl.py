@@ -61,7 +61,7 @@ class Row(BaseModel, extra="forbid", strict=True):
 
     def item(self, name: str) -> Item:
         """The item, whose id is `name` where the row has none. Raises ValueError."""
-        answers = answers_of({"answers": self.answers}, self.papers)
+        answers = answers_of(self.answers, self.papers)
         meta = self.meta.model_dump(exclude_unset=True)
         meta |= self.model_dump(include={"max_new_tokens", "metric"}, exclude_none=True)
         if meta.get("metric") == "classification":
@@ -71,7 +71,7 @@ class Row(BaseModel, extra="forbid", strict=True):
         right = meta.get("answers", answers)
         if answers[0] not in (", ".join(right), *right):
             raise ValueError(f"answer {answers[0]!r} beside meta's answers, which count instead: leave these out")
-        _ensure_scored(answers_of({"answers": right}, self.papers), meta)
+        _ensure_scored(answers_of(right, self.papers), meta)
         messages = tuple(turn.model_dump() for turn in self.messages)
         spans = tuple(Span(**span.model_dump()) for span in self.spans)
         identity, task = plain(str(self.id)) or plain(name), plain(str(self.task))
@@ -125,10 +125,9 @@ def read(path: Path, papers: bool = False) -> list[Item]:
     return list(items.values())
 
 
-def answers_of(row: dict[str, Any], papers: bool = False) -> list[str]:
-    """The answers that a row counts as right. Raises InputError for an empty one, which an empty output would equal; a
-    paper's set may have one beside others."""
-    answers: Any = row.get("answers", row.get("answer"))
+def answers_of(answers: Any, papers: bool = False) -> list[str]:
+    """The answers that count as right, of a text or a list of them. Raises InputError for an empty one, which an empty
+    output would equal; a paper's set may have one beside others."""
     if isinstance(answers, str):
         if _shows_list(answers):  # as spreadsheets write it
             raise InputError(f"answer {answers!r} is the text of a list: give the list itself, or [this text]")

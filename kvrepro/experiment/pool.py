@@ -74,10 +74,10 @@ def usual_workers(loaded: Loaded | None, settings: Settings) -> int:
 def results(loaded: Loaded | None, jobs: Sequence[Job], settings: Settings, alone: bool) -> Iterator[tuple[Job, Any]]:
     """(job, result) as jobs are done, by workers. This process itself does a single job, jobs that are to be `alone`,
     and those of a model that is spread over GPUs. Raises a job's exception."""
-    if settings.engine == "ray" and jobs:
-        connect(settings.address)  # a wrong address is told, also where this process does the only job
     count = min(len(jobs), settings.workers or usual_workers(loaded, settings)) if len(jobs) > 1 and not alone else 1
     if count == 1 or (loaded is not None and len({p.device for p in loaded.model.parameters()}) > 1):
+        if jobs and settings.address:
+            connect(settings.address)  # a wrong address is told, though no worker is needed
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as each worker has, so that rows do not depend on the number of workers
         try:

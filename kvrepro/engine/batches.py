@@ -105,7 +105,7 @@ def batch_kinds(rows: Rows, backend: str) -> list[tuple[Any, ...]]:
     for all layers and in sliding layers.
     """
     slides = any(getattr(layer, "is_sliding", False) for layer in rows.cache.layers)
-    longest = torch.stack([layer.held().amax(1).cpu() for layer in rows.cache.ragged.values()]).amax(0).tolist()
+    longest = torch.stack([layer.held().amax(1).to(rows.seen) for layer in rows.cache.ragged.values()]).amax(0).tolist()
     kinds = []
     for row, seen, size in zip(rows.rows, rows.seen.tolist(), longest, strict=True):
         job, unread = row.job, len(row.text.ids) - seen

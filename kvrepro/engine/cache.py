@@ -120,10 +120,13 @@ class RaggedLayer:
         """Split the rows of `n` layers, one layer's rows after the other's, into the layers; nothing is copied."""
         if n == 1:
             return [self]
-        lengths = self.lengths.unflatten(0, (n, -1))
-        totals = lengths.sum((1, 2)).tolist()
+        segments = self.lengths.numel() // n
+        offsets = self.offsets.unfold(0, segments + 1, segments)
+        offsets = offsets - offsets[:, :1]
+        totals, shape = offsets[:, -1].tolist(), (self.shape[0] // n, self.shape[1])
         flat = {name: x.split(totals) for name, x in self._flat().items()}
-        return [RaggedLayer._from({name: x[i] for name, x in flat.items()}, lengths[i]) for i in range(n)]
+        tensors = [{name: parts[i] for name, parts in flat.items()} for i in range(n)]
+        return [RaggedLayer(*(of.pop(name) for name in FLAT), offsets[i], shape, of) for i, of in enumerate(tensors)]
 
     def rows(self, rows: Tensor) -> "RaggedLayer":
         """A copy of these rows, in this order."""
@@ -144,7 +147,7 @@ class RaggedLayer:
     def held(self) -> Tensor:
         """Tokens held, int64 [batch, kv_heads]."""
         flat = (self.positions >= 0).view(*self.shape, -1).sum(-1) if self.width else self.lengths
-        return flat + (self.tail_positions >= 0).sum(1)[:, None]
+        return flat + (self.tail_positions >= 0).sum(1)[:, None] if self.tail_positions.shape[1] else flat
 
     def _bytes(self, flat: Iterable[Any], tail: Iterable[Tensor]) -> int:
         """Bytes of these tensors as allocated; of a fixed layer, which has free room, of its tokens alone."""

@@ -28,7 +28,7 @@ from kvrepro.engine.shapes import Counts, Mask, Positions, RowFloats, RowInts, S
 from kvrepro.engine.shared import Reduction, Signals
 from kvrepro.errors import InputError
 
-TOGETHER = {"torch": 0, "triton": 2**27}  # bytes of layers that are decided together to save launches, by backend
+TOGETHER = {"torch": 0, "triton": 2**28}  # bytes of layers that are decided together to save launches, by backend
 Observed = dict[int, Observation]  # layers, as a job observes them
 
 

@@ -170,6 +170,8 @@ class PromptReader:
         self.padded = int(self.prompt.lengths.min()) < self.prompt.positions.shape[1]
         self.seeds = torch.tensor(self.prompt.seeds, device=self.prompt.positions.device)
         evicting = [job for job in jobs if job.evictor is not None]
+        for job in evicting:
+            _ = job.budget, job.asked  # copied to the device here, since later the copy would wait for the pass
         self.decisions = Decisions(evicting, self.facts.backend, _hold)
         self.sums = {name for job in evicting for name in job.sums - REPEATED}
         self.within: dict[str, Tensor] = {}  # the span that each position lies in, for each sum inside spans

@@ -125,8 +125,9 @@ class RaggedLayer:
         offsets = offsets - offsets[:, :1]
         totals, shape = offsets[:, -1].tolist(), (self.shape[0] // n, self.shape[1])
         flat = {name: x.split(totals) for name, x in self._flat().items()}
-        tensors = [{name: parts[i] for name, parts in flat.items()} for i in range(n)]
-        return [RaggedLayer(*(of.pop(name) for name in FLAT), offsets[i], shape, of) for i, of in enumerate(tensors)]
+        sums = [{name: flat[name][i] for name in self.sums} for i in range(n)]
+        tensors = [{name: flat[name][i] for name in FLAT} for i in range(n)]
+        return [RaggedLayer(**tensors[i], offsets=offsets[i], shape=shape, sums=sums[i]) for i in range(n)]
 
     def rows(self, rows: Tensor) -> "RaggedLayer":
         """A copy of these rows, in this order."""

@@ -208,6 +208,53 @@ def test_cake_shares_by_preference_and_spreads_what_a_layer_cannot_hold():
     assert [int(c[0, 0]) for c in counts] == [5, 5, 20]  # 16 fill the third; 2 are left
 
 
+def test_cake_as_run_rounds_down_and_hands_on_what_is_left():
+    """Limits cut off 2, which go to both places that have room, and then 3, the odd one to the first of these."""
+    wish, limit = torch.tensor([[5, 1, 0, 7], [0, 3, 0, 0]]), torch.tensor([[3, 4, 4, 7], [1, 2, 5, 4]])
+    assert allocate._floored(wish, limit, torch.tensor([16, 6])).tolist() == [[3, 4, 2, 7], [1, 2, 2, 1]]
+    scores, protected = [torch.zeros(1, 2, 20)] * 3, [(torch.arange(20) > 15).expand(1, 2, 20)] * 3
+    given = torch.tensor([9]), [torch.tensor([x]) for x in (1.0, 1.0, 2.0)], torch.tensor([10.4])
+    _, counts = allocate.cake(scores, protected, *given, floored=True)
+    assert [c.tolist() for c in counts] == [[[9, 9]], [[9, 9]], [[13, 13]]]  # 31 less 12: 4, 4 and 9, 2 left over
+    _, counts = allocate.cake(scores, protected, *given)
+    assert [c[0, 0].item() for c in counts] == [8, 8, 11]  # 27 less 12
+    _, counts = allocate.cake(scores, protected, given[0], [torch.zeros(1)] * 3)
+    assert [c[0, 0].item() for c in counts] == [9, 9, 9]  # no layer is preferred
+
+
+def test_a_budget_over_heads_is_rounded_after_the_product_where_the_public_code_does():
+    scores, asked = torch.rand(1, 2, 40), torch.tensor([14.499999999999998], dtype=torch.float64)
+    given = scores, torch.zeros_like(scores).bool(), torch.tensor([14]), asked
+    assert allocate.joint(*given, exact=True).sum() == 29
+    assert allocate.joint(*given).sum() == 28
+    assert allocate.joint(*given[:3], exact=True).sum() == 28
+
+
+def test_heads_and_layers_can_keep_one_set():
+    """Means over heads, or over layers too, which lie flush right; one layer has a dead slot more."""
+    dead = -torch.inf
+    scores = [torch.tensor([[[1.0, 2, 3], [3, 0, 5]]]), torch.tensor([[[dead, 4, 0, 2], [dead, 2, 2, 2]]])]
+    none = [torch.zeros_like(s).bool() for s in scores]
+    means, counts = allocate.per_layer(scores, none, torch.tensor([2]))
+    assert [s.tolist() for s in means] == [[[[2, 1, 4]] * 2], [[[dead, 3, 1, 2]] * 2]]
+    assert [c.tolist() for c in counts] == [[[2, 2]]] * 2
+    means, counts = allocate.one_set(scores, none, torch.tensor([2]))
+    assert [s.tolist() for s in means] == [[[[2.5, 1, 3]] * 2], [[[dead, 2.5, 1, 3]] * 2]]
+    assert [c.tolist() for c in counts] == [[[2, 2]]] * 2
+
+
+def test_a_pyramid_s_top_layer_has_room_for_what_is_protected():
+    scores, protected = torch.zeros(1, 2, 100), torch.zeros(1, 2, 100).bool()
+    protected[0, 1, :41], scores[0, 1, :1] = True, -torch.inf  # the first of them is dead
+    counts = []
+    for layer in range(3):
+        o = observation(1, 2, 1, 1, 100, layer=layer, layers=3, seen=torch.tensor([100]))
+        counts.append(allocate.pyramid(scores, protected, torch.tensor([50]), o)[0].tolist())
+    assert counts == [[60, 60], [50, 50], [40, 40]]
+    o = observation(1, 2, 1, 1, 100, layer=0, layers=2, seen=torch.tensor([100]))
+    assert allocate.pyramid(scores, ~scores.bool() & False, torch.tensor([42]), o)[0].tolist() == [82, 82]  # 84 - 42/20
+
+
 def pyramid(layers, seen, budget, window, beta=20, inside=True):
     """A pyramid's counts, [layers, two heads]."""
     none, counts = torch.zeros(1, 2, 4), []

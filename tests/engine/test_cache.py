@@ -49,6 +49,8 @@ def assert_equal(layer: RaggedLayer, lists: Lists) -> None:
     assert layer.held().flatten().tolist() == [len(head) for row in lists.tokens for head in row]
     parts = layer.parts()
     seen = [torch.cat([x.expand(*layer.shape, *x.shape[2:]) for x in part], 2) for part in zip(*parts, strict=True)]
+    if layer.slot is not None:  # free room does not count
+        assert layer.bytes == 2 * DIM * 4 * int(layer.held().sum())
     shown = layer.rows(torch.arange(layer.shape[0])).shown()
     assert ((shown.positions >= 0) == (shown.places >= 0)).all()
     for b, name in enumerate(lists.names):
@@ -155,6 +157,52 @@ def test_any_course_of_operations_equals_lists(operations, seed):
         assert_equal(layer, lists)
 
 
+def test_layers_are_split_as_they_were_joined():
+    g, where = torch.Generator().manual_seed(0), torch.arange(7).expand(6, HEADS, 7)
+    keys, values = tensors([*range(6)], where[:, 0])
+    keep, mass = torch.rand(where.shape, generator=g) < 0.6, torch.rand(where.shape, generator=g)
+    whole = RaggedLayer.of(keys, values, where, keep, {"mass": mass})
+    for i, layer in enumerate(whole.layers(3)):
+        rows = slice(2 * i, 2 * i + 2)
+        alone = RaggedLayer.of(keys[rows], values[rows], where[rows], keep[rows], {"mass": mass[rows]})
+        assert layer.shape == alone.shape == (2, HEADS)
+        for name in ("keys", "values", "positions", "offsets"):
+            assert torch.equal(getattr(layer, name), getattr(alone, name))
+        assert torch.equal(layer.sums["mass"], alone.sums["mass"])
+    assert whole.layers(1)[0] is whole
+
+
+def test_the_last_queries_are_remembered_row_by_row():
+    def queries(at: torch.Tensor) -> torch.Tensor:
+        return at.clamp(min=0)[:, None, :, None].expand(-1, 4, -1, DIM).float()
+
+    def remembers(layer: RaggedLayer, *rows: list[int]) -> None:
+        assert layer.query_positions.tolist() == [*rows]
+        assert torch.equal(layer.queries, queries(torch.tensor(rows)))
+
+    def new(rows: int) -> RaggedLayer:
+        where = torch.arange(3).expand(rows, HEADS, 3)
+        return RaggedLayer.of(*tensors([*range(rows)], where[:, 0]), where, where >= 0, {})
+
+    layer, seen = new(2), torch.tensor([[-1, 3, 4, 5], [0, -1, -1, 1]])
+    layer.remember(queries(seen), seen, 3)
+    remembers(layer, [3, 4, 5], [-1, 0, 1])
+    layer.remember(queries(seen[:, 3:] + 1), seen[:, 3:] + 1, 3, alone=True)
+    remembers(layer, [4, 5, 6], [0, 1, 2])
+    layer = concatenated([new(1), layer.rows(torch.tensor([1, 0]))])
+    remembers(layer, [-1, -1, -1], [0, 1, 2], [4, 5, 6])
+    layer.fix(torch.arange(2), 4, 0, True, 5)
+    remembers(layer, [-1, -1, -1, -1, -1], [-1, -1, 0, 1, 2], [-1, -1, 4, 5, 6])
+    place, at = layer.queries.data_ptr(), torch.tensor([[1], [3], [7]])
+    layer.remember(queries(at), at, 5, alone=True)
+    remembers(layer, [-1, -1, -1, -1, 1], [-1, 0, 1, 2, 3], [-1, 4, 5, 6, 7])
+    assert layer.queries.data_ptr() == place
+    without = new(1)
+    without.fix(torch.arange(2), 4, 0, True, 5)
+    without.remember(queries(at[:1]), at[:1], 5, alone=True)
+    assert without.queries is None
+
+
 def test_packed_layers_hold_their_newest_as_they_are():
     keys, values = torch.randn(2, 1, HEADS, 10, GROUP, generator=torch.Generator().manual_seed(0))
     where, ones = torch.arange(10).expand(1, HEADS, 10), torch.ones(1, HEADS, 128, GROUP)
@@ -164,6 +212,8 @@ def test_packed_layers_hold_their_newest_as_they_are():
     assert type(layer.keys) is type(layer.values) is Packed
     torch.testing.assert_close(layer.keys.dense(), plain_keys, atol=0.4, rtol=0)
     assert layer.bytes < plain_bytes / 4
+    assert layer.rows(torch.tensor([0])).keys is layer.keys
+    assert layer.rows(torch.tensor([0, 0])).keys.shape == (4 * 10, GROUP)
     for new, left in ((127, 127), (1, 0)):  # with 128 the tail is packed too
         at = torch.arange(10, 10 + new)[None] + layer.tail
         layer.append(ones[:, :, :new], ones[:, :, :new], at)

@@ -63,6 +63,25 @@ def test_a_budget_of_a_token_is_not_one_of_everything():
     assert token != "a text"
 
 
+def test_a_condition_s_columns_are_its_settings():
+    regimes = DecodeCap(4), Chunked(512, when="budget"), Prefill(until="user", fair=0.5, spans=("b", "a"))
+    cap, chunked, prefill = (replace(BASE, regime=regime).columns() for regime in regimes)
+    settings = {"policy": "snapkv", "prefix": 0.0, "suffix": 0.0, "reading": "as_run", "bits": None, "capacity": 256}
+    settings |= {"share": None, "suffix_mode": "dynamic", "execution": "physical", "switches": "{}", "whitelist": "[]"}
+    apart = {"until": "", "fair": None, "interval": 4, "chunk": None, "chunk_mode": None, "spans": "[]"}
+    assert cap == settings | apart | {"regime": "decode cap"}
+    changed = {"regime": "chunked", "interval": None, "chunk": 512, "chunk_mode": "budget"}
+    assert chunked == settings | apart | changed
+    changed = {"regime": "prefill", "interval": None, "until": "user", "fair": 0.5, "spans": '["b", "a"]'}
+    assert prefill == settings | apart | changed
+    more = {"suffix": 0.1, "static_suffix": True, "switches": (("window", 8), ("recent", 0)), "whitelist": ("a", "b")}
+    columns = replace(BASE, budget=0.5, bits=4, prefix=0.2, reading="as_described", **more).columns()
+    changed = {"share": 0.5, "capacity": None, "bits": 4, "prefix": 0.2, "reading": "as_described", "suffix": 0.1}
+    changed |= {"suffix_mode": "static", "switches": '{"recent": 0, "window": 8}', "whitelist": '["a", "b"]'}
+    assert columns == settings | apart | {"regime": "prefill", "interval": None} | changed
+    assert Condition().columns()["regime"] is None
+
+
 def test_different_conditions_have_different_labels():
     conditions = {replace(BASE, **a, **b) for a in CHANGES for b in CHANGES if not a.keys() & b.keys()}
     conditions |= {BASE, *(replace(BASE, **change) for change in CHANGES)}
@@ -84,6 +103,16 @@ def test_different_conditions_have_different_labels():
 def test_prompts_that_cannot_be_are_refused(given, words):
     with pytest.raises(InputError, match=words):
         Prompt(*given)
+
+
+def test_a_span_that_a_prompt_does_not_have_is_refused():
+    prompt = Prompt([1, 2, 3], {"a": [0], "b": [1, 2], "empty": []})
+    prompt.ensure_span("a")
+    for name in ("c", "empty"):
+        with pytest.raises(InputError, match=f"^the prompt has no span '{name}': it has a, b, empty; mark it"):
+            prompt.ensure_span(name)
+    with pytest.raises(InputError, match="it has none"):
+        Prompt([1], {}).ensure_span("a")
 
 
 @pytest.mark.parametrize("where", [range(1, 3), torch.tensor([1, 2]), np.array([1, 2]), (1, 2), []])

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 from dataclasses import asdict, fields, replace
@@ -12,7 +13,7 @@ import typer
 import yaml
 from typer import Argument, Option
 
-from kvrepro.errors import InputError, ensure_known, first_line
+from kvrepro.errors import InputError, Stopped, ensure_known, first_line
 
 HELP = """Which cached tokens may a language model forget? Policies, budgets and regimes on any checkpoint.
 
@@ -47,6 +48,8 @@ def run(
     """Run one study, policies x budgets beside the full cache, and print a table. A second call computes what is
     missing. The exit status is 1 where rows failed."""  # long, because every option is declared here
     conditions = _conditions(policy, budget, regime, _named(setting))
+    if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
+        raise InputError(f"--out {str(out)!r}: give a file in a folder that is there and can be written to")
     from kvrepro.experiment import data, models, store
     from kvrepro.experiment.answers import prompt_limit
     from kvrepro.experiment.run import Answers, Settings
@@ -63,13 +66,18 @@ def run(
     drawn = data.load_fitting(items, count, loaded.tokenizer, room, settings.seed, prompt_tokens)
     if max_new_tokens is not None:
         drawn = [replace(item, meta=item.meta | {"max_new_tokens": new}) for item in drawn]
-    rows = run_study(Answers("run", name, drawn, conditions, new, limit), loaded, settings)
+    try:
+        rows, stopped = run_study(Answers("run", name, drawn, conditions, new, limit), loaded, settings), None
+    except Stopped as error:
+        if error.results is None:
+            raise
+        rows, stopped = error.results, error  # too many rows failed: the table shows the others
     print(_table(rows, measure).round(3).to_string(index=False, na_rep="-"))
-    print(f"rows: {settings.folder / 'run' / name}")
+    print(f"rows: {settings.folder / 'run' / name}", flush=True)
     if out is not None:
         rows.to_csv(out, index=False)
     if rows.attrs["failed"]:
-        raise typer.Exit(1)
+        raise stopped or typer.Exit(1)
 
 
 @app.command()
@@ -116,6 +124,8 @@ def notebooks(to: Annotated[Path, Argument(help="the folder; it must not be ther
     """Copy the chapters' notebooks, to run or to edit."""
     from kvrepro.paths import ROOT
 
+    if to.exists():
+        raise InputError(f"{str(to)!r} is there already: give another name, as in `kvrepro notebooks mine`")
     shutil.copytree(ROOT / "notebooks", to, ignore=shutil.ignore_patterns(".*"))
     print(*sorted(to.iterdir()), sep="\n")
 
@@ -130,17 +140,18 @@ def data(name: Annotated[str, Argument(help="a source, or one of its files: fetc
 
 def _conditions(policies: list[str], budgets: list[str], regime: str, settings: dict[str, Any]) -> list[Any]:
     """The full cache, and every policy with every budget. Raises InputError for an unknown policy or setting."""
-    from kvrepro.engine.condition import REGIMES, Condition, ensure
+    from kvrepro.engine.condition import REGIMES, Condition
     from kvrepro.engine.policy import find
 
-    regime = regime.replace("-", " ").replace("_", " ")
-    ensure(("", *REGIMES), regime=regime)
+    regimes = {name.replace(" ", "-"): kind for name, kind in REGIMES.items()}
+    regime = regime.replace(" ", "-").replace("_", "-")
+    ensure_known("regime", [regime] if regime else [], regimes)
     of_conditions = {f.name for f in fields(Condition)} - {"policy", "budget", "regime", "switches"}
     more = {name: settings[name] for name in of_conditions & settings.keys()}
     conditions, settable = [Condition()], of_conditions
     for policy in (name for name in policies if name != "full"):
         p = find(policy)
-        kind = REGIMES[regime or p.regimes[0]]
+        kind = regimes[regime] if regime else REGIMES[p.regimes[0]]
         of_regime = {f.name for f in fields(kind)}
         of_policy = {*p.parameters, *p.as_run, *(() if p.shared else ("sinks", "recent"))}
         settable = settable | of_regime | of_policy

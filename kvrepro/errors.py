@@ -19,6 +19,8 @@ class InputError(ValueError):
 class Stopped(RuntimeError):
     """Work that could not be finished. The message is one line; what was done is stored."""
 
+    results: Any = None  # of a study of which too much failed: what `run` gives otherwise
+
 
 def program(app: Callable[..., Any], name: str | None = None, arguments: list[str] | None = None) -> None:
     """Run a typer app and end the process: bad input is one line on stderr and exit code 2, whatever else prevents the

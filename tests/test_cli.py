@@ -108,9 +108,12 @@ WRONG = {
     "unknown setting of these conditions, regimes and policies 'untill', did you mean": ["-s", "untill=question"],
     "is not of the form name=value": ["-s", "window"],
     "is no YAML value": ["-s", "window=[8"],
-    "regime 'sometimes'": ["-r", "sometimes"],
+    "unknown regime 'some-times'; there are: prefill, chunked, offline, decode-cap, ": ["-r", "some times"],
     "cannot run in regime 'shared cap'": ["-r", "shared-cap"],
     "unknown policy 'snapvk'": ["-p", "snapvk"],
+    "--out 'nowhere/rows.csv': give a file in a folder that is there": ["--out", "nowhere/rows.csv"],
+    "--out '/': give a file": ["--out", "/"],
+    "name 'a b': give up to 60 letters, digits, _, . or -": ["--name", "a b", "-n", "1", "-b", "0.5"],
     "unknown option 'sede', did you mean 'seed'": ["-o", "sede=1"],
     "unknown model 'nowhere'": ["-m", "nowhere"],
     "unknown items 'squad'": ["-i", "squad"],
@@ -118,18 +121,24 @@ WRONG = {
 }
 
 
-def test_a_run_with_a_failed_row_ends_with_1_and_keeps_the_others(call, tmp_path):
-    """Its 41st call raises: one row of 22, fewer than the tenth that ends a study."""
+@pytest.mark.parametrize(("raises", "failed"), [("== 40", 1), (">= 0", 11)])
+def test_a_run_with_failed_rows_ends_with_1_and_shows_the_others(raises, failed, call, tmp_path):
+    """The policy's 41st call raises: one row of 22, fewer than the tenth that ends a study. Or every call does."""
     (tmp_path / "mine.py").write_text(
         "import itertools\n\nfrom kvrepro.engine.policy import Policy\n\nCALLS = itertools.count()\n\n\n"
-        "def score(o):\n    if next(CALLS) == 40:\n        raise ValueError('no')\n"
+        f"def score(o):\n    if next(CALLS) {raises}:\n        raise ValueError('no')\n"
         "    return o.keys.float().norm(dim=-1)\n\n\nMINE = Policy('Mine', 'me', score)\n"
     )
     given = ["-p", f"{tmp_path / 'mine.py'}:MINE", "-b", "0.5", "-n", "11", "--limit", "300", "--max-new-tokens", "2"]
-    code, out, _ = call("run", *given, "-o", f"results={tmp_path}", "-o", "progress=false", "-o", "workers=1")
+    given += ["--out", str(tmp_path / "rows.csv"), "-o", f"results={tmp_path}"]
+    code, out, err = call("run", *given, "-o", "progress=false", "-o", "workers=1")
     assert code == 1
-    assert "22 rows, 22 computed now, 1 failed" in out
-    assert store.read(tmp_path / "run" / "main")["error"].notna().sum() == 1
+    assert f"22 rows, 22 computed now, {failed} failed" in out
+    assert re.search(r"^ *full +- +0\.\d", out, re.MULTILINE)
+    assert re.search(rf"mine.py:MINE +0.5 .* {11 - failed} ", out)
+    assert ("run/main: 11 of 22 rows failed, the first " in err) == (failed == 11)
+    for rows in (store.read(tmp_path / "run" / "main"), pd.read_csv(tmp_path / "rows.csv")):
+        assert (len(rows), rows["error"].notna().sum()) == (22, failed)
 
 
 @pytest.mark.parametrize("message", WRONG)

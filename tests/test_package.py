@@ -93,5 +93,5 @@ def test_notebooks_are_copied_and_not_written_over(python):
     assert [file.name for file in copied] == sorted(file.name for file in (ROOT / "notebooks").glob("*.ipynb"))
     assert done.stdout.split() == [f"notebooks/{file.name}" for file in copied], done.stderr
     refused = python("-m", "kvrepro", "notebooks")
-    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-    assert "File exists" in refused.stderr
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "'notebooks' is there already: give another name" in refused.stderr

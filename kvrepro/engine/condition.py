@@ -30,6 +30,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 PositiveShare = Annotated[float, Gt(0), Le(1)]
 ProperShare = Annotated[float, Gt(0), Lt(1)]
 Positive = Annotated[float, Gt(0)]
+Budget = Annotated[Size | PositiveShare | None, "a number of tokens such as 64, or a share such as 0.2, at most 1.0"]
 NotNegative = Annotated[float, Ge(0)]
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 _hints = cache(get_type_hints)
@@ -44,15 +45,18 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def _ensure(whose: str, values: Iterable[tuple[str, Any, object]]) -> None:
     """Raise one InputError for all values (name, kind, value) that are not of their kind, with a reason for each
-    element of a list. A list will do for a tuple, and a tuple for a list."""
+    element of a list, or the text in a kind's annotation. A list will do for a tuple, and a tuple for a list."""
     reasons: dict[str, list[str]] = {}
     for name, kind, value in values:
         wanted = next((x for k in (kind, *get_args(kind)) if (x := get_origin(k)) in (list, tuple)), None)
         try:
             _adapter(kind).validate_python(wanted(value) if wanted and isinstance(value, list | tuple) else value)
         except ValidationError as error:
+            like = f"a list, such as [{value!r:.80}]" if isinstance(value, str | int | float) else "a list"
+            wish = next((f"give {text}" for text in getattr(kind, "__metadata__", ()) if isinstance(text, str)), "")
             for one in error.errors(include_url=False):
                 reason = one["msg"].removeprefix("Value error, ").removeprefix("Input ")
+                reason = wish or reason.replace("a valid tuple", like)
                 reasons.setdefault(f"{name} {one['input']!r:.80}" + f" for {whose}" * bool(whose), []).append(reason)
     if reasons:
         raise InputError("; ".join(f"{given}: {' or '.join(dict.fromkeys(why))}" for given, why in reasons.items()))
@@ -191,13 +195,13 @@ class Condition:
     Raises one InputError for all fields of another kind; `policy.Rule.of` checks how they go together."""
 
     policy: str = "full"
-    budget: Size | PositiveShare | None = None  # tokens kept per KV head; a float: share of the compressed tokens
+    budget: Budget = None  # tokens kept per KV head; a float: share of the compressed tokens
     regime: InstanceOf[Regime] | None = None  # every policy but "full" needs one
     prefix: Annotated[float, Ge(0), Lt(1)] = 0.0  # share of the budget that is guarded at the start
     suffix: Annotated[float, Ge(0), Lt(1)] = 0.0  # share of the budget that is guarded at the end
     static_suffix: bool = False  # the guarded suffix stays at the prompt's end; otherwise it follows the newest tokens
     whitelist: tuple[str, ...] = ()  # prompt spans that always survive
-    reading: Annotated[str, Field(pattern="^(as_run|as_described)$")] = "as_run"
+    reading: Annotated[str, Field(pattern="^(as_run|as_described)$"), "as_run or as_described"] = "as_run"
     switches: tuple[tuple[str, Hashable], ...] = ()  # single parameters of the policy, such as (("window", 16),)
     bits: Annotated[int, Ge(4), Le(4)] | None = None  # 4: surviving keys and values are quantised
 

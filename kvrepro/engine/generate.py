@@ -64,6 +64,7 @@ def generate(
     texts = [p if isinstance(p, Prompt) else Prompt(p, {}) for p in prompts]  # type: ignore[arg-type]
     by_prompt, new = conditions_by_prompt(conditions, len(texts)), _new_tokens(max_new_tokens, len(texts))
     ensure(Size | None, batch_rows=batch_rows, prompt_rows=prompt_rows)
+    ensure(("raise", "return"), errors=errors)
     stops = whole_numbers("stop_ids", stop_ids)
     answers: dict[tuple[int, Condition], Generation | Exception] = {}
 

@@ -199,9 +199,13 @@ def find(name: str) -> Policy:
     if name == "full":
         raise InputError("policy 'full' evicts nothing: it is run wherever others are compared with it, leave it out")
     path, colon, attribute = name.rpartition(":")
+    if name.endswith(".py"):
+        raise InputError(f"policy {name!r} is a file: add the name of a Policy that it defines, as in {name}:NAME")
     if not colon:
         ensure_known("policy", [name], CATALOGUE, also=("path/to/file.py:NAME", "full"))
     file = next((root / path for root in (Path.cwd(), ROOT) if os.path.isfile(root / path)), Path(path))
+    if not file.is_file():
+        raise InputError(f"policy {name!r}: there is no file {path!r}, give the path of one that is there")
     try:
         found = _defined(file, file.stat().st_mtime_ns).get(attribute)
     except (Exception, SystemExit) as error:  # whatever a reader's file raises

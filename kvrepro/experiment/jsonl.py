@@ -77,6 +77,8 @@ class Row(BaseModel, extra="forbid", strict=True):
         identity, task = plain(str(self.id)) or plain(name), plain(str(self.task))
         item = Item(identity, task, messages, answers[0], spans, meta=meta, papers=self.papers)
         if self.context or self.question or not messages:
+            if "messages" in self.model_fields_set and not (self.context or self.question):
+                raise ValueError("messages []: give at least one turn")
             if self.context is None or self.question is None:
                 raise KeyError("context" if self.context is None else "question")
             item = replace(item, context=self.context, question=self.question, form=self.form)
@@ -94,6 +96,9 @@ class Row(BaseModel, extra="forbid", strict=True):
 def item_of(row: dict[str, Any], name: str, papers: bool = False) -> Item:
     """The item of a row. Raises ValueError. papers: unless the row says it."""
     given = {key: value for key, value in row.items() if key not in IGNORED and value is not None}
+    for choices in [getattr(field.validation_alias, "choices", ()) for field in Row.model_fields.values()]:
+        if len(same := [name for name in choices if name in given]) > 1:
+            raise ValueError(f"fields {' and '.join(same)} mean the same: give one of them")
     return Row.model_validate({"papers": papers} | given).item(name)
 
 

@@ -26,7 +26,8 @@ from kvrepro.item import Item, thinking, thinks
 from kvrepro.world import world
 
 __all__ = ["Answers", "PerItem", "Settings", "run"]
-Name = Annotated[str, Field(pattern=r"^\w[\w.-]{0,59}$")]  # a study's, which names its folder
+NAMED = "up to 60 letters, digits, _, . or -, of which the first is neither . nor -"
+Name = Annotated[str, Field(pattern=r"^\w[\w.-]{0,59}$"), NAMED]  # a study's, which names its folder
 MOST_FAILED = 0.1  # share of a study's results that may fail before the study as a whole counts as failed
 ONE = "table"  # the name of the table where a computation gives only one
 USUAL = Settings()
@@ -54,7 +55,7 @@ def run(study: PerItem[Result], loaded: Loaded | None, settings: Settings = USUA
 def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     """The results of a study. Those that are stored are read, the others are computed and stored. Failures are in
     `attrs["failed"]` of the frame, as texts; the next run tries them again. Raises InputError, if possible before
-    anything is computed, and Stopped where more than a tenth failed, after all others are stored."""
+    anything is computed, and Stopped with the results where more than a tenth failed, after all others are stored."""
     started, title = time.perf_counter(), f"{study.chapter}/{study.name}"
     ensure(Name, chapter=study.chapter, name=study.name)
     if loaded is not None and settings.enable_thinking is not None:
@@ -69,10 +70,12 @@ def run(study: Any, loaded: Any, settings: Settings = USUAL) -> Any:
     line = f"{title}: {plan.total} {plan.unit}s, {computed} computed now, {len(failed)} failed"
     first = f", the first {failed[0]}" if failed else ""
     print(f"{line}, {time.perf_counter() - started:.0f} s{first}")
-    if len(failed) > MOST_FAILED * plan.total:
-        raise Stopped(f"{title}: {len(failed)} of {plan.total} {plan.unit}s failed{first}")
     for frame in results.values() if isinstance(results, dict) else [results]:
         frame.attrs["failed"] = failed
+    if len(failed) > MOST_FAILED * plan.total:
+        stopped = Stopped(f"{title}: {len(failed)} of {plan.total} {plan.unit}s failed{first}")
+        stopped.results = results
+        raise stopped
     return results
 
 

@@ -222,6 +222,7 @@ ARGUMENTS = [
     ({"stop_ids": "</s>"}, "stop_ids '</s>': give a list of whole numbers"),
     ({"seed": "7"}, "seed '7': "),
     ({"backend": None}, "backend None: "),
+    ({"errors": "retrun"}, "errors 'retrun': should be 'raise' or 'return'"),
 ]
 
 

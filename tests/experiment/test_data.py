@@ -109,7 +109,7 @@ def spans(*changes):
         ({"answer": None}, "answer None: should be a valid list"),
         ({"metric": "bleu"}, "unknown metric 'bleu'"),
         ({"anwsers": ["B"]}, "unknown field 'anwsers', did you mean 'answers'?"),
-        ({"answers": ["B"]}, "unknown field 'answer'"),
+        ({"answers": ["B"]}, "fields answers and answer mean the same: give one of them"),
         ({"context": "C"}, "no field 'question'"),
         ({"context": "C", "question": "Q"}, "context beside messages"),
         ({"metric": "classification"}, "answer 'A' scores 0 by metric 'classification' even where"),
@@ -133,7 +133,7 @@ def spans(*changes):
         ({"meta": {"answers": ["B", "C"]}}, "answer 'A' beside meta's answers, which count instead"),
         ({"id": True}, "id True: should be a valid string"),
         ({"task": False}, "task False: should be a valid string"),
-        ({"messages": []}, "no field 'context'"),
+        ({"messages": []}, "messages []: give at least one turn; a row needs "),
     ],
 )
 def test_what_a_row_means_otherwise_is_refused_in_words(tmp_path, change, words):

@@ -50,7 +50,8 @@ WRONG = {
     "device 'tpu'": {"device": "tpu"},
     "n_items 0: ": {"n_items": 0},
     r"policies \('lru', 'lru'\): give a list .* each once": {"policies": ["lru", "lru"]},
-    "policies .* valid": {"policies": "lru"},
+    r"policies 'lru': should be a list, such as \['lru'\]": {"policies": "lru"},
+    "policies None: should be a list$": {"policies": None},
 }
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrepro.experiment import judge, stats
-from kvrepro.experiment.claims import COLUMNS
+from kvrepro.experiment.claims import COLUMNS, STORED
 from kvrepro.experiment.judge import Drawn, Judged, Member, NotTestable, Sample
 from kvrepro.experiment.stats import Estimate
 
@@ -399,6 +399,29 @@ def test_a_row_says_everything():
 
 
 @pytest.mark.parametrize(
+    ("rule", "more", "text"),
+    [
+        ({"between": [1, 2.5]}, {}, "1 to 2.5"),
+        ({"between": [0.5, 0.5]}, {"unit": "%", "exact": True}, "50%, in every case"),
+        ({"at_most": 1 / 3}, {"test": "wilcoxon_holm"}, "at most 0.333333; Wilcoxon p < 0.05 (Holm)"),
+        ({"size_at_most": 2}, {"test": "sign"}, "at most 2 either way; sign test p < 0.05"),
+        ({"equivalent": 0.02}, {"unit": "%", "test": "tost"}, "equivalent within 2%; TOST p < 0.05"),
+        ({"no_difference": 0.1}, {"test": "wilcoxon_holm"}, "within 0.1 of 0 and no significant difference"),
+    ],
+)
+def test_a_rule_in_words(rule, more, text):
+    assert judge.rule_text({"rule": rule} | more) == text
+
+
+def test_a_claim_on_stored_rows_says_whose_they_are():
+    row = table({"at_least": 0.4}, [Member("x", Band(0.9, 0.1))], stored="rows of 0.1.0")
+    assert (row.test, row.model) == ("rows of 0.1.0", STORED)
+    few = [Member("a", Estimate(1, NAN, NAN, 5))]
+    assert table({"at_least": 0.4}, few, contrast="measured").note == "5 runs: an interval needs at least 6"
+    assert table({"at_least": 0.4}, [Member("a", Estimate(1, NAN, NAN, 6))]).verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(
     ("members", "note"),
     [
         ([], "no member of this claim was run"),
@@ -436,14 +459,15 @@ def test_the_worst_member_is_shown():
 
 
 def test_a_claim_whose_premise_is_not_reproduced_is_not_testable():
-    of = {"code": 0.9, "text": 0.1}
+    of = dict.fromkeys("ADE", {"code": 0.9, "text": 0.1}) | dict.fromkeys("GI", {"code": 0.1, "text": 0.1, "any": 0.1})
+    presumed = {"B": "A", "C": "B", "E": "X", "D": "E", "F": "A", "H": "G", "J": "I"}
 
     def members(claim, reading):
-        return [Member("all", Band(of.get(reading, 0.9) if claim["id"] in "ADE" else 0.8, 0.1))]
+        return [Member("all", Band(of.get(claim["id"], {}).get(reading, 0.8), 0.1))]
 
-    ids = {name: {"presumes": of} if of else {} for name, of in zip("ABCEDF", ["", *"ABXEA"], strict=True)}
-    claims = [CLAIM | {"id": name, "rule": {"at_least": 0.5}} | premise for name, premise in ids.items()]
-    readings = {"F": ["any"]}
+    premises = {name: {"presumes": presumed[name]} if name in presumed else {} for name in "ABCEDFGHIJ"}
+    claims = [CLAIM | {"id": name, "rule": {"at_least": 0.5}} | premise for name, premise in premises.items()]
+    readings = {"F": ["any"], "G": ["any"], "J": ["any"]}
     frame = judge.verdicts(
         claims, members, lambda claim: readings.get(claim["id"], ["code", "text"]), model="m", profile="quick"
     )
@@ -452,6 +476,7 @@ def test_a_claim_whose_premise_is_not_reproduced_is_not_testable():
     assert verdicts["B", "text"] == verdicts["C", "text"] == verdicts["D", "text"] == "not testable here"
     assert verdicts["E", "text"] == "not reproduced"  # what it presumes was not asked
     assert verdicts["F", "any"] == "reproduced"  # its premise holds in one reading
+    assert verdicts["H", "code"] == verdicts["J", "any"] == "not testable here"
     row = frame.set_index(["claim", "reading"]).loc[("B", "text")]
     without = "Without this premise it would be reproduced"
     assert row.note == f"it presumes A, which is not reproduced: It is so. {without}"
@@ -474,6 +499,8 @@ NEVER = "1 fails, though with 20 items this rule can never hold"
             "1 holds, though with 20 items this rule can never fail",
         ),
         ([0.41], {}, "any", "inconclusive", "1 open"),
+        ([0.9], {}, "any", "reproduced", "1 holds"),
+        ([0.1], {"can_hold": True, "can_fail": False}, "any", "not reproduced", "1 fails"),
         ([0.1], {"enough": 20.0}, "any", "not reproduced", "1 fails"),
         ([0.1], {"rule": "at least 0.5"}, "any", "not reproduced", "1 fails"),
         ([0.1], {}, "as_run", "not reproduced", "1 fails"),

@@ -16,6 +16,10 @@ class InputError(ValueError):
     """Bad input. The message is one line: what was wanted, what prevents it (both values), and the way out."""
 
 
+class PolicyError(InputError):
+    """What a policy caused while it ran: its row has failed and is tried again, whatever the prompt was."""
+
+
 class Stopped(RuntimeError):
     """Work that could not be finished. The message is one line; what was done is stored."""
 

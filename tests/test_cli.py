@@ -121,12 +121,16 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("raises", "failed"), [("== 40", 1), (">= 0", 11)])
-def test_a_run_with_failed_rows_ends_with_1_and_shows_the_others(raises, failed, call, tmp_path):
-    """The policy's 41st call raises: one row of 22, fewer than the tenth that ends a study. Or every call does."""
+@pytest.mark.parametrize(
+    ("calls", "does", "failed"),
+    [("== 40", "raise ValueError('no')", 1), (">= 0", "raise ValueError('no')", 11), (">= 0", "return o.keys / 0", 11)],
+)
+def test_a_run_with_failed_rows_ends_with_1_and_shows_the_others(calls, does, failed, call, tmp_path):
+    """The policy's 41st call raises: one row of 22, fewer than the tenth that ends a study. Or every call does, or
+    returns what are no scores."""
     (tmp_path / "mine.py").write_text(
         "import itertools\n\nfrom kvrepro.engine.policy import Policy\n\nCALLS = itertools.count()\n\n\n"
-        f"def score(o):\n    if next(CALLS) {raises}:\n        raise ValueError('no')\n"
+        f"def score(o):\n    if next(CALLS) {calls}:\n        {does}\n"
         "    return o.keys.float().norm(dim=-1)\n\n\nMINE = Policy('Mine', 'me', score)\n"
     )
     given = ["-p", f"{tmp_path / 'mine.py'}:MINE", "-b", "0.5", "-n", "11", "--limit", "300", "--max-new-tokens", "2"]

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from kvrepro.engine.condition import Count, Share
 from kvrepro.engine.observe import Observation
 from kvrepro.engine.shapes import Counts, Mask, Parts, RowFloats, RowInts, Scores
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, PolicyError
 
 RowCount: TypeAlias = int | Tensor  # the same for every row, or one per row: [batch, 1, 1]
 _kernels: ContextVar[bool] = ContextVar("kernels", default=False)
@@ -105,9 +105,9 @@ def ensure_room(counts: Tensor, needed: Tensor, whose: str = "") -> None:
 
 
 def ensure_numbers(scores: Scores) -> None:
-    """Raise InputError if a score is NaN: such a token cannot be ranked."""
+    """Raise PolicyError if a score is NaN: such a token cannot be ranked."""
     if nan_count := int(scores.isnan().sum()):
-        raise InputError(f"{nan_count} of {scores.numel()} scores are NaN: mend the scorer")
+        raise PolicyError(f"{nan_count} of {scores.numel()} scores are NaN: mend the scorer")
 
 
 def lexsort(*keys: Tensor) -> Tensor:

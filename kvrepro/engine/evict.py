@@ -26,7 +26,7 @@ from kvrepro.engine.observe import Observation
 from kvrepro.engine.policy import Parameters, Policy, guarded, named, ours, parameters_of
 from kvrepro.engine.shapes import Counts, Mask, Positions, RowFloats, RowInts, Scores, TokenInts
 from kvrepro.engine.shared import Reduction, Signals
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, PolicyError
 
 TOGETHER = {"torch": 0, "triton": 2**28}  # bytes of layers that are decided together to save launches, by backend
 Observed = dict[int, Observation]  # layers, as a job observes them
@@ -107,8 +107,9 @@ class EvictionJob:
             self.pages = self.parameters["page"], self.parameters["dense_layers"], self.budgets[0]
         # must every layer be seen before any token can leave?
         self.waits = p is not None and (p.across is not None or bool(self.repeated) or self.reduction is not None)
+        self.own = p is not None and not all(map(ours, p.functions))  # a reader's functions decide
         # may several layers be judged as the rows of one? A reader's own functions always see one at a time
-        self.together = p is not None and p.together and c.fair is None and all(map(ours, p.functions))
+        self.together = p is not None and p.together and c.fair is None and not self.own
         self.sums = p.needed(self.parameters) if p and self.reduction is None else set()  # that its policy needs
         if c.fair is not None and "mass" in self.sums:  # span-local attention takes the place of all attention
             self.sums.add("span_mass" if self.parameters.get("extended", True) else "marked_mass")
@@ -167,6 +168,8 @@ def attempt(job: EvictionJob) -> Iterator[None]:
         raise
     except Exception as error:  # a reader's policy may raise anything
         job.error = error
+        if isinstance(error, InputError) and job.own:
+            job.error = PolicyError(str(error)).with_traceback(error.__traceback__)
         for known in (job.layers, job.pending, job.judged):
             known.clear()
 

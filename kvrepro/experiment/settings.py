@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 
 from IPython import get_ipython
 
-from kvrepro.engine.condition import Count, Size, ensure, ensure_fields
-from kvrepro.engine.policy import ensure_titles
+from kvrepro.engine.condition import Condition, Count, Prefill, Size, ensure, ensure_fields
+from kvrepro.engine.policy import Rule, ensure_titles, find
 from kvrepro.errors import InputError, ensure_known, first_line
 from kvrepro.experiment import data, models
 from kvrepro.experiment.models import Dtype
@@ -63,6 +63,8 @@ class Settings:
         ensure_known("option", options or {}, [f.name for f in fields(cls)])
         settings = cls(**given | dict(options or {}))
         ensure_titles(settings.policies)
+        for name in settings.policies:
+            settings.ensure_runs(name)
         models.device_of(settings.device)
         beside = getattr(settings, "compare", ""), *(getattr(settings, "family", None) or ())
         for name in (settings.model, *filter(None, beside)):
@@ -74,6 +76,11 @@ class Settings:
         except (OSError, ValueError) as error:
             raise InputError(f"results {str(settings.results)!r} is no folder ({first_line(error)})") from None
         return settings
+
+    def ensure_runs(self, policy: str) -> None:
+        """Raise InputError for one of `policies` that is unknown, or that nothing here can be run with."""
+        find(policy)
+        Rule.of(Condition(policy, 0.5, Prefill()))
 
     @property
     def folder(self) -> Path:

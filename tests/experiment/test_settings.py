@@ -4,6 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvrepro.chapters.dropkv_bound.study import Settings as DropKV
+from kvrepro.chapters.protection.study import Settings as Protection
+from kvrepro.chapters.reclamation.study import Settings as Reclamation
 from kvrepro.chapters.synthesis.study import Settings as Synthesis
 from kvrepro.errors import InputError
 from kvrepro.experiment import settings
@@ -76,6 +79,22 @@ def test_own_policies_are_looked_at_before_anything_is_loaded(tmp_path):
         Settings.of(policies=[f"{file}:A", f"{file}:B"])
     with pytest.raises(InputError, match="mine.py has no Policy called C"):
         Settings.of(policies=[f"{file}:C"])
+
+
+@pytest.mark.parametrize(
+    ("chapter", "policies", "words"),
+    [
+        (Settings, ["snapkv", "nope"], "^unknown policy 'nope'; there are: "),
+        (Settings, ["full"], "'full' evicts nothing: .* leave it out$"),
+        (Protection, ["kv_zip"], "^kv_zip cannot run in regime 'decode cap'"),
+        (Reclamation, ["window", "lru"], "^lru cannot run in regime 'prefill'"),
+        (DropKV, ["full", "dropkv", "nope"], "^unknown policy 'nope'"),
+    ],
+)
+def test_policies_that_a_chapter_cannot_run_are_refused_before_anything_is_loaded(chapter, policies, words):
+    assert chapter.of(policies=policies[:-1] or ["snapkv"])
+    with pytest.raises(InputError, match=words):
+        chapter.of(policies=policies)
 
 
 def test_workers_in_the_environment_are_a_number_that_can_be_read(monkeypatch):

@@ -64,6 +64,11 @@ class Settings(run.Settings):
     kernel: Odd = 11  #: tokens that are pooled, for the answers
     max_new_tokens: Size = 48  #: of an answer
 
+    def ensure_runs(self, policy: str) -> None:
+        """Raise InputError for a policy that cannot be compared with DropKV."""
+        for peer in peers_of([policy]):
+            super().ensure_runs(peer)
+
     def within(self, model: Any) -> "Settings":
         """These settings, with `tokens` and `lengths` lowered (which is printed) so that sliding layers of the model
         see each prompt and answer whole, as the theory assumes.

@@ -20,7 +20,7 @@ from kvrepro.engine.condition import Condition, DecodeCap, Prefill, SharedCap, S
 from kvrepro.engine.facts import ModelFacts
 from kvrepro.engine.generate import generate
 from kvrepro.engine.hf import evicting
-from kvrepro.engine.policy import READINGS, find, own
+from kvrepro.engine.policy import READINGS, Rule, find, own
 from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, data, measure, models, stats
 from kvrepro.experiment import run as runner
@@ -64,6 +64,11 @@ class Settings(runner.Settings):
     max_new_tokens: Size = 128  #: of an answer
     passage_tokens: Size = 2048  #: of prompt and answer, if there is a passage to cut: as in the paper's harness
     lengths: tuple[Size, ...] = (500, 1000, 1900, 3800)  #: prompts of the study of lengths, in tokens
+
+    def ensure_runs(self, policy: str) -> None:
+        """Raise InputError for a policy that cannot be run under a cap."""
+        for condition in capped([policy], [self.middle], self):
+            Rule.of(condition)
 
     @property
     def middle(self) -> int:

@@ -51,6 +51,10 @@ class Settings(runner.Settings):
     quoted: str = ""  #: a .jsonl of AIME's problems, for what the guide quotes (`quoted_answers`)
     quoted_tokens: Size = 32_768  #: of an answer to these
 
+    def ensure_runs(self, policy: str) -> None:
+        """Raise InputError for a policy that cannot choose the survivors of a prompt."""
+        super().ensure_runs(POLICIES.get(policy, (policy,))[0])
+
 
 def prompts(loaded: Loaded, items: str, n_items: int | None, settings: Settings) -> dict[str, list[int]]:
     """Token ids by item, of `n_items` prompts (None: as many as the profile says). Messages without a passage to cut

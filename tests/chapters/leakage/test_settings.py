@@ -46,5 +46,5 @@ def test_questions_are_replaced_by_system_prompts_and_that_is_said(capsys):
 )
 def test_what_is_wrong_is_refused_in_one_line(wrong, message):
     with pytest.raises(InputError, match=message) as raised:
-        Settings(**wrong)
+        Settings.of(**wrong)
     assert "\n" not in str(raised.value)

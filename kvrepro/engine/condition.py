@@ -43,7 +43,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=STRICT)
 
 
-def _ensure(whose: str, values: Iterable[tuple[str, Any, object]]) -> None:
+def ensure_all(values: Iterable[tuple[str, Any, object]], whose: str = "") -> None:
     """Raise one InputError for all values (name, kind, value) that are not of their kind, with a reason for each
     element of a list, or the text in a kind's annotation. A list will do for a tuple, and a tuple for a list."""
     reasons: dict[str, list[str]] = {}
@@ -65,14 +65,14 @@ def _ensure(whose: str, values: Iterable[tuple[str, Any, object]]) -> None:
 def ensure(kind: Any, whose: str = "", **named: object) -> None:
     """Raise InputError for values that are not of that kind: a type hint, or a tuple of words. The message says their
     names, whose they are, and what they may be."""
-    _ensure(whose, [(name, kind, value) for name, value in named.items()])
+    ensure_all([(name, kind, value) for name, value in named.items()], whose)
 
 
 def ensure_fields(record: Any, whose: str = "") -> None:
     """`ensure` for the fields of a dataclass and their type hints. Lists in the place of tuples become tuples."""
     known: Any = _hints(record.__class__, include_extras=True)
     hints = {f.name: known[f.name] for f in fields(record)}
-    _ensure(whose, [(name, hint, getattr(record, name)) for name, hint in hints.items()])
+    ensure_all([(name, hint, getattr(record, name)) for name, hint in hints.items()], whose)
     for name, hint in hints.items():
         if get_origin(hint) is tuple:
             object.__setattr__(record, name, tuple(getattr(record, name)))

@@ -10,10 +10,13 @@ import fnmatch
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pandas as pd
+from annotated_types import Len
 
+from kvrepro.engine.condition import Positive, ensure_all
 from kvrepro.experiment import artifact, claims, stats
 
 TABLES = {
@@ -38,6 +41,12 @@ CEILING = {  # the run that is 100%, for tables that do not name it; in table 25
     "15": "q3-4b-2507-niah-64k/q3-4b-2507-64k-fullcache-lru-noprot",
     "25": "q3-4b-2507-robustness/q3-4b-2507-rob-c256-lru-prot-greedy",
 }
+
+
+def check(measure: object, margin: object, tables: object) -> None:
+    """Raise one InputError for all of the notebook's parameters that nothing can be computed with."""
+    named: Any = Annotated[list[Literal[tuple(TABLES)]], Len(1), f"some of {list(TABLES)}"]  # type: ignore[valid-type]
+    ensure_all([("measure", tuple(MEASURES), measure), ("margin", Positive, margin), ("tables", named, tables)])
 
 
 def beside(scores: pd.DataFrame, tables: Sequence[str]) -> pd.DataFrame:

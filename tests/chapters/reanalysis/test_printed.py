@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 
 from kvrepro.chapters.reanalysis import printed
+from kvrepro.errors import InputError
 from kvrepro.experiment import artifact, claims
 
 SCORES = artifact.scores()
@@ -48,3 +49,16 @@ def test_what_is_called_not_public_has_no_file_of_its_condition():
         if cell.policy != "FullCache":
             same &= SCORES.capacity == float(cell.capacity)
         assert not same.any(), cell
+
+
+@pytest.mark.parametrize(
+    ("measure", "margin", "tables", "words"),
+    [
+        ("f1", "a", ["3", "Z"], "measure 'f1': .* or 'rouge_l'; margin 'a': .*; tables 'Z': give some of .'3', '8', "),
+        ("rouge_l", -1, [], r"margin -1: should be greater than 0; tables \[\]: give some of "),
+    ],
+)
+def test_parameters_are_checked_all_at_once(measure, margin, tables, words):
+    printed.check("rouge_l", 1, ("3",))
+    with pytest.raises(InputError, match=f"^{words}"):
+        printed.check(measure, margin, tables)

@@ -290,10 +290,14 @@ def test_a_prefix_serves_its_model_and_its_tokens_alone(tmp_path):
                 written(same, [other])
 
 
-def test_a_damaged_prefix_is_refused(tmp_path):
-    """One bit is another, of its tensors or its tokens."""
+def test_a_damaged_prefix_is_refused_and_so_is_a_place_where_none_can_be(tmp_path):
+    """One bit is another, of its tensors or its tokens; the end is lost, or there is no file."""
     network, path = architecture("llama"), tmp_path / "p"
-    kv.compress(network, requests()[-1], OFFLINE["prefill"]).save(path)
+    prefix = kv.compress(network, requests()[-1], OFFLINE["prefill"])
+    for file in (tmp_path / "nowhere" / "p", tmp_path):
+        with pytest.raises(InputError, match=f"^{file} cannot be written .*: give a file in a folder that is there"):
+            prefix.save(file)
+    prefix.save(path)
     whole, tokens = path.read_bytes(), b'ids\\": ['
     for place in (-3, whole.index(tokens) + len(tokens)):
         content = bytearray(whole)
@@ -301,6 +305,10 @@ def test_a_damaged_prefix_is_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(InputError, match="p is no whole file of Prefix.save, or another model read the prefix"):
             kv.load_prefix(path, network)
+    path.write_bytes(whole[:-9])
+    for file in (path, tmp_path / "nowhere", tmp_path):
+        with pytest.raises(InputError, match=f"^{file} cannot be read .*: give a whole file of Prefix.save"):
+            kv.load_prefix(file, network)
 
 
 def test_files_and_conditions_that_make_no_prefix_are_refused(tmp_path):

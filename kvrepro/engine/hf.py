@@ -25,7 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -43,7 +43,7 @@ from kvrepro.engine.policy import find
 from kvrepro.engine.prefill import boundary, read
 from kvrepro.engine.rows import Call, Row, Rows
 from kvrepro.engine.shapes import PreTrainedModel
-from kvrepro.errors import InputError
+from kvrepro.errors import InputError, first_line
 from kvrepro.paths import replaced
 
 SAMPLED = 64  # numbers of each tensor that identify a model
@@ -67,7 +67,7 @@ class Prefix:
         return self.cache.bytes
 
     def save(self, path: str | Path) -> Path:
-        """Write it to a safetensors file, whole or not at all."""
+        """Write it to a safetensors file, whole or not at all. Raises InputError where it cannot be written."""
         path, tensors = Path(path), {"logits": self.logits}
         for number, layer in enumerate(self.cache.layers):
             for name in STATES:
@@ -78,8 +78,12 @@ class Prefix:
             tensors |= {f"{number}.{part}": getattr(layer, part) for part in (*FLAT, "offsets")}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         text = json.dumps({"ids": self.ids, "condition": asdict(self.condition)})
-        with replaced(path) as aside:
-            save_file(tensors, aside, {"prefix": text, "hash": _hash(self.model + text, tensors)})
+        try:
+            with replaced(path) as aside:
+                save_file(tensors, aside, {"prefix": text, "hash": _hash(self.model + text, tensors)})
+        except (OSError, SafetensorError) as error:
+            way = "give a file in a folder that is there and has room"
+            raise InputError(f"{path} cannot be written ({first_line(error)}): {way}") from error
         return path
 
     def rows(self, call: Call) -> Rows:
@@ -126,9 +130,13 @@ def compress(
 def load_prefix(path: str | Path, model: PreTrainedModel) -> Prefix:
     """The prefix in a file of `Prefix.save`, on the model's devices. Raises InputError for other files and models."""
     model = usable(model)
-    with safe_open(path, "pt") as file:
-        metadata, names = file.metadata() or {}, file.keys()
-        tensors = {name: file.get_tensor(name) for name in names}
+    try:
+        with safe_open(path, "pt") as file:
+            metadata, names = file.metadata() or {}, file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        way = "give a whole file of Prefix.save, or compress the prefix anew"
+        raise InputError(f"{path} cannot be read ({first_line(error)}): {way}") from error
     text, own = metadata.get("prefix", ""), identity(model)
     if metadata.get("hash") != _hash(own + text, tensors):
         raise InputError(f"{path} is no whole file of Prefix.save, or {ANOTHER}")

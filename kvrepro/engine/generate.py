@@ -61,7 +61,8 @@ def generate(
     prompt cannot meet its condition, in place of its generation; the other rows go on. Raises InputError for wrong
     input before anything is computed.
     """
-    texts = [p if isinstance(p, Prompt) else Prompt(p, {}) for p in prompts]  # type: ignore[arg-type]
+    every = prompts if isinstance(prompts, Iterable) else [prompts]
+    texts = [p if isinstance(p, Prompt) else Prompt(p, {}) for p in every]  # type: ignore[arg-type]
     by_prompt, new = conditions_by_prompt(conditions, len(texts)), _new_tokens(max_new_tokens, len(texts))
     ensure(Size | None, batch_rows=batch_rows, prompt_rows=prompt_rows)
     ensure(("raise", "return"), errors=errors)
@@ -110,6 +111,9 @@ def calls(
     wrong input before anything is computed."""
     model, request = usable(model), whole_numbers("repeat", repeat)
     ensure(int, seed=seed)
+    size = model.config.get_text_config().vocab_size
+    for outside in [token for token in request if not 0 <= token < size]:
+        raise InputError(f"repeat: token id {outside} outside the model's vocabulary of {size}: other tokenizer?")
     facts, every = ModelFacts.of(model), list(dict.fromkeys(itertools.chain.from_iterable(by_prompt)))
     gaps = unmet(model, texts, by_prompt, new)
     capped = [c for c in every if isinstance(c.regime, SharedCap)]
@@ -155,7 +159,7 @@ def let_go(error: BaseException) -> None:
 
 def conditions_by_prompt(conditions: Condition | Conditions, prompts: int) -> list[list[Condition]]:
     """The conditions of each prompt. Raises InputError for another number of lists than prompts."""
-    several: list[Any] = [conditions] if isinstance(conditions, Condition) else list(conditions)
+    several: list[Any] = list(conditions) if isinstance(conditions, Iterable) else [conditions]
     by_prompt = [list(each) if isinstance(each, list | tuple) else [each] for each in several]
     for c in itertools.chain.from_iterable(by_prompt):
         if not isinstance(c, Condition):

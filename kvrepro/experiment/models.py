@@ -19,6 +19,7 @@ EMBEDDED = DATA / "models" / DEFAULT
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors")  # the files of a checkpoint that libraries may read
+TOKENIZER = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")  # of which a checkpoint has one
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name for a warning that comes once
 # Stop tokens beside the tokenizer's eos, where a vocabulary has them (protection paper's run_v3_jax.py:397-403).
 STOP_TOKENS = ("<|im_end|>", "<|end|>", "<|endoftext|>")
@@ -117,6 +118,8 @@ def tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = located(model)[1] or _fetched(model)
+    if not any(file.match(name) for file in folder.iterdir() for name in TOKENIZER):
+        raise InputError(f"there is no tokenizer ({', '.join(TOKENIZER)}): give the folder of a whole checkpoint")
     declared = _json(folder / "tokenizer_config.json").get("tokenizer_class")
     as_it_stands = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
     kind = PreTrainedTokenizerFast if as_it_stands else AutoTokenizer

@@ -88,6 +88,10 @@ REFUSED = {  # before weights are read
         f"an index of {file}": (index(file), rf"weights from {file!r}: keep")
         for file in ("part.bin", "../part.safetensors", "/tmp/part.safetensors", "sub/part.safetensors", 3)
     },
+    "no tokenizer": (
+        removed("tokenizer.json"),
+        r"there is no tokenizer \(tokenizer.json, .*: give the folder of a whole",
+    ),
     "an unreadable configuration": (changed("config.json", half), "cannot be loaded"),
 }
 FAILS = {  # with what safetensors, tokenizers or transformers say
@@ -101,7 +105,6 @@ FAILS = {  # with what safetensors, tokenizers or transformers say
     "half of the weights": changed(WEIGHTS, half),
     "a tensor less": one_tensor_less,
     "no configuration": removed("config.json"),
-    "no tokenizer": removed("tokenizer.json"),
     "half of the tokenizer": changed("tokenizer.json", half),
     "a broken tokenizer": changed("tokenizer.json", lambda raw: b"{}"),
 }

@@ -67,6 +67,7 @@ def test_one_launch_chooses_and_finds_what_is_amiss(case):
     with by_kernels():
         assert largest(*dead).tolist() == _plainly(largest, *dead).tolist() == [[False, True, True]]
         assert torch.equal(select(scores, protected, counts), _plainly(select, scores, protected, counts))
+        assert torch.equal(largest(scores, counts), _plainly(largest, scores, counts))
         short = counts - 1 - (counts > 0).long() * 8
         strange = scores.masked_fill(scores == 1, torch.nan)
         for wrong in ((scores, protected, short), (strange, protected, counts)):
@@ -213,11 +214,11 @@ def test_cake_as_run_rounds_down_and_hands_on_what_is_left():
     wish, limit = torch.tensor([[5, 1, 0, 7], [0, 3, 0, 0]]), torch.tensor([[3, 4, 4, 7], [1, 2, 5, 4]])
     assert allocate._floored(wish, limit, torch.tensor([16, 6])).tolist() == [[3, 4, 2, 7], [1, 2, 2, 1]]
     scores, protected = [torch.zeros(1, 2, 20)] * 3, [(torch.arange(20) > 15).expand(1, 2, 20)] * 3
-    given = torch.tensor([9]), [torch.tensor([x]) for x in (1.0, 1.0, 2.0)], torch.tensor([10.4])
+    given = torch.tensor([9]), [torch.tensor([x]) for x in (1.0, 2.0, 3.0)], torch.tensor([32 / 3], dtype=torch.float64)
     _, counts = allocate.cake(scores, protected, *given, floored=True)
-    assert [c.tolist() for c in counts] == [[[9, 9]], [[9, 9]], [[13, 13]]]  # 31 less 12: 4, 4 and 9, 2 left over
+    assert [c.tolist() for c in counts] == [[[8, 8]], [[10, 10]], [[14, 14]]]  # 32 less 12: 3, 6 and 10, 1 left over
     _, counts = allocate.cake(scores, protected, *given)
-    assert [c[0, 0].item() for c in counts] == [8, 8, 11]  # 27 less 12
+    assert [c[0, 0].item() for c in counts] == [7, 9, 11]  # 27 less 12
     _, counts = allocate.cake(scores, protected, given[0], [torch.zeros(1)] * 3)
     assert [c[0, 0].item() for c in counts] == [9, 9, 9]  # no layer is preferred
 
@@ -252,7 +253,11 @@ def test_a_pyramid_s_top_layer_has_room_for_what_is_protected():
         counts.append(allocate.pyramid(scores, protected, torch.tensor([50]), o)[0].tolist())
     assert counts == [[60, 60], [50, 50], [40, 40]]
     o = observation(1, 2, 1, 1, 100, layer=0, layers=2, seen=torch.tensor([100]))
-    assert allocate.pyramid(scores, ~scores.bool() & False, torch.tensor([42]), o)[0].tolist() == [82, 82]  # 84 - 42/20
+    none = torch.zeros_like(protected)
+    assert allocate.pyramid(scores, none, torch.tensor([42]), o)[0].tolist() == [82, 82]  # 84 - 42 / 20
+    for seen, most in ((1000, 838), (800, 800)):  # 860 - 430 / 20 is 838.5, and no layer keeps more than there are
+        o = observation(1, 2, 1, 1, 100, layer=0, layers=2, seen=torch.tensor([seen]))
+        assert allocate.pyramid(scores, none, torch.tensor([430]), o)[0].tolist() == [most, most]
 
 
 def pyramid(layers, seen, budget, window, beta=20, inside=True):
@@ -335,3 +340,19 @@ def test_spread_sums_exactly_within_the_limits(places, total):
     assert (got >= 0).all()
     assert (got <= limit).all()
     assert int(got.sum()) == min(total, int(limit.sum()))
+
+
+SPREAD = [  # wish, limit, total, what comes of them
+    ([[2, 4], [1, 3]], [[9, 9], [9, 9]], [3, 8], [[1, 2], [3, 5]]),  # scaled down; what is left goes in equal parts
+    ([[0, 4], [9, 9]], [[9, 9], [2, 3]], [4, 30], [[0, 4], [2, 3]]),
+    ([[1.2, 1.8], [1.5, 1.5]], [[9, 9], [9, 9]], [3, 3], [[1, 2], [2, 1]]),  # the larger fraction, or the earlier
+]
+
+
+@pytest.mark.parametrize(("wish", "limit", "total", "wanted"), SPREAD)
+def test_spread_follows_the_wishes_of_each_row(wish, limit, total, wanted):
+    assert allocate.spread(torch.tensor(wish), torch.tensor(limit), torch.tensor(total)).tolist() == wanted
+
+
+def test_spans_are_numbered_by_their_first_token():
+    assert allocate.number_spans(6, [[5, 1], [3]], extended=False).tolist() == [-1, 0, -1, 1, -1, 0]

@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tiny import prompts as tiny_prompts
 from watched import watched_ends
 
 from kvrepro.engine import generate as engine
-from kvrepro.engine.cache import GROUP, Packed, RaggedLayer, concatenated
+from kvrepro.engine.cache import GROUP, EngineCache, Packed, RaggedLayer, concatenated, joined_caches
 from kvrepro.engine.condition import Condition
 from kvrepro.errors import InputError
 
@@ -98,7 +99,8 @@ def test_any_course_of_operations_equals_lists(operations, seed):
     names = 2
     for operation in operations:
         batch = len(lists.names)
-        if not (operation in ALONE or (operation == "slide" and layer.width)):
+        loose = operation == "add" and layer.slot is None
+        if not (loose or operation in ALONE or (operation == "slide" and layer.width)):
             layer.settle(loosen=True)
         if operation == "fix":
             slot = torch.arange(2)
@@ -129,7 +131,9 @@ def test_any_course_of_operations_equals_lists(operations, seed):
                 more = {int(x): float(y) for x, y in zip(where[b, head], p[b, head], strict=True) if x >= 0}
                 lists.tokens[b][head] = [(x, {**s, "mass": s["mass"] + more[x]}) for x, s in lists.tokens[b][head]]
         elif operation == "settle":
+            fixed = layer.slot is not None
             layer.settle()
+            assert (layer.tail, layer.slot is not None) == (0, fixed)
         elif operation == "evict":
             _, _, where, _, places = layer.shown()
             keep = torch.rand(where.shape, generator=g) < 0.6
@@ -189,6 +193,10 @@ def test_the_last_queries_are_remembered_row_by_row():
     remembers(layer, [3, 4, 5], [-1, 0, 1])
     layer.remember(queries(seen[:, 3:] + 1), seen[:, 3:] + 1, 3, alone=True)
     remembers(layer, [4, 5, 6], [0, 1, 2])
+    short, first = new(1), torch.tensor([[4]])
+    for _ in range(2):
+        short.remember(queries(first), first, 5, alone=True)
+    remembers(short, [4, 4])
     layer = concatenated([new(1), layer.rows(torch.tensor([1, 0]))])
     remembers(layer, [-1, -1, -1], [0, 1, 2], [4, 5, 6])
     layer.fix(torch.arange(2), 4, 0, True, 5)
@@ -201,6 +209,52 @@ def test_the_last_queries_are_remembered_row_by_row():
     without.fix(torch.arange(2), 4, 0, True, 5)
     without.remember(queries(at[:1]), at[:1], 5, alone=True)
     assert without.queries is None
+
+
+@pytest.mark.parametrize(("kept", "most", "fixed"), [(8, 0, True), (4, 0, True), (3, 0, False), (3, 4, True)])
+def test_a_fixed_layer_keeps_its_tensors_unless_they_are_twice_too_large(kept, most, fixed):
+    """One head of 8 tokens, then `kept`; `most`, for which there must be room, after later evictions."""
+    where = torch.arange(8)[None, None]
+    layer = RaggedLayer.of(*(x[:, :1] for x in tensors([0], where[0])), where, where >= 0, {})
+    layer.fix(torch.arange(2), 4, 2 * most, False, 0)
+    place = layer.keys.data_ptr()
+    layer.keep(*(x[..., :kept] for x in (where, where >= 0)))
+    assert (layer.slot is not None, layer.keys.data_ptr() == place) == (fixed, fixed)
+    assert layer.held().tolist() == [[kept]]
+
+
+def test_rows_of_layers_with_states_are_taken_and_joined():
+    """Recurrent layers have states in the place of tokens, one of which is missing at first."""
+
+    def new(*rows: int) -> EngineCache:
+        cache, recurrent = EngineCache(tiny_model("llama").config), SimpleNamespace()
+        where = torch.arange(3).expand(len(rows), HEADS, 3)
+        cache.ragged = {1: RaggedLayer.of(*tensors([*rows], where[:, 0]), where, where >= 0, {})}
+        recurrent.conv_states = {0: torch.tensor(rows)[:, None], 1: None}
+        recurrent.recurrent_states = {0: torch.tensor(rows)[:, None, None] + 10}
+        cache.layers = [recurrent, SimpleNamespace(keys=1)]
+        return cache
+
+    cache = new(0, 1)
+    assert cache.recurrent
+    taken = cache.rows(torch.tensor([1, 1, 0]))
+    whole = joined_caches([taken, new(5)])
+    for each, rows in ((cache, [0, 1]), (whole, [1, 1, 0, 5])):
+        assert each.layers[0].conv_states[0][:, 0].tolist() == rows
+        assert each.layers[0].recurrent_states[0][:, 0, 0].tolist() == [row + 10 for row in rows]
+        assert each.layers[0].conv_states[1] is None
+        assert each.layers[1].keys == 1
+    assert whole.ragged[1].held().tolist() == [[3] * HEADS] * 4
+    assert whole.ragged[1].keys[:: 3 * HEADS, 0].tolist() == [1000.0, 1000.0, 0.0, 5000.0]
+    assert [*cache.ragged, *cache.rows(torch.tensor([0]), spend=True).ragged, *cache.ragged, *taken.ragged] == [1, 1]
+
+
+def test_sums_that_a_cache_lacks_are_zeros_where_it_is_joined():
+    where = torch.arange(3)[None, None].expand(1, HEADS, 3)
+    of = *tensors([0], where[:, 0]), where, where >= 0
+    joined = concatenated([RaggedLayer.of(*of, {}), RaggedLayer.of(*of, {"mass": torch.ones(1, HEADS, 3)})])
+    assert joined.sums["mass"].tolist() == [0.0] * 6 + [1.0] * 6
+    assert joined.sums["mass"].dtype == torch.float32
 
 
 def test_packed_layers_hold_their_newest_as_they_are():

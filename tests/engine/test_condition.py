@@ -42,9 +42,42 @@ def test_kinds(kind, good, bad):
             ensure(kind, x=value)
 
 
-def test_a_refusal_names_value_and_way_out():
-    with pytest.raises(InputError, match=r"^x 'd' for us: should be 'a' or 'b'; y 3 for us: should be 'a' or 'b'$"):
-        ensure(("a", "b"), "us", x="d", y=3)
+REFUSED = [
+    (("a", "b"), "d", "x 'd': should be 'a' or 'b'"),
+    (values.Odd, 2, "x 2: should be odd"),
+    (tuple[str, ...], "lru", "x 'lru': should be a list, such as ['lru']"),
+    (tuple[str, ...], None, "x None: should be a list"),
+    (list[Size], [1, 0], "x 0: should be greater than or equal to 1"),
+    (Size | values.PositiveShare, 0, "x 0: should be greater than or equal to 1 or should be greater than 0"),
+    (values.Budget, 0, "x 0: give a number of tokens such as 64, or a share such as 0.2, at most 1.0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "line"), REFUSED)
+def test_a_refusal_names_value_and_way_out(kind, value, line):
+    with pytest.raises(InputError) as refusal:
+        ensure(kind, x=value)
+    assert str(refusal.value) == line
+    with pytest.raises(InputError) as refusal:
+        ensure(kind, "us", x=value, y=value)
+    for_us = line.replace(":", " for us:", 1)
+    assert str(refusal.value) == f"{for_us}; y{for_us[1:]}"
+
+
+def test_settings_are_of_their_kind_and_lists_become_tuples():
+    assert Prefill(spans=["a"]).spans == ("a",)
+    for wrong, line in (({"chunk": 0}, "chunk 0 for chunked: should be greater than or equal to 1"),):
+        with pytest.raises(InputError, match=f"^{line}$"):
+            Chunked(**wrong)
+
+
+def test_whole_numbers_of_any_library():
+    for given in (3, [3], np.array([3]), torch.tensor(3), range(3, 4)):
+        assert values.whole_numbers("x", given) == [3]
+    for given in ([[1, 2]], 1.5, "1", None, {"a": 1}, [1, [2]]):
+        with pytest.raises(InputError, match="^x .*: give a list of whole numbers$"):
+            values.whole_numbers("x", given)
+    assert Prompt(torch.tensor([1, 2]), {}).ids == [1, 2]
 
 
 @pytest.mark.parametrize("half", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)])
@@ -94,6 +127,7 @@ def test_different_conditions_have_different_labels():
         (("some text", {}), "prompt 'some text': give a list of whole numbers"),
         (([1, 2, 3], {"a": [1, 3]}), "a at position 3 of a prompt of 3 tokens"),
         (([1, 2, 3], {"a": [-1, 0]}), "a at position -1 of a prompt of 3 tokens"),
+        (([1, 2, 3], {"a": [0, 4]}), "a at position 4 of a prompt of 3 tokens"),
         (([1, 2, 3], {}, {"user": 3}), "user at position 3 of a prompt of 3 tokens"),
         (([True, False], {}), "prompt .True, False.: give a list of whole numbers"),
         (([1, 2, 3], {"a": slice(1, 2)}), "span a .*: give a list of whole numbers"),

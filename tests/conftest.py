@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +89,11 @@ def _own_policies() -> Generator[None, None, None]:
 
     yield
     OWN.clear()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    """The embedded model, where a module has none of its own."""
+    from kvrepro.experiment import models
+
+    return models.load()

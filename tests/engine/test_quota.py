@@ -83,10 +83,6 @@ def spanned(table, **kwargs):
     return observation(batch=batch, tokens=len(table), span_of=span_of.expand(batch, -1), **kwargs)
 
 
-def fair_h2o(o, **settings):
-    return cumulative.h2o(replace(o, span_local=True), **settings)
-
-
 @st.composite
 def caches(draw):
     """Observations with 1 to 5 spans, each present, in any arrangement; counts per head."""
@@ -202,9 +198,9 @@ def test_fair_h2o_divides_by_the_queries_that_there_were(extended):
     table = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 2, 2, 2], [0, 1, 1, 0, 2, 2, 2, 2, 2, 2]])
     mass = torch.rand(2, 2, 12, generator=torch.Generator().manual_seed(0))
     o = observation(tokens=12, dead=3, span_of=table, sums={"span_mass": mass, "marked_mass": 3 * mass}, seed=1)
-    o = replace(o, seen=torch.tensor([10, 8]))
+    o = replace(o, seen=torch.tensor([10, 8]), span_local=True)
     assert (o.positions < 0).any()
-    scores, checked = fair_h2o(o) if extended else fair_h2o(o, extended=False), 0
+    scores, checked = cumulative.h2o(o) if extended else cumulative.h2o(o, extended=False), 0
     for b, h, i in torch.cartesian_prod(*map(torch.arange, mass.shape)).tolist():
         p = min(int(o.positions[b, h, i]), 9)
         eligible = sum(int(table[b, t] == table[b, p]) for t in range(max(p, 0), int(o.seen[b])))

@@ -4,7 +4,7 @@ import http.server
 import json
 import re
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import checkpoint
 import pytest
@@ -49,6 +49,7 @@ def test_reads_the_formats_of_the_data(tmp_path):
     assert items[1].meta["answers"] == ["A", "B"]
     assert all(item.question == "Q" for item in items[:4])
     assert items[4].spans == (Span("greeting", 0, 0, 5),)
+    assert not any(item.papers for item in items)
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=30), st.data(), st.integers(0, 3))
@@ -155,7 +156,9 @@ def test_a_line_that_is_no_object_of_json_is_a_bad_row(tmp_path):
 def test_an_item_with_a_passage_can_be_written_and_read(tmp_path, form):
     messages, marked = with_context(Item("q", "t", (), "A", question="Q", form=form), "C")
     item = Item("q", "t", messages, "A", marked, "C", "Q", {"answers": ["A", "B"]}, form)
-    assert data.load_items(jsonl(tmp_path / "one.jsonl", asdict(item))) == [item]
+    items = [item, *data.load_items("tinyworld:needle", 1, tokens=300)]
+    assert data.load_items(jsonl(tmp_path / "two.jsonl", *map(asdict, items))) == items
+    assert [item.papers for item in items] == [False, True]
 
 
 def test_a_number_that_nobody_asked_for_takes_what_there_is(tmp_path, capsys):
@@ -190,23 +193,12 @@ def test_the_page_s_example_is_read(tmp_path):
         assert f"`{metric}`" in page
 
 
-def test_a_file_is_a_readers_own_and_printed_items_say_whose_they_are(tmp_path):
-    [own] = data.load_items(jsonl(tmp_path / "own.jsonl", {"context": "C", "question": "Q", "answer": "A"}))
-    [of_world] = data.load_items("tinyworld:needle", 1, tokens=300)
-    assert (own.papers, of_world.papers) == (False, True)
-    assert data.load_items(jsonl(tmp_path / "made.jsonl", asdict(of_world))) == [of_world]
-
-
 # ---- items that fit
-
-
-def lengths(items):
-    return [len(data.build_prompt(item, TOKENIZER, 10**6).ids) for item in items]
 
 
 def test_the_world_is_asked_for_fewer_tokens_until_a_foreign_tokenizer_s_prompts_fit():
     items = data.load_fitting("tinyworld:needle,two_hop", 4, TOKENIZER, 1900, seed=3)
-    assert 0.9 * 1900 < max(lengths(items)) <= 1900
+    assert 0.9 * 1900 < max(len(data.build_prompt(item, TOKENIZER, 10**6).ids) for item in items) <= 1900
     assert [item.task for item in items] == ["needle"] * 2 + ["two_hop"] * 2
     few = data.load_fitting("tinyworld:needle", 2, TOKENIZER, 10**6, tokens=300)
     assert few == data.load_items("tinyworld:needle", 2, tokens=300)
@@ -294,38 +286,28 @@ def test_spans_of_equal_name_merge():
 
 SYSTEM_REFUSED = "{{ raise_exception('system role\\n not supported') }}"
 UPPER = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+RED = Item("x", "t", ({"role": "user", "content": "red"},), "", (Span("s", 0, 0, 3),))
+PLAIN = TOKENIZER.chat_template
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "item", "limit", "words"),
     [
-        (None, "^item x: .*has no chat template"),
-        (SYSTEM_REFUSED, "^item x: .*refuses the messages .system role.*: give it roles"),
-        ("{{ 1 + messages[0].content }}", "^item x: .*refuses the messages .unsupported operand.*: give it roles"),
-        (UPPER, "^item x: .*rewrites or moves a user message"),
+        (None, RED, 500, "^item x: .*has no chat template"),
+        (SYSTEM_REFUSED, RED, 500, "^item x: .*refuses the messages .system role.*: give it roles"),
+        ("{{ 1 + messages[0].content }}", RED, 500, "^item x: .*refuses the messages .unsupported op.*: give it roles"),
+        (UPPER, RED, 500, "^item x: .*rewrites or moves a user message"),
+        (PLAIN, replace(RED, messages=({"role": "user", "content": "  "},), spans=()), 100, "item x is empty"),
+        (PLAIN, replace(RED, messages=(), spans=()), 100, "item x is empty"),
+        (PLAIN, replace(RED, messages=({"role": "user", "content": "word " * 300},)), 100, "> limit 100"),
+        (PLAIN, passage(50), 40, r"^item one: limit 40 leaves no room for the passage beside \d+ other tokens: raise"),
     ],
 )
-def test_templates_that_cannot_serve(template, words):
+def test_prompts_that_cannot_be_built(template, item, limit, words):
     fast = checkpoint.tokenizer()
     fast.chat_template = template
-    item = Item("x", "t", ({"role": "user", "content": "red"},), "", (Span("s", 0, 0, 3),))
     with pytest.raises(InputError, match=words) as error:
-        data.build_prompt(item, fast, 500)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("item", "limit", "words"),
-    [
-        (Item("x", "t", ({"role": "user", "content": "  "},), ""), 100, "item x is empty"),
-        (Item("x", "t", (), ""), 100, "item x is empty"),
-        (Item("x", "t", ({"role": "user", "content": "word " * 300},), ""), 100, "> limit 100"),
-        (passage(50), 40, r"^item one: limit 40 leaves no room for the passage beside \d+ other tokens: raise the"),
-    ],
-)
-def test_prompts_that_cannot_be_built(item, limit, words):
-    with pytest.raises(InputError, match=words) as error:
-        data.build_prompt(item, TOKENIZER, limit)
+        data.build_prompt(item, fast, limit)
     assert "\n" not in str(error.value)
 
 

@@ -37,12 +37,6 @@ def loaded(tmp_path_factory):
     return models.load(str(checkpoint.save(tmp_path_factory.mktemp("hub") / "small", context=256)))
 
 
-MANY = [
-    Item(f"item-{i}", "doors", ({"role": "user", "content": "the red door " * (10 if i == 7 else 5)},), "red")
-    for i in range(11)
-]
-
-
 class FakeEngine:
     """Answers "the red door"; fails where told (an item's number, a policy's name); remembers what it was asked."""
 
@@ -317,11 +311,12 @@ def test_several_tables_keep_their_names_and_need_no_model(tmp_path):
 
 
 def test_an_item_that_fails_costs_itself(loaded, tmp_path, capsys, monkeypatch):
+    eleven = [replace(ITEMS[0], id=f"item-{i}") for i in range(11)]
     monkeypatch.setenv("BROKEN", "item-4 item-5")
     with pytest.raises(Stopped, match="2 of 11 items failed, the first item-4: RuntimeError: boom"):
-        per_item(loaded, tmp_path, items=MANY)
+        per_item(loaded, tmp_path, items=eleven)
     monkeypatch.setenv("BROKEN", "item-4")
-    frame = per_item(loaded, tmp_path, items=MANY)
+    frame = per_item(loaded, tmp_path, items=eleven)
     assert SEEN == ["item-5"]
     assert len(frame) == 10
     assert frame.attrs["failed"] == ["item-4: RuntimeError: boom"]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvrepro.chapters.dropkv_bound.study import Settings as DropKV
+from kvrepro.chapters.fragility.study import Settings as Fragility
 from kvrepro.chapters.protection.study import Settings as Protection
 from kvrepro.chapters.reclamation.study import Settings as Reclamation
 from kvrepro.chapters.synthesis.study import Settings as Synthesis
@@ -52,6 +53,7 @@ WRONG = {
     "unknown items 'squad'": {"items": "squad"},
     "device 'tpu'": {"device": "tpu"},
     "n_items 0: ": {"n_items": 0},
+    "n_items 'ten'": {"n_items": "ten"},
     r"policies \('lru', 'lru'\): give a list .* each once": {"policies": ["lru", "lru"]},
     r"policies 'lru': should be a list, such as \['lru'\]": {"policies": "lru"},
     "policies None: should be a list$": {"policies": None},
@@ -86,6 +88,7 @@ def test_own_policies_are_looked_at_before_anything_is_loaded(tmp_path):
     [
         (Settings, ["snapkv", "nope"], "^unknown policy 'nope'; there are: "),
         (Settings, ["full"], "'full' evicts nothing: .* leave it out$"),
+        (Fragility, ["snapkv", "lru"], "^lru cannot run in regime 'prefill'"),
         (Protection, ["kv_zip"], "^kv_zip cannot run in regime 'decode cap'"),
         (Reclamation, ["window", "lru"], "^lru cannot run in regime 'prefill'"),
         (DropKV, ["full", "dropkv", "nope"], "^unknown policy 'nope'"),

@@ -1,6 +1,5 @@
 """The model that ships: loads as any checkpoint, answers, and its card says what its files say."""
 
-import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvrepro.experiment import models
@@ -9,11 +8,6 @@ from kvrepro.world import world
 from studies.training import evaluate
 
 TASKS = ("single_fact", "two_hop", "variable_tracking", "instruction_several", "refusal", "leak")
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return models.load()
 
 
 def test_loads_unchanged_and_generates_an_answer():
@@ -27,6 +21,6 @@ def test_loads_unchanged_and_generates_an_answer():
     assert tokenizer.decode(out, skip_special_tokens=True).strip() == item.answer
 
 
-def test_answers_held_out_questions(loaded):
+def test_answers_held_out_questions():
     sets = {(task, 500): evaluate.evaluation_set(task, 500, 2, seed=5) for task in TASKS}
-    assert evaluate.exact_match(loaded.model, sets) == dict.fromkeys(sets, 1.0)
+    assert evaluate.exact_match(models.load().model, sets) == dict.fromkeys(sets, 1.0)

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import checkpoint
 import few_claims
@@ -281,8 +282,6 @@ def test_grid_has_every_condition_once_and_an_own_policy_its_windows(monkeypatch
     assert len(set(grid)) == len(grid)
     assert all(c.regime == Prefill(until="question") for c in grid)
     assert {(c.policy, c.budget) for c in grid if c.prefix} == {(policy, 0.2) for policy in POLICIES}
-    with pytest.raises(InputError, match="lru chooses|lru cannot run"):
-        study.grid(Settings(policies=("lru",)))
     monkeypatch.setitem(policy.OWN, "mine", replace(policy.find("snapkv"), title="Mine"))
     grid = study.grid(Settings(shares=(0.3,), policies=("mine", "defensive_kv")))
     assert {c.prefix for c in grid if c.policy == "mine"} == {0.0, 0.1}
@@ -291,7 +290,7 @@ def test_grid_has_every_condition_once_and_an_own_policy_its_windows(monkeypatch
     assert {c.budget for c in grid} == {None, 0.3}
 
 
-def test_what_the_studies_ask_and_what_is_refused_before_anything_runs():
+def test_what_the_studies_ask():
     loaded = models.load("small-gqa")
     given = {"items": "tinyworld:two_hop,needle", "n_items": 4, "shares": (0.2,), "policies": ("snapkv",)}
     answered, quality = study.observed(loaded, Settings(**given)), study.parts_of(loaded, Settings(**given))
@@ -299,8 +298,6 @@ def test_what_the_studies_ask_and_what_is_refused_before_anything_runs():
     long = [item for item in answered.items if item.task in study.LONG]
     assert min(len(loaded.tokenizer.encode(item.answer)) for item in long) >= 200
     assert len(answered.items) == 4 * (2 + 5)
-    with pytest.raises(InputError, match="unknown policy 'snap'"):
-        study.parts_of(loaded, Settings(**given | {"policies": ("snap",)}))
 
 
 def test_claims_about_rivals_behind_guards_rest_on_all_items(monkeypatch):
@@ -329,20 +326,17 @@ def synthetic(items: int = 42) -> pd.DataFrame:
     return pd.DataFrame(rows).drop_duplicates(["item", "policy", "share", "reading", "change"])
 
 
-class Whole:
-    """A model without experts, as far as verdicts ask."""
-
-    name, model = "m", tiny.model("qwen2")
+WHOLE = SimpleNamespace(name="m", model=tiny.model("qwen2"))  # without experts
 
 
-def verdicts(rows: pd.DataFrame | None = None, loaded=Whole) -> pd.DataFrame:
+def verdicts(rows: pd.DataFrame | None = None, loaded=WHOLE) -> pd.DataFrame:
     """Verdicts on a grid's rows, or on nothing."""
     return Verdicts("fragility", loaded, Settings()).of({} if rows is None else {"quality": rows})
 
 
 def members_of(claim_id: str, reading: str, tables: dict[str, pd.DataFrame]) -> list:
     """The members of one claim in one reading."""
-    tidied = members.tidied(tables, Whole, Settings())
+    tidied = members.tidied(tables, WHOLE, Settings())
     language = Language(BOOK, {name: Table(rows) for name, rows in tidied.items()}, members)
     return language.members(BY_ID[claim_id], reading)
 
@@ -426,15 +420,6 @@ def test_first_tokens_are_compared_in_one_engine_and_once_is_no_interval(gpu):
     assert np.isnan(long[3:5]).all()
 
 
-def test_every_claim_has_a_row_whatever_was_run():
-    rows = synthetic()
-    rows = rows[rows.policy.isin(["full", "snapkv"])]
-    frame = verdicts(rows)
-    assert frame.claim.tolist() == [*BY_ID]
-    assert set(frame[frame.claim == "C2"].verdict) == {"not testable here"}
-    assert "not run" in frame[frame.claim == "C2"].note.iloc[0]
-
-
 def test_wins_count_a_task_once_and_a_tie_as_half():
     rows = synthetic(items=9)
     rows["task"] = rows["item"].map(lambda item: f"t{int(item[1:]) % 3}")
@@ -450,13 +435,10 @@ def test_wins_count_a_task_once_and_a_tie_as_half():
 
 @few_claims.only("C12")
 def test_experts_are_known_by_the_configuration_and_asked_for_where_there_are_none():
-    assert members.has_experts(tiny.architecture("qwen3_moe"))
-    assert not members.has_experts(tiny.model("qwen2"))
-
-    class Experts:
-        name, model = "m", tiny.architecture("qwen3_moe")
-
-    with_experts = verdicts(synthetic(), Experts).set_index(["claim", "reading"])
+    assert not members.has_experts(WHOLE.model)
+    experts = SimpleNamespace(name="m", model=tiny.architecture("qwen3_moe"))
+    assert members.has_experts(experts.model)
+    with_experts = verdicts(synthetic(), experts).set_index(["claim", "reading"])
     without = verdicts(synthetic()).set_index(["claim", "reading"])
     assert with_experts.loc[("C12", "as_described"), "verdict"] == "reproduced"
     assert "Qwen3-30B-A3B" in without.loc[("C12", "as_described"), "note"]
@@ -494,6 +476,7 @@ def test_an_own_policy_is_judged_beside_the_papers(monkeypatch):
     of_own = rows[(rows.policy == "defensive_kv") & (rows.reading == "as_described")]
     of_own = of_own.assign(policy="mine", reading="any")
     frame, before = verdicts(pd.concat([rows, of_own])), verdicts(rows)
+    assert [*dict.fromkeys(before.claim)] == [*BY_ID]  # whatever was run
     pd.testing.assert_frame_equal(frame[: len(before)], before)
     added = frame[len(before) :].set_index("claim")
     named = "C2 C2g C2h C3 C4 C4b C4c C4d C4e C4f C6 C6b C7 C10 C10b".split()
@@ -565,24 +548,12 @@ def test_items_without_a_history_are_not_looked_at_and_have_rows_with_an_error(t
     assert f"fragility: 2 of 3 items left out, the first because: {why}" in capsys.readouterr().out
     rows = study.answers(study.parts_of(loaded, settings), loaded, settings)
     assert rows.groupby("item").error.count().to_dict() == {"bare": 3, "brief": 2, "whole": 0}
+    assert rows.score.isna().tolist() == rows.error.notna().tolist()
     with pytest.raises(InputError, match=f"^{why}: it has none"):
         study.observed(loaded, Settings(items=str(alone), **given))
 
 
-def test_what_a_short_prompt_cannot_meet_is_a_row_without_an_answer(tmp_path):
-    loaded = models.load("small-gqa")
-    short, long = (data.load_items("tinyworld:needle", 1, tokens=tokens)[0] for tokens in (300, 900))
-    settings = Settings(results=tmp_path, progress=False, shares=(0.1, 0.4), policies=("snapkv",))
-    conditions = [c for c in study.grid(settings) if c.policy == "full" or not c.prefix]
-    part = study.Answers("fragility", "every", [short, replace(long, id="long")], conditions, 2)
-    rows = study.answers([part], loaded, settings)
-    [missing] = rows[rows.error.notna()].itertuples()
-    assert (missing.item, missing.share) == (short.id, 0.1)
-    assert "< 32 protected tokens" in missing.error
-    assert rows.score.isna().sum() == 1
-
-
-def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path, capsys):
+def test_both_studies_run_on_a_checkpoint_of_ones_own(tmp_path, capsys):
     data.say_once.cache_clear()
     rows = [
         {"context": f"Ship {i} brought {i * 7} crates of tea to the harbour. " * 12, "answer": f"{i * 7} crates"}
@@ -600,10 +571,6 @@ def test_both_studies_run_on_a_checkpoint_of_ones_own_and_are_read_back(tmp_path
     assert summary["item"].nunique() == 2
     assert summary.long.all()  # no task has long answers
     assert len(set(summary[summary.headline].layer)) == 1
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
-    again = study.retained(answered, loaded, settings)["summary"]
-    pd.testing.assert_frame_equal(again, summary)
-    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.parquet")}
     printed = capsys.readouterr().out
     assert "duo_attention is left out" in printed
     assert "4 bits are left out" in printed

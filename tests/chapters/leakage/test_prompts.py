@@ -6,14 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvrepro.chapters.leakage import prompts
-from kvrepro.experiment import models
 from kvrepro.world import world
 from kvrepro.world.instructions import INSTRUCTIONS
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return models.load()
 
 
 def text_of(item, name):

@@ -33,11 +33,7 @@ def test_questions_are_replaced_by_system_prompts_and_that_is_said(capsys):
     ("wrong", "message"),
     [
         ({"ratios": [1.0]}, "ratios 1.0: "),
-        ({"n_items": 0}, "n_items 0: "),
-        ({"n_items": "ten"}, "n_items 'ten'"),
-        ({"policies": ["h2o", "dropkv", "h2o"]}, "each once"),
         ({"policies": []}, "policies \\(\\): give a list of at least one"),
-        ({"policies": "tova"}, "policies 'tova': "),
         ({"policies": ["lru"]}, "lru cannot run in regime 'offline'"),
         ({"policies": ["full"]}, "policy full keeps every token"),
         ({"items": "longbank"}, "unknown items 'longbank': use tinyworld"),

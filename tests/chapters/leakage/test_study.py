@@ -8,12 +8,7 @@ import pytest
 
 from kvrepro.chapters.leakage import cells, prompts, scores, study
 from kvrepro.chapters.leakage.cells import Settings
-from kvrepro.experiment import models, store
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return models.load()
+from kvrepro.experiment import store
 
 
 @pytest.fixture(scope="module")

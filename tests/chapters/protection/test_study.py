@@ -60,13 +60,6 @@ def test_every_condition_can_be_met_at_every_length():
             check(condition, tokens)
 
 
-def test_an_unknown_policy_is_refused_before_anything_runs(tiny, tmp_path):
-    items, settings = data.load_items("tinyworld:needle", 1, tokens=200), Settings(tmp_path, policies=("nonsense",))
-    with pytest.raises(InputError, match="unknown policy 'nonsense'"):
-        study.answers("main", tiny, items, study.grid(settings), settings)
-    assert not list(tmp_path.rglob("*.parquet"))
-
-
 def test_retention_tells_what_each_condition_keeps(loaded):
     settings = replace(SETTINGS, policies=("lru", "random_sample"), capacities=(64,))
     kept = study.retention(loaded, ITEM, settings)

@@ -12,19 +12,16 @@ from kvrepro.chapters.reclamation.study import Settings
 from kvrepro.chapters.reclamation.survivors import JOINT
 from kvrepro.experiment import verdict
 
-
-@pytest.fixture(scope="module")
-def loaded():
-    return SimpleNamespace(model=tiny.model(), context=512, tokenizer=None)
+LOADED = SimpleNamespace(model=tiny.model(), context=512, tokenizer=None)
 
 
 def judged(**tables) -> pd.DataFrame:
     return verdict.verdicts("reclamation", tables, SimpleNamespace(name="none"), Settings()).set_index("claim")
 
 
-def test_generation_is_identical_under_every_layout_and_the_control_is_not(loaded):
+def test_generation_is_identical_under_every_layout_and_the_control_is_not():
     ids, catalogue = tiny.prompts(180)[0], ("snapkv", "ada_kv", "layer_defensive_kv")
-    rows = acceptance.identity(loaded, ids, 48, ("cumulative", "window"), catalogue=catalogue, new_tokens=8, every=4)
+    rows = acceptance.identity(LOADED, ids, 48, ("cumulative", "window"), catalogue=catalogue, new_tokens=8, every=4)
     real = rows[rows.layout.isin(["none", "repack", "fill"])]
     assert (real.identical == 1).all()
     assert real.logit_gap.max() < 1e-4
@@ -89,8 +86,8 @@ def test_a_case_that_no_broken_cache_would_fail_counts_for_nothing():
     assert compared(rows).noticed_tokens[rows.layout == "storage positions"].eq(1).all()
 
 
-def test_a_prefix_outlives_compactions_and_the_control_breaks_it(loaded):
-    rows = acceptance.sharing(loaded, tiny.prompts(180)[0], budget=48, new_tokens=4).assign(item="a")
+def test_a_prefix_outlives_compactions_and_the_control_breaks_it():
+    rows = acceptance.sharing(LOADED, tiny.prompts(180)[0], budget=48, new_tokens=4).assign(item="a")
     sound, broken = rows[rows.layout != acceptance.IGNORED], rows[rows.layout == acceptance.IGNORED].iloc[0]
     assert (sound.slot_copies > 0).all()
     assert (sound[["hits", "logit_gap"]] == [1.0, 0.0]).all(axis=None)

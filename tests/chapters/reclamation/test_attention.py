@@ -44,19 +44,14 @@ def test_column_sums_of_the_extra_pass(tokens, tile, seed):
     assert sums.sum() == pytest.approx(2 * tokens, rel=1e-5)  # every query gives away its whole attention
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return SimpleNamespace(model=tiny.model(), context=512, tokenizer=None)
-
-
 @pytest.mark.parametrize("family", ["", "Gemma 2", "GPT-OSS"])
-def test_attention_is_that_of_the_model_and_shares_are_those_of_loops(loaded, family):
-    if family:  # logits behind a softcap, sinks that take a part of the attention
-        loaded = SimpleNamespace(model=families.build(family, sliding_window=512), context=512, tokenizer=None)
+def test_attention_is_that_of_the_model_and_shares_are_those_of_loops(family):
+    """Also behind a softcap of the logits, and beside sinks that take a part of the attention."""
+    model = families.build(family, sliding_window=512) if family else tiny.model()
     ids, windows, ahead = tiny.prompts(120)[0], (1, 8, 25), 6
-    table = attention.sparsity(loaded, ids, windows, ahead)
+    table = attention.sparsity(SimpleNamespace(model=model, context=512, tokenizer=None), ids, windows, ahead)
     with torch.inference_mode():
-        eager = loaded.model(torch.tensor([ids]), output_attentions=True).attentions
+        eager = model(torch.tensor([ids]), output_attentions=True).attentions
     for layer, p in enumerate(eager):
         rows = table[table.layer == layer]
         p = p[0].unflatten(0, (2, -1)).sum(1).numpy()  # [kv_heads, queries, tokens]
@@ -77,7 +72,8 @@ def test_attention_is_that_of_the_model_and_shares_are_those_of_loops(loaded, fa
     assert (of_window.gain[25] == 0).all()
 
 
-def test_selected_pages_are_held_with_all_others(loaded):
+def test_selected_pages_are_held_with_all_others():
+    loaded = SimpleNamespace(model=tiny.model(), context=512, tokenizer=None)
     rows = attention.pages(loaded, tiny.prompts(160)[0], (0.3, 0.5))
     assert (rows.held >= 1).all()
     assert rows.read.tolist() == pytest.approx([0.3, 0.5], abs=0.1)

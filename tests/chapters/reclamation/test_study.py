@@ -22,12 +22,6 @@ from kvrepro.errors import InputError
 from kvrepro.experiment import claims, verdict
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    model = tiny.model()
-    return SimpleNamespace(model=model, context=512, tokenizer=None)
-
-
 def test_the_guides_numbers_are_rows():
     rows = r.synthetic(draws=1).set_index("pattern")
     assert rows.loc["every 10th", ["freed_plain", "freed_repack", "freed_fill"]].tolist() == [0, 900, 900]
@@ -100,9 +94,10 @@ def test_hole_filling_copies_a_fraction_of_what_a_repack_copies():
     assert (rows.copies_ratio.xs("fill", level="layout")[[1, 16]] < 0.5).all()
 
 
-def test_a_policy_that_raises_or_cannot_run_is_left_out_and_named(loaded, capsys):
+def test_a_policy_that_raises_or_cannot_run_is_left_out_and_named(capsys):
     """A prompt too short for the budget, a policy of another regime, and one whose scorer raises."""
     broken = own("broken", replace(CATALOGUE["k_norm"], title="Broken", score=lambda o: 1 / 0))
+    loaded = SimpleNamespace(model=tiny.model(), context=512, tokenizer=None)
     rows = r.arising(loaded, tiny.prompts(100)[0], [0.2], ["k_norm", "lru", "snapkv", broken], granularities=())
     errors = rows.set_index("policy").error
     assert errors[errors.notna()].index.tolist() == ["LRU", "SnapKV", "Broken"]

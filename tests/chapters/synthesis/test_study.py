@@ -50,11 +50,6 @@ def test_any_two_levels_meet_about_as_often_as_by_chance(count):
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return kv.load()
-
-
-@pytest.fixture(scope="module")
 def items(loaded):
     return study.questions(loaded, "tinyworld:needle_multikey,several,list_all", 3, SETTINGS)
 

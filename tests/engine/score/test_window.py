@@ -49,9 +49,6 @@ class Head:
         """Mean over the group of ||v_j W_O||_1."""
         return mean([sum(abs(dot(self.v[j], c)) for c in zip(*w, strict=True)) for w in self.W])
 
-    def keep_past(self, row):
-        return [x if past else 0.0 for x, past in zip(row, self.past, strict=True)]
-
 
 def dot(x, y):
     return sum(a * b for a, b in zip(x, y, strict=True))
@@ -152,7 +149,8 @@ def test_cake_preference(shape, tau):
     got = window.cake_preference(o, *tau)
     for b in range(2):
         rows = [(head, rows) for head in (Head(o, b, h) for h in range(2)) for rows in head.p]
-        entropy = -sum(x * math.log(x + 1e-10) for head, group in rows for row in group for x in head.keep_past(row))
+        seen = [x for head, group in rows for row in group for x, past in zip(row, head.past, strict=True) if past]
+        entropy = -sum(x * math.log(x + 1e-10) for x in seen)
         spread = sum(
             variance(c) for head, group in rows for c, past in zip(columns(group), head.past, strict=True) if past
         )

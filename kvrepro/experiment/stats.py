@@ -111,7 +111,8 @@ def contrast(
     if not isinstance(kind, str):
         return _resampled(frame, kind, clusters, limits, level)
     if kind == "unpaired":
-        return within(_unpaired(frame, np.array(bounds, float), each, level), limits)
+        ends = None if bounds is None else np.array(bounds, float)
+        return within(_unpaired(frame, ends, each, level), limits)
     top, bottom = CONTRASTS[kind]
     values = frame.to_numpy(float)
     present = ~np.isnan(values).any(1)
@@ -246,7 +247,7 @@ def _ratio(
     return Estimate(value, limit(-1), limit(1), n)
 
 
-def _unpaired(frame: pd.DataFrame, ends: np.ndarray, each: float, level: float) -> Estimate:
+def _unpaired(frame: pd.DataFrame, ends: np.ndarray | None, each: float, level: float) -> Estimate:
     """Mean of a minus mean of b, for different items, with the limits of both joined; n is the smaller of the two."""
     sides = [frame[side].dropna().to_numpy(float) for side in "ab"]
     n = min(map(len, sides))

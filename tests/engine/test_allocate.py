@@ -1,6 +1,7 @@
 """Which tokens stay in each head, and how many: against plain sorts, and sums that must be met."""
 
 import contextvars
+from dataclasses import replace
 
 import pytest
 import torch
@@ -219,8 +220,9 @@ def test_cake_as_run_rounds_down_and_hands_on_what_is_left():
     assert [c.tolist() for c in counts] == [[[8, 8]], [[10, 10]], [[14, 14]]]  # 32 less 12: 3, 6 and 10, 1 left over
     _, counts = allocate.cake(scores, protected, *given)
     assert [c[0, 0].item() for c in counts] == [7, 9, 11]  # 27 less 12
-    _, counts = allocate.cake(scores, protected, given[0], [torch.zeros(1)] * 3)
-    assert [c[0, 0].item() for c in counts] == [9, 9, 9]  # no layer is preferred
+    scores, protected = [s.expand(2, 2, 20) for s in scores], [p.expand(2, 2, 20) for p in protected]
+    _, counts = allocate.cake(scores, protected, torch.tensor([9, 9]), [torch.tensor([0, x]) for x in (0.1, 0.2, 0.2)])
+    assert [c[:, 0].tolist() for c in counts] == [[9, 7], [9, 10], [9, 10]]  # the first row prefers no layer
 
 
 def test_a_budget_over_heads_is_rounded_after_the_product_where_the_public_code_does():
@@ -356,3 +358,29 @@ def test_spread_follows_the_wishes_of_each_row(wish, limit, total, wanted):
 
 def test_spans_are_numbered_by_their_first_token():
     assert allocate.number_spans(6, [[5, 1], [3]], extended=False).tolist() == [-1, 0, -1, 1, -1, 0]
+
+
+def test_rows_do_not_see_each_other_and_all_is_made_on_the_device_of_what_is_given():
+    scores = torch.randn(2, 2, 40, generator=torch.Generator().manual_seed(1)) * torch.tensor([3.0, 1.0])[:, None]
+    protected, budget = (
+        torch.arange(40) >= torch.tensor([36, 12])[:, None, None].expand(2, 2, 1),
+        torch.tensor([12, 32]),
+    )
+    o = observation(2, 2, 1, 1, 40, layer=0, layers=3, seen=torch.tensor([40, 90]))
+    o = replace(o, span_of=(torch.arange(o.positions.max() + 1) > 20).long().expand(2, -1), span_local=True)
+    one = [
+        replace(o, **{name: getattr(o, name)[b : b + 1] for name in ("positions", "seen", "span_of")}) for b in (0, 1)
+    ]
+    with torch.device("meta"):  # the default, on which nothing can be computed
+        for function, more in (
+            (lambda s, p, n, o: allocate.adaptive(s, p, n, blend=True), [o, *one]),
+            (lambda s, p, n, o: allocate.pyramid(s, p, n, o), [o, *one]),
+            (lambda s, p, n, o: allocate.split(o, n[:, None].expand(-1, 2), p), [o, *one]),
+            (lambda s, p, n, o: allocate.select_parts(s, p & False, allocate.tally(o, p), o), [o, *one]),
+            (lambda s, p, n, o: allocate.recent(o, 3) & allocate.largest(s, n[:, None].expand(-1, 2)), [o, *one]),
+        ):
+            whole, *rows = (
+                function(scores[b], protected[b], budget[b], x)
+                for b, x in zip((slice(2), slice(1), slice(1, 2)), more, strict=True)
+            )
+            assert torch.equal(whole, torch.cat(rows))

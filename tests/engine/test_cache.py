@@ -131,9 +131,8 @@ def test_any_course_of_operations_equals_lists(operations, seed):
                 more = {int(x): float(y) for x, y in zip(where[b, head], p[b, head], strict=True) if x >= 0}
                 lists.tokens[b][head] = [(x, {**s, "mass": s["mass"] + more[x]}) for x, s in lists.tokens[b][head]]
         elif operation == "settle":
-            fixed = layer.slot is not None
             layer.settle()
-            assert (layer.tail, layer.slot is not None) == (0, fixed)
+            assert layer.tail == 0
         elif operation == "evict":
             _, _, where, _, places = layer.shown()
             keep = torch.rand(where.shape, generator=g) < 0.6
@@ -221,6 +220,14 @@ def test_a_fixed_layer_keeps_its_tensors_unless_they_are_twice_too_large(kept, m
     layer.keep(*(x[..., :kept] for x in (where, where >= 0)))
     assert (layer.slot is not None, layer.keys.data_ptr() == place) == (fixed, fixed)
     assert layer.held().tolist() == [[kept]]
+    with torch.device("meta"):  # whatever the default, all is made on the device of what is held
+        layer.append(*(torch.ones(1, 1, 1, DIM, device="cpu") for _ in range(2)), torch.zeros_like(where[0, :, :1]))
+        assert layer.held().tolist() == [[kept + 1]]
+        layer.tail = 1
+        layer.settle()
+        assert ((layer.slot is not None), layer.tail, layer.held().tolist()) == (fixed and kept < 8, 0, [[kept + 1]])
+        layer.fix(torch.zeros_like(layer.offsets), 4, 9, True, 0)
+        assert layer.places()[1].shape == (1, 1, max(9, kept + 1))
 
 
 def test_rows_of_layers_with_states_are_taken_and_joined():

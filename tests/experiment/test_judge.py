@@ -456,6 +456,7 @@ def test_the_worst_member_is_shown():
         row = table({"equivalent": 0.4}, [Member("x", paired(0.1))], test=test)
         assert (row.test, row.p < 1) == (test_name, test != "sign")
     assert table({"at_least": 0}, [Member("x", pd.Series([1]))], exact=True).test == "every case"
+    assert table({"at_least": 0}, [Member("x", Band(0.0, 0.1))], test="sign").p == 1  # nothing but ties
 
 
 def test_a_claim_whose_premise_is_not_reproduced_is_not_testable():

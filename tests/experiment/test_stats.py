@@ -133,6 +133,15 @@ def test_holm_agrees_with_statsmodels():
 
     ps = np.random.default_rng(0).uniform(size=20)
     assert stats.holm(ps) == pytest.approx(multipletests(ps, method="holm")[1])
+    assert stats.holm([0, 1]) == [0.0, 1.0]
+
+
+def test_scores_may_be_true_or_false_and_one_side_may_be_constant():
+    yes, no = [True] * 5 + [False], [False, True] * 3
+    assert stats.wilcoxon(yes, no) == stats.wilcoxon(np.array(yes, float), np.array(no, float))
+    sides = pd.DataFrame({"a": [1.0] * 8, "b": np.arange(8) / 8})
+    e, alone = stats.contrast(sides, "unpaired"), stats.contrast(sides[["b"]].rename(columns={"b": "a"}), "mean")
+    assert (e.high - e.value, e.value - e.low) == pytest.approx((alone.value - alone.low, alone.high - alone.value))
 
 
 # ------------------------------------------------------------------ every field of an estimate, against plain loops
@@ -339,6 +348,7 @@ def test_an_interval_ends_where_its_statistic_can_go_no_farther():
     assert free.high > 1
     e = stats.spread_of(0.9, np.array([0.5, 1.0, 0.8, 1.0]), 6, limits=(0.7, 1))
     assert (e.low, e.high) == (0.7, 1)
+    assert stats.spread_of(5, np.array([2.0, 3.0, 4.0]), 6, limits=(1, INF)).n == 6
     assert stats.spread_of(1.5, np.array([1.4, 1.6]), 6, limits=(0, 1)).high == 1.5  # the estimate lies inside
     x = frame(a=SIX)
     assert stats.contrast(x, np.mean, limits=(0.3, 0.5))[:3] == (pytest.approx(np.mean(SIX)), 0.3, 0.5)

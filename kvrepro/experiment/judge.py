@@ -292,7 +292,7 @@ def rule_text(claim: Claim) -> str:
         else RULES.get(kind, f"{kind.replace('_', ' ')} {{}}").format(*bounds)
     )
     text += ", in every case" if claim.get("exact") else ""
-    return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test", ""), ""))
+    return text + ("" if kind == "no_difference" else AFTER.get(claim.get("test"), ""))
 
 
 @cache

@@ -88,7 +88,7 @@ def interval(
     values: Sequence[float], clusters: Labels = None, *, bounds: Bounds = None, each: float = 1, level: float = 0.95
 ) -> Estimate:
     """Mean with its interval, by the module's rule. bounds: the least and the largest possible value, if any."""
-    frame = pd.DataFrame({"a": np.asarray(values, float)})
+    frame = pd.DataFrame({"a": values})
     return contrast(frame, "mean", clusters, bounds=bounds, each=each, level=level)
 
 
@@ -111,7 +111,7 @@ def contrast(
     if not isinstance(kind, str):
         return _resampled(frame, kind, clusters, limits, level)
     if kind == "unpaired":
-        ends = None if bounds is None else np.array(bounds, float)
+        ends = None if bounds is None else np.array(bounds)
         return within(_unpaired(frame, ends, each, level), limits)
     top, bottom = CONTRASTS[kind]
     values = frame.to_numpy(float)
@@ -125,7 +125,7 @@ def contrast(
         return Estimate(math.nan, math.nan, math.nan, 0)
     columns, extremes = dict(zip(map(str, frame), values.T, strict=True)), None
     if bounds is not None:  # every combination of the columns' extreme values
-        corners = np.array(list(itertools.product(bounds, repeat=values.shape[1])), float)
+        corners = np.array(list(itertools.product(bounds, repeat=values.shape[1])))
         extremes = dict(zip(map(str, frame), corners.T, strict=True))
 
     def reach(x: np.ndarray, ends: np.ndarray | None) -> Ends:
@@ -380,7 +380,7 @@ def tost(a: Sequence[float], b: Sequence[float], margin: float) -> float:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """Holm's step-down adjusted p-values, in the order given (Holm 1979)."""
-    p = np.asarray(ps, float)  # not statsmodels' multipletests, which collects garbage at every call
+    p = np.asarray(ps)  # not statsmodels' multipletests, which collects garbage at every call
     order = np.argsort(p)
     adjusted = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1)))
     return list(map(float, adjusted[np.argsort(order)]))

@@ -66,9 +66,12 @@ def test_a_refusal_names_value_and_way_out(kind, value, line):
 
 def test_settings_are_of_their_kind_and_lists_become_tuples():
     assert Prefill(spans=["a"]).spans == ("a",)
-    for wrong, line in (({"chunk": 0}, "chunk 0 for chunked: should be greater than or equal to 1"),):
-        with pytest.raises(InputError, match=f"^{line}$"):
-            Chunked(**wrong)
+    with pytest.raises(InputError, match=r"^chunk 0 for chunked: should be greater than or equal to 1$"):
+        Chunked(0)
+    with pytest.raises(
+        InputError, match=r"^prefix 1.5: should be less than 1; reading 'x': give as_run or as_described$"
+    ):
+        Condition(prefix=1.5, reading="x")
 
 
 def test_whole_numbers_of_any_library():

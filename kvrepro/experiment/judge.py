@@ -277,7 +277,11 @@ def verdict(claim: Claim, judged: Sequence[Judged]) -> str:
 
 
 TESTS = {None: "interval", "wilcoxon_holm": "Wilcoxon, Holm", "tost": "paired TOST", "sign": "sign test over members"}
-AFTER = {"wilcoxon_holm": "; Wilcoxon p < 0.05 (Holm)", "tost": "; TOST p < 0.05", "sign": "; sign test p < 0.05"}
+AFTER: dict[str | None, str] = {
+    "wilcoxon_holm": "; Wilcoxon p < 0.05 (Holm)",
+    "tost": "; TOST p < 0.05",
+    "sign": "; sign test p < 0.05",
+}
 NUMBERS = ("ours", "low", "high", "p", "n")
 UNTESTED = {"verdict": NOT_TESTABLE, "test": "none", "members": "", "decided_by": ""} | dict.fromkeys(NUMBERS, math.nan)
 

@@ -111,9 +111,7 @@ def calls(
     wrong input before anything is computed."""
     model, request = usable(model), whole_numbers("repeat", repeat)
     ensure(int, seed=seed)
-    size = model.config.get_text_config().vocab_size
-    for outside in [token for token in request if not 0 <= token < size]:
-        raise InputError(f"repeat: token id {outside} outside the model's vocabulary of {size}: other tokenizer?")
+    _ensure_tokens(model, request, "repeat: ")
     facts, every = ModelFacts.of(model), list(dict.fromkeys(itertools.chain.from_iterable(by_prompt)))
     gaps = unmet(model, texts, by_prompt, new)
     capped = [c for c in every if isinstance(c.regime, SharedCap)]
@@ -189,15 +187,13 @@ def unmet(
     rules = {c: Rule.of(c) for c in dict.fromkeys(itertools.chain.from_iterable(by_prompt))}
     if any(rule is not None and rule.policy.shared for rule in rules.values()):
         check_shared(model)
-    config = model.config.get_text_config()
-    size, context = config.vocab_size, getattr(config, "max_position_embeddings", None)  # some families have no end
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # some families have no end
     parts, longest = [], 0
     for i, (text, most_new, listed) in enumerate(zip(texts, new, by_prompt, strict=True)):
         n = len(text.ids)
         if n < 2:
             raise InputError(f"prompt of {n} tokens < 2: give a text to continue")
-        for outside in [token for token in (min(text.ids), max(text.ids)) if not 0 <= token < size]:
-            raise InputError(f"token id {outside} outside the model's vocabulary of {size}: other tokenizer?")
+        _ensure_tokens(model, text.ids)
         if context is not None and n + most_new > context:
             raise InputError(f"{n} prompt + {most_new} new tokens > the model's {context} positions: shorten one")
         for c in listed:
@@ -217,6 +213,14 @@ def unmet(
         description = f"passes of {min(parts)} to {longest} tokens"
         ensure_one_rotation(model, min(parts), longest, description, "let every prompt and chunk be longer")
     return errors
+
+
+def _ensure_tokens(model: PreTrainedModel, ids: Sequence[int], whose: str = "") -> None:
+    """Raise InputError for a token id that the model does not have."""
+    size = model.config.get_text_config().vocab_size
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < size:
+            raise InputError(f"{whose}token id {token} outside the model's vocabulary of {size}: other tokenizer?")
 
 
 def check_shared(model: PreTrainedModel) -> None:

@@ -203,8 +203,8 @@ def find(name: str) -> Policy:
         raise InputError(f"policy {name!r} is a file: add the name of a Policy that it defines, as in {name}:NAME")
     if not colon:
         ensure_known("policy", [name], CATALOGUE, also=("path/to/file.py:NAME", "full"))
-    file = next((root / path for root in (Path.cwd(), ROOT) if os.path.isfile(root / path)), Path(path))
-    if not file.is_file():
+    file = next((root / path for root in (Path.cwd(), ROOT) if os.path.isfile(root / path)), None)
+    if file is None:
         raise InputError(f"policy {name!r}: there is no file {path!r}, give the path of one that is there")
     try:
         found = _defined(file, file.stat().st_mtime_ns).get(attribute)
